@@ -1,0 +1,74 @@
+"""Interlace: GPU kernels that compute and communicate at once, for PyTorch and Triton."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interlace.comm import (
+        Faults,
+        Group,
+        SymmetricTensor,
+        Traffic,
+        empty_symmetric,
+        group_of,
+        inject,
+        launch,
+        set_deadline,
+        synchronize,
+    )
+    from interlace.errors import (
+        ArgumentError,
+        BackendError,
+        GroupError,
+        InterlaceError,
+        LaunchError,
+        PeerTimeoutError,
+        RankMismatchError,
+        WorkspaceError,
+    )
+    from interlace.ops.explain import explain
+    from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
+    from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
+
+__version__ = "0.1.0"
+
+# Public name -> module. Nothing here imports torch or Triton until it is used.
+_PUBLIC = {
+    "Faults": "interlace.comm",
+    "Group": "interlace.comm",
+    "SymmetricTensor": "interlace.comm",
+    "Traffic": "interlace.comm",
+    "empty_symmetric": "interlace.comm",
+    "group_of": "interlace.comm",
+    "inject": "interlace.comm",
+    "launch": "interlace.comm",
+    "set_deadline": "interlace.comm",
+    "synchronize": "interlace.comm",
+    "ArgumentError": "interlace.errors",
+    "BackendError": "interlace.errors",
+    "GroupError": "interlace.errors",
+    "InterlaceError": "interlace.errors",
+    "LaunchError": "interlace.errors",
+    "PeerTimeoutError": "interlace.errors",
+    "RankMismatchError": "interlace.errors",
+    "WorkspaceError": "interlace.errors",
+    "explain": "interlace.ops.explain",
+    "gemv_all_reduce": "interlace.ops.gemv_all_reduce.api",
+    "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'interlace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

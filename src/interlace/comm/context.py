@@ -1,0 +1,28 @@
+"""What a kernel must know of its group: an int64 tensor that every kernel gets as its ``ctx`` argument.
+
+The host writes it once per operator; ``interlace.language`` reads it. Kept in device memory rather than passed as
+arguments, so that captured graphs and compiled kernels do not depend on the rank.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+RANK: Final = 0
+WORLD_SIZE: Final = 1
+STRIDE_BYTES: Final = 2
+DEADLINE_NS: Final = 3
+OPERATOR: Final = 4
+BROKEN_ADDRESS: Final = 5  # int32 in this device's memory: 1 once a wait of this rank has expired
+RECORD_ADDRESS: Final = 6  # int32[RECORD_LENGTH] that the host can read at any time
+SCRATCH_ADDRESS: Final = 7  # int32 in this device's memory: written by fences, never read
+LENGTH: Final = 8
+
+# The record of the first wait that expired. CODE is written last.
+RECORD_CODE: Final = 0
+RECORD_OPERATOR: Final = 1
+RECORD_PEER: Final = 2
+RECORD_SLICE: Final = 3
+RECORD_WANTED: Final = 4
+RECORD_SEEN: Final = 5
+RECORD_LENGTH: Final = 8

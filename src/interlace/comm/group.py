@@ -1,0 +1,460 @@
+"""A process group as the operators see it: who is in it, its memory, its state of health."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import context as ctx
+from interlace.comm import cpu_faults
+from interlace.comm.memory import Block, Heap, SoloHeap
+from interlace.errors import ArgumentError, BackendError, GroupError, PeerTimeoutError, RankMismatchError, WorkspaceError
+from interlace.units import NS_PER_S, next_power_of_2
+
+MAX_PROGRAMS = 4096
+"""Programs that one launch of an operator may have: one epoch cell each (see ``interlace.language``)."""
+
+_DEFAULT_DEADLINE_S = 30.0
+
+
+@dataclasses.dataclass
+class Workspace:
+    """Symmetric memory that belongs to one operator of one group; see :meth:`Group.workspace`.
+
+    Attributes:
+        data: symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
+        signals: symmetric int32, each written by one rank only, and only to grow.
+        epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of calls so far, once per program.
+    """
+
+    data: Block
+    half_bytes: int
+    signals: Block
+    signal_count: int
+    epochs: torch.Tensor
+    captured: bool = False
+
+
+class Group:
+    """One process group on one kind of device.
+
+    Attributes:
+        name: the process group's name; ``""`` for a process on its own.
+        rank: of this process in the group.
+        world_size: ranks in the group.
+        device: where this rank's kernels run.
+        backend: ``"cuda"`` or ``"cpu"``.
+        traffic: what this rank's kernels sent; counted on the CPU backend only.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.device = device
+        self.backend = "cuda" if device.type == "cuda" else "cpu"
+        self.traffic = cpu_faults.Traffic()
+        self._sequence = 0
+        self._operators: list[str] = []
+        self._contexts: dict[str, torch.Tensor] = {}
+        self._agreed: set[tuple[str, str]] = set()
+        self._workspaces: dict[str, Workspace] = {}
+        self._retained: list[Workspace] = []
+        self._last_stream: torch.cuda.Stream | None = None
+        self._deadline_s = _default_deadline()
+        if process_group is None:
+            self.name, self.rank, self.world_size = "", 0, 1
+            self._store: Any = None
+        else:
+            self.name = process_group.group_name
+            self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+            self._store = dist.PrefixStore(f"interlace/{self.name}/{self.backend}", process_group.get_group_store())
+        if self.backend == "cuda" and device.index is None:
+            raise GroupError(f"a group's device must have an index; got {device}. Use torch.device('cuda', local_rank).")
+        self._record = torch.zeros(ctx.RECORD_LENGTH, dtype=torch.int32, pin_memory=self.backend == "cuda")
+        self._record_view = self._record.numpy()
+        # One cache line each: the flag that waits look at, and the word that fences write.
+        self._state = torch.zeros(64, dtype=torch.int32, device=device)
+        self._check_members()
+        self._heap = self._make_heap()
+
+    # Agreement on the host
+
+    def exchange(self, what: str, value: object) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order. Collective, on the host, with the group's deadline.
+
+        Raises:
+            PeerTimeoutError: a peer did not join in time.
+        """
+        if self.world_size == 1:
+            return [value]
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps([what, value]))
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=self._deadline_s))
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            peer = missing[0] if missing else -1
+            self._declare_broken(what, peer)
+            raise PeerTimeoutError(
+                operator=what, rank=self.rank, peer=peer, slice=0, wanted=0, seen=0, deadline_s=self._deadline_s
+            ) from error
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        if sequence > 0:  # everyone has read the exchange before this one
+            self._store.delete_key(f"{sequence - 1}/{self.rank}")
+        calls = [call for call, _ in answers]
+        if len(set(calls)) != 1:
+            raise RankMismatchError(
+                f"ranks must make the same calls in the same order; got {_by_rank(calls)}. "
+                f"Look for a call that depends on the rank."
+            )
+        return [answer for _, answer in answers]
+
+    def agree(self, operator: str, arguments: dict[str, object]) -> None:
+        """Check once per distinct ``arguments`` that every rank calls ``operator`` with the same ones.
+
+        The first call with new arguments exchanges them on the host; later ones cost a set look-up. A rank that
+        then calls with arguments it has used before, while its peers use others, is found by the deadline instead.
+
+        Raises:
+            RankMismatchError: on every rank, with the arguments that differ.
+        """
+        key = (operator, json.dumps(arguments, sort_keys=True))
+        if key not in self._agreed:
+            self.compare(operator, arguments)
+            self._agreed.add(key)
+
+    def compare(self, operator: str, arguments: dict[str, object]) -> None:
+        """Exchange ``arguments`` on the host and check that they are the same on every rank.
+
+        Raises:
+            RankMismatchError: on every rank, with the arguments that differ.
+        """
+        answers: list[dict[str, object]] = self.exchange(operator, arguments)
+        for name in arguments:
+            values = [answer.get(name) for answer in answers]
+            if any(value != values[0] for value in values):
+                raise RankMismatchError(
+                    f"{operator}: {name} must be the same on every rank; got {_by_rank(values)}. "
+                    f"Nothing was computed."
+                )
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of symmetric memory (collective). Not while a CUDA graph is being captured."""
+        if self._capturing():
+            raise WorkspaceError(
+                "symmetric memory must be allocated before a CUDA graph is captured. "
+                "Call the operator once with these shapes first, then capture."
+            )
+        return self._heap.allocate(nbytes)
+
+    @property
+    def stride(self) -> int:
+        """Bytes between two ranks' copies of a symmetric address."""
+        return self._heap.stride
+
+    def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
+        """The memory of ``operator``: allocated once, grown when a call needs more, in agreement on all ranks.
+
+        Every rank must ask with the same numbers in the same order, which :meth:`agree` has checked. Memory
+        that a captured graph refers to is kept when the workspace grows; the rest is freed.
+        """
+        old = self._workspaces.get(operator)
+        if old is not None and old.half_bytes >= half_bytes and old.signal_count >= signal_count:
+            old.captured |= self._capturing()
+            return old
+        if old is not None:
+            half_bytes, signal_count = max(half_bytes, old.half_bytes), max(signal_count, old.signal_count)
+        half_bytes, signal_count = next_power_of_2(max(half_bytes, 4096)), next_power_of_2(max(signal_count, 1024))
+        new = Workspace(
+            data=self.allocate(2 * half_bytes),
+            half_bytes=half_bytes,
+            signals=self.allocate(4 * signal_count),
+            signal_count=signal_count,
+            epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+        )
+        self._workspaces[operator] = new
+        if old is not None and old.captured:
+            self._retained.append(old)
+        return new
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Symmetric bytes held per operator on this rank."""
+        return {name: w.data.nbytes + w.signals.nbytes for name, w in self._workspaces.items()}
+
+    def release(self) -> None:
+        """Free all workspaces (collective: every rank must call it, with no kernel of the group under way).
+
+        CUDA graphs captured before must not be replayed afterwards.
+        """
+        if self.backend == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.exchange("release", "idle")  # a peer's kernel may still write here until all are idle
+        self._workspaces.clear()
+        self._retained.clear()
+        self._agreed.clear()
+
+    def context(self, operator: str) -> torch.Tensor:
+        """The ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]`` on the device."""
+        if operator not in self._contexts:
+            if self._capturing():
+                raise WorkspaceError(f"{operator} must be called once before it is captured in a CUDA graph.")
+            fields = [0] * ctx.LENGTH
+            fields[ctx.RANK] = self.rank
+            fields[ctx.WORLD_SIZE] = self.world_size
+            fields[ctx.STRIDE_BYTES] = self.stride
+            fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
+            fields[ctx.OPERATOR] = len(self._operators)
+            fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
+            fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
+            fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + 128
+            self._operators.append(operator)
+            self._contexts[operator] = torch.tensor(fields, dtype=torch.int64, device=self.device)
+        return self._contexts[operator]
+
+    # Health
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds that a wait of this group may last."""
+        return self._deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        if not 0 < seconds < 1e6:
+            raise ArgumentError(f"a deadline must be above 0 and below a million seconds; got {seconds}.")
+        self._deadline_s = float(seconds)
+        for fields in self._contexts.values():
+            fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a wait has expired. Results computed since then are NaN or meaningless."""
+        return bool(self._record_view[ctx.RECORD_CODE])
+
+    def check(self) -> None:
+        """Raise the :class:`PeerTimeoutError` of the first wait that expired, if one has.
+
+        Looks at host memory only: it does not wait for kernels under way (see :func:`interlace.synchronize`).
+        """
+        record = self._record_view
+        if record[ctx.RECORD_CODE]:
+            operator = int(record[ctx.RECORD_OPERATOR])
+            raise PeerTimeoutError(
+                operator=self._operators[operator],
+                rank=self.rank,
+                peer=int(record[ctx.RECORD_PEER]),
+                slice=int(record[ctx.RECORD_SLICE]),
+                wanted=int(record[ctx.RECORD_WANTED]),
+                seen=int(record[ctx.RECORD_SEEN]),
+                deadline_s=self._deadline_s,
+            )
+
+    def synchronize(self) -> None:
+        """Wait until this rank's kernels are done, then :meth:`check`."""
+        if self.backend == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the launch of an operator's kernels: refuses a broken group and keeps calls in stream order.
+
+        On the CPU backend the kernel has ended when this exits, so an expired wait raises here.
+        """
+        self.check()
+        if self.backend == "cuda":
+            self._follow_last_stream()
+            yield
+        else:
+            with cpu_faults.counting(self.traffic):
+                yield
+            self.check()
+
+    # Internals
+
+    def _follow_last_stream(self) -> None:
+        """Order this call after the group's last one, if that was on another stream.
+
+        Two kernels that wait for peers must not overlap: with their order reversed on another rank, each could
+        occupy the processors that the other's peer needs. During a capture, only calls within the same capture
+        can be ordered; a graph is ordered by where it is replayed.
+        """
+        stream, last = torch.cuda.current_stream(self.device), self._last_stream
+        if last is not None and last != stream:
+            with torch.cuda.stream(last):
+                last_capturing = torch.cuda.is_current_stream_capturing()
+            capturing = self._capturing()
+            if last_capturing and not capturing:
+                raise WorkspaceError(
+                    "calls of one group must be ordered; got one outside while another stream captures a CUDA graph "
+                    "with this group. Finish the capture first, or use another process group."
+                )
+            if last_capturing == capturing:
+                stream.wait_stream(last)
+        self._last_stream = stream
+
+    def _capturing(self) -> bool:
+        return self.backend == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _declare_broken(self, operator: str, peer: int) -> None:
+        if operator not in self._operators:
+            self._operators.append(operator)
+        self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(operator)
+        self._record_view[ctx.RECORD_PEER] = peer
+        self._record_view[ctx.RECORD_CODE] = 1
+
+    def _check_members(self) -> None:
+        """All members must be on this machine, and on CUDA each on a GPU of its own that the others can reach."""
+        identity = [socket.gethostname(), _boot_id(), str(self.device)]
+        members = self.exchange("joining a group", identity)
+        if len({(host, boot) for host, boot, _ in members}) > 1:
+            raise GroupError(
+                f"all ranks of a group must be on one machine; got {_by_rank([host for host, _, _ in members])}. "
+                f"Use torch.distributed.new_group to form a group per machine."
+            )
+        if self.backend == "cuda":
+            devices = [device for _, _, device in members]
+            if len(set(devices)) != len(devices):
+                raise GroupError(f"every rank must have a GPU of its own; got {_by_rank(devices)}. Call torch.cuda.set_device(local_rank) first.")
+            for device in devices:
+                if torch.device(device) != self.device and not torch.cuda.can_device_access_peer(self.device, torch.device(device)):
+                    raise GroupError(f"GPUs of a group must reach each other's memory; {self.device} cannot reach {device}. `interlace doctor` shows the links.")
+
+    def _make_heap(self) -> Heap:
+        if self.world_size == 1:
+            return SoloHeap(self.device)
+        if self.backend == "cuda":
+            from interlace.comm.memory_cuda import CudaHeap
+
+            return CudaHeap(self, self.device)
+        from interlace.comm.memory_cpu import CpuHeap
+
+        return CpuHeap(self)
+
+
+def _by_rank(values: list[Any]) -> str:
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _default_deadline() -> float:
+    text = os.environ.get("INTERLACE_DEADLINE_S", "")
+    try:
+        seconds = float(text) if text else _DEFAULT_DEADLINE_S
+    except ValueError:
+        raise ArgumentError(f"INTERLACE_DEADLINE_S must be a number of seconds; got {text!r}.") from None
+    if not 0 < seconds < 1e6:
+        raise ArgumentError(f"INTERLACE_DEADLINE_S must be above 0 and below a million; got {text!r}.")
+    return seconds
+
+
+def default_device_type() -> str:
+    """``"cuda"`` or ``"cpu"``: what ``INTERLACE_BACKEND`` says, else whether there is a GPU."""
+    choice = os.environ.get("INTERLACE_BACKEND", "auto")
+    if choice not in ("auto", "cuda", "cpu"):
+        raise BackendError(f"INTERLACE_BACKEND must be auto, cuda or cpu; got {choice!r}.")
+    if choice == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return choice
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]] = weakref.WeakKeyDictionary()
+_solo: dict[torch.device, Group] = {}
+_lock = threading.Lock()
+
+
+def group_of(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Group:
+    """The :class:`Group` of a process group (default: the default one; without one, this process on its own).
+
+    The first call for a process group and kind of device is collective.
+
+    Args:
+        process_group: a group that this rank belongs to.
+        device: where the group's kernels run; default: the current CUDA device, or the CPU if there is none.
+
+    Raises:
+        GroupError: this rank is not a member, or the group cannot be used.
+    """
+    device = torch.device(default_device_type() if device is None else device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cuda", "cpu"):
+        raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise GroupError("the calling rank must be a member of the process group; it is not. Call only on members.")
+    if process_group is None:
+        return solo_group(device)
+    with _lock:
+        groups = _groups.setdefault(process_group, {})
+        if device not in groups:
+            groups[device] = Group(process_group, device)
+        return groups[device]
+
+
+def solo_group(device: torch.device) -> Group:
+    """This process on its own on ``device``, whatever process groups there are."""
+    with _lock:
+        if device not in _solo:
+            _solo[device] = Group(None, device)
+        return _solo[device]
+
+
+def group_named(name: str, device: torch.device) -> Group:
+    """The group of a process group's name, as operators carry it in graphs; ``""`` is the default group."""
+    if not name:
+        return group_of(None, device)
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return group_of(_resolve_process_group(name), device)
+
+
+def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """Let every wait of ``group`` last at most ``seconds`` from now on, on this rank.
+
+    The default is 30 s, or ``INTERLACE_DEADLINE_S`` from the environment.
+    """
+    group_of(group).deadline_s = seconds
+
+
+def synchronize(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for this rank's kernels and raise :class:`PeerTimeoutError` if one of their waits expired."""
+    group_of(group).synchronize()
+
+
+def default_name(group: dist.ProcessGroup | None) -> str:
+    """The name under which operators carry ``group``; see :func:`group_named`."""
+    return "" if group is None else group.group_name
+
+
+__all__ = [
+    "MAX_PROGRAMS",
+    "Group",
+    "Workspace",
+    "default_device_type",
+    "default_name",
+    "group_named",
+    "group_of",
+    "set_deadline",
+    "synchronize",
+]

@@ -1,0 +1,91 @@
+"""The group's memory: one address range per process in which rank r's memory starts at ``base + r * stride``.
+
+Both backends reserve the range once per group, with room for every rank, and map blocks into it::
+
+    address   base            base + stride     base + 2 * stride
+              | rank 0 ....   | rank 1 ....     | rank 2 ....
+    block A   [##]            [##]              [##]
+    block B      [####]          [####]            [####]
+
+The stride is one constant of the group, so a kernel reaches a peer's copy of *any* symmetric address by adding a
+multiple of it. Where a block lies within a rank's part is each process's own affair.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from interlace.errors import WorkspaceError
+from interlace.units import format_bytes, round_up
+
+
+class FreeList:
+    """First-fit allocator of offsets in ``[0, size)``; adjacent free spans are merged."""
+
+    def __init__(self, size: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, size)]
+
+    def take(self, nbytes: int) -> int:
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= nbytes:
+                self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                return start
+        raise WorkspaceError(
+            f"symmetric memory must fit in the address range reserved for a rank; {format_bytes(nbytes)} more do not. "
+            f"Free tensors that are no longer needed."
+        )
+
+    def give(self, start: int, nbytes: int) -> None:
+        merged: list[tuple[int, int]] = []
+        for span in sorted([*self._free, (start, start + nbytes)]):
+            if merged and merged[-1][1] == span[0]:
+                merged[-1] = (merged[-1][0], span[1])
+            else:
+                merged.append(span)
+        self._free = merged
+
+
+class Block:
+    """One collective allocation: the same number of zeroed bytes on every rank, all of them mapped here.
+
+    Attributes:
+        address: of rank 0's bytes in this process; rank r's are at ``address + r * stride``.
+        nbytes: usable bytes per rank, at least what was asked for.
+        stride: bytes between two ranks' copies.
+    """
+
+    def __init__(self, address: int, nbytes: int, stride: int, release: Callable[[], None]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.stride = stride
+        self._finalizer = weakref.finalize(self, release)
+        self._finalizer.atexit = False  # the process's end unmaps everything
+
+
+class Heap(ABC):
+    """Allocates blocks for one group on one device. Every method call is collective."""
+
+    device: torch.device
+    stride: int
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Block:
+        """Allocate ``nbytes`` zeroed bytes on every rank, visible to every rank when this returns."""
+
+
+class SoloHeap(Heap):
+    """The heap of a group of one: plain memory of the device, no peers to map."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stride = 0
+
+    def allocate(self, nbytes: int) -> Block:
+        memory = torch.zeros(round_up(max(nbytes, 1), 4096) + 256, dtype=torch.uint8, device=self.device)
+        address = round_up(memory.data_ptr(), 256)
+        keep = [memory]
+        return Block(address, round_up(max(nbytes, 1), 4096), self.stride, keep.clear)

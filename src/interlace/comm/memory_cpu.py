@@ -1,0 +1,83 @@
+"""Group memory of processes on one machine: anonymous shared files, mapped one after the other.
+
+The files have no name in any directory (``memfd_create``): peers open them through ``/proc/<pid>/fd``, which the
+kernel grants to the same user only, and the memory is gone when the last process that maps it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm.memory import Block, FreeList, Heap
+from interlace.errors import BackendError, WorkspaceError
+from interlace.units import GIB, format_bytes, round_up
+
+if TYPE_CHECKING:
+    from interlace.comm.group import Group
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PROT_NONE = 0
+_FAILED = ctypes.c_void_p(-1).value
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if result == _FAILED or result is None:
+        error = os.strerror(ctypes.get_errno())
+        raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} cannot be mapped: {error}.")
+    return int(result)
+
+
+class CpuHeap(Heap):
+    """Shared mappings at fixed distances; see the module."""
+
+    def __init__(self, group: Group) -> None:
+        self.device = torch.device("cpu")
+        self.stride = 64 * GIB
+        self._group = group
+        self._base = _mmap(None, self.stride * group.world_size, _PROT_NONE, _RESERVED)
+        self._offsets = FreeList(self.stride)
+
+    def allocate(self, nbytes: int) -> Block:
+        size = round_up(max(nbytes, 1), mmap.PAGESIZE)
+        fd = os.memfd_create("interlace")
+        try:
+            os.ftruncate(fd, size)
+            paths = self._group.exchange("empty_symmetric", f"/proc/{os.getpid()}/fd/{fd}")
+            offset = self._offsets.take(size)
+            for rank, path in enumerate(paths):
+                self._map(rank, path, offset, size)
+            self._group.exchange("empty_symmetric", "mapped")  # nobody closes a file before all have opened it
+        finally:
+            os.close(fd)
+        return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
+
+    def _map(self, rank: int, path: str, offset: int, size: int) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise BackendError(
+                f"the cpu backend must open rank {rank}'s memory at {path}; got {error.strerror}. "
+                f"Run all ranks on one machine, as one user, in one container."
+            ) from error
+        try:
+            place = self._base + rank * self.stride + offset
+            _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        finally:
+            os.close(fd)
+
+    def _unmap(self, offset: int, size: int) -> None:
+        for rank in range(self._group.world_size):
+            _mmap(self._base + rank * self.stride + offset, size, _PROT_NONE, _RESERVED | _MAP_FIXED)
+        self._offsets.give(offset, size)

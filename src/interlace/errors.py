@@ -1,0 +1,99 @@
+"""Every error that Interlace raises on purpose.
+
+::
+
+    InterlaceError
+    ├── ArgumentError (ValueError)        an argument breaks a rule of the call
+    ├── RankMismatchError                 ranks called the same operator with different arguments
+    ├── GroupError                        this process group cannot be used
+    ├── BackendError                      the machine, driver or package set lacks something
+    ├── WorkspaceError                    memory cannot be allocated now (during graph capture, say)
+    ├── PeerTimeoutError (TimeoutError)   a peer did not do its part before the deadline
+    └── LaunchError                       a rank started by ``interlace.launch`` failed
+
+A message reads: *subject* must *rule*; got *value*. *What to do.*
+"""
+
+from __future__ import annotations
+
+
+class InterlaceError(Exception):
+    """Base of every error that Interlace raises on purpose."""
+
+
+class ArgumentError(InterlaceError, ValueError):
+    """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
+
+
+class RankMismatchError(InterlaceError):
+    """Ranks of one group called the same operator with arguments that do not fit together.
+
+    Raised on every rank that took part in the comparison, before any kernel starts.
+    """
+
+
+class GroupError(InterlaceError):
+    """The process group cannot be used: too large, not on one machine, or not joined by this rank."""
+
+
+class BackendError(InterlaceError):
+    """The machine, its driver or an installed package lacks something that the call needs."""
+
+
+class WorkspaceError(InterlaceError):
+    """Symmetric memory cannot be allocated at this point."""
+
+
+class LaunchError(InterlaceError):
+    """A rank started by :func:`interlace.launch` failed.
+
+    Attributes:
+        rank: the first rank that failed.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerTimeoutError(InterlaceError, TimeoutError):
+    """A peer did not do its part before the group's deadline.
+
+    The group is broken from then on: its epochs no longer agree, so every later call on it raises
+    this error again instead of computing nonsense. Destroy the process group and build a new one.
+
+    Attributes:
+        operator: name of the operator that waited.
+        rank: the rank that waited.
+        peer: the rank it waited for; -1 where several may be late.
+        slice: the slice it waited for (see the operator's README).
+        wanted: the epoch it waited for; 0 for a wait on the host.
+        seen: the epoch it saw instead; 0 for a wait on the host.
+    """
+
+    def __init__(
+        self,
+        *,
+        operator: str,
+        rank: int,
+        peer: int,
+        slice: int,
+        wanted: int,
+        seen: int,
+        deadline_s: float,
+    ) -> None:
+        who = f"rank {peer}" if peer >= 0 else "a peer"
+        where = f"slice {slice}, epoch {wanted}, and saw epoch {seen}" if wanted else "the host exchange"
+        super().__init__(
+            f"{operator}: rank {rank} waited {deadline_s:g} s for {who} ({where}). "
+            f"The peer is late, dead, or made a different call; this group is broken now. "
+            f"Check that every rank makes the same calls in the same order, or raise the deadline "
+            f"with interlace.set_deadline(seconds)."
+        )
+        self.operator = operator
+        self.rank = rank
+        self.peer = peer
+        self.slice = slice
+        self.wanted = wanted
+        self.seen = seen
+        self.deadline_s = deadline_s

@@ -1,0 +1,66 @@
+"""What the primitives are made of on a GPU; ``_interpreted`` has the same names for the CPU backend."""
+
+import triton
+import triton.language as tl
+from triton.language import core
+
+
+@core.extern
+def is_cuda(_semantic=None):
+    return core.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
+@core.extern
+def _ticks(_semantic=None):
+    if _semantic.builder.options.backend_name == "cuda":
+        asm, constraints = "mov.u64 $0, %globaltimer;", "=l"
+    else:
+        asm, constraints = "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s"
+    return core.inline_asm_elementwise(asm, constraints, [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@core.extern
+def _ns_per_tick(_semantic=None):
+    # gfx942 counts at 100 MHz (CDNA3 instruction set architecture, s_memrealtime).
+    return core.constexpr(1 if _semantic.builder.options.backend_name == "cuda" else 10)
+
+
+@triton.jit
+def clock_ns():
+    return _ticks() * _ns_per_tick()
+
+
+@core.extern
+def _fence_every_thread(_semantic=None):
+    core.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def fence_system(scratch):
+    if is_cuda():
+        _fence_every_thread()
+    else:
+        # No portable fence: a release by one thread, after a barrier that makes the others' stores its own past.
+        tl.debug_barrier()
+        tl.atomic_xchg(scratch, 0, sem="release", scope="sys")
+
+
+@triton.jit
+def store_to_peer(ptr, value, peer, rank, mask):
+    tl.store(ptr, value, mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
+def signal_peer(ptr, epoch, peer, rank, mask, ORDER: tl.constexpr):
+    tl.static_assert(ORDER == "release" or ORDER == "relaxed", "signal: order must be release or relaxed")
+    if ORDER == "release":
+        # Triton puts no barrier between a tile's stores and a release: other warps' stores would not be covered.
+        tl.debug_barrier()
+    tl.atomic_xchg(ptr, epoch, mask=mask, sem=ORDER, scope="sys")
+
+
+@triton.jit
+def pause():
+    pass

@@ -1,0 +1,287 @@
+"""GPU-initiated communication for any ``@triton.jit`` kernel; the memory model is in ``README.md``.
+
+Every primitive works on the group's memory: ``ptr`` addresses rank 0's copy, and ``peer`` chooses whose copy is meant.
+``ctx`` is the operator's context (``Group.context``).
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.comm import context
+from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.interpreter import interpreting
+
+if interpreting():
+    from interlace.language._interpreted import clock_ns, fence_system, pause, signal_peer, store_to_peer
+else:
+    from interlace.language._device import clock_ns, fence_system, pause, signal_peer, store_to_peer
+
+_RANK = tl.constexpr(context.RANK)
+_WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
+_STRIDE_BYTES = tl.constexpr(context.STRIDE_BYTES)
+_DEADLINE_NS = tl.constexpr(context.DEADLINE_NS)
+_OPERATOR = tl.constexpr(context.OPERATOR)
+_BROKEN_ADDRESS = tl.constexpr(context.BROKEN_ADDRESS)
+_RECORD_ADDRESS = tl.constexpr(context.RECORD_ADDRESS)
+_SCRATCH_ADDRESS = tl.constexpr(context.SCRATCH_ADDRESS)
+_CODE = tl.constexpr(context.RECORD_CODE)
+_RECORD_OPERATOR = tl.constexpr(context.RECORD_OPERATOR)
+_PEER = tl.constexpr(context.RECORD_PEER)
+_SLICE = tl.constexpr(context.RECORD_SLICE)
+_WANTED = tl.constexpr(context.RECORD_WANTED)
+_SEEN = tl.constexpr(context.RECORD_SEEN)
+
+# Looks at a signal between two looks at the clock and at the group's health.
+_LOOKS = tl.constexpr(4 if interpreting() else 128)
+_TAG = tl.constexpr(0xFFFFFFFF)
+_MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+
+
+# Who and where
+
+
+@triton.jit
+def rank(ctx):
+    """This rank in the group (int32 scalar)."""
+    return tl.load(ctx + _RANK).to(tl.int32)
+
+
+@triton.jit
+def world_size(ctx):
+    """Ranks in the group (int32 scalar). Loops over peers want it as a constexpr argument instead."""
+    return tl.load(ctx + _WORLD_SIZE).to(tl.int32)
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr):
+    """A pointer to symmetric memory from ``SymmetricTensor.address``, which every kernel gets as an integer."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def peer_pointer(ptr, peer, ctx):
+    """Where ``peer``'s copy of ``ptr`` is mapped here. ``peer`` is a scalar, or a tile that broadcasts with ``ptr``."""
+    stride = tl.load(ctx + _STRIDE_BYTES) // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    return ptr + tl.multiple_of(stride, 16) * peer
+
+
+# Epochs
+
+
+@triton.jit
+def next_epoch(epochs):
+    """The number of this call (int32 scalar, from 1): this program's cell plus one."""
+    return tl.load(epochs + tl.program_id(0)) + 1
+
+
+@triton.jit
+def advance_epoch(epochs, epoch):
+    """Record that this program is done with ``epoch``; the last thing a kernel does.
+
+    The programs of a launch share out all cells, so that a later launch of any grid finds them equal: no atomic, no
+    second launch, and no program can see a cell change before it has read its own.
+    """
+    programs = tl.num_programs(0)
+    for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * 128):
+        cells = first + programs * tl.arange(0, 128)
+        tl.store(epochs + cells, epoch, mask=cells < _MAX_PROGRAMS)
+
+
+# One-sided transfers
+
+
+@triton.jit
+def put(ptr, value, peer, ctx, mask=None):
+    """Store a tile in ``peer``'s copy of ``ptr``. Relaxed: order it by :func:`signal` or :func:`fence`.
+
+    ``peer`` may be a tile: then each element goes to its own peer.
+    """
+    store_to_peer(peer_pointer(ptr, peer, ctx), value, peer, rank(ctx), mask)
+
+
+@triton.jit
+def get(ptr, peer, ctx, mask=None, other=None):
+    """Load a tile from ``peer``'s copy of ``ptr``, past the first-level cache. Relaxed; usually after a :func:`wait`."""
+    return tl.load(peer_pointer(ptr, peer, ctx), mask=mask, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def fence(ctx):
+    """Order all earlier puts of this program before all its later ones (acquire-release, system scope)."""
+    tl.debug_barrier()
+    fence_system(tl.load(ctx + _SCRATCH_ADDRESS).to(tl.pointer_type(tl.int32)))
+    tl.debug_barrier()
+
+
+# Signals
+
+
+@triton.jit
+def signal(ptr, epoch, peer, ctx, mask=None, ORDER: tl.constexpr = "release"):
+    """Set the int32 signal ``ptr`` on ``peer`` to ``epoch``.
+
+    With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this program, by any of
+    its threads; ``"relaxed"`` promises nothing. A signal has one writer, and its epochs only grow.
+    ``ptr`` and ``peer`` may be tiles: several signals at once.
+    """
+    signal_peer(peer_pointer(ptr, peer, ctx), epoch, peer, rank(ctx), mask, ORDER)
+
+
+@triton.jit
+def put_signal(ptr, value, signal_ptr, epoch, peer, ctx, mask=None):
+    """:func:`put` and then :func:`signal` with release order."""
+    put(ptr, value, peer, ctx, mask)
+    signal(signal_ptr, epoch, peer, ctx)
+
+
+@triton.jit
+def wait(ptr, epoch, peer, slice, ctx, mask):
+    """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
+
+    Args:
+        ptr: int32 tile of signals (rank 0's copy, as always).
+        peer: tile of the ranks that set them, for the error.
+        slice: scalar: what is awaited, for the error.
+        mask: tile; signals outside it are not awaited.
+
+    Returns:
+        Whether they did (bool scalar). False after the deadline, or once the group is broken: the program must not
+        use what it waited for, and should end.
+    """
+    here = peer_pointer(ptr, rank(ctx), ctx)
+    start = clock_ns()
+    arrived = 1
+    looks = 0
+    # Epochs are compared by difference: they may wrap.
+    behind = tl.sum((mask & (tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys") - epoch < 0)).to(tl.int32))
+    while behind > 0:
+        pause()
+        seen = tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys")
+        late = mask & (seen - epoch < 0)
+        behind = tl.sum(late.to(tl.int32))
+        looks += 1
+        if (behind > 0) & (looks % _LOOKS == 0):
+            if _over(start, ctx):
+                first = tl.min(tl.where(late, peer, 1 << 30))
+                _report(ctx, first, slice, epoch, tl.min(tl.where(late & (peer == first), seen, 2147483647)))
+                arrived = 0
+                behind = 0
+    return arrived > 0
+
+
+@triton.jit
+def barrier(ptr, epoch, ctx, WORLD_SIZE: tl.constexpr):
+    """Wait until the programs of this index on all ranks are here. Returns as :func:`wait`.
+
+    Puts that any of them made before are then visible to all of them.
+
+    Args:
+        ptr: ``WORLD_SIZE`` int32 signals of this program index alone.
+    """
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    me = rank(ctx)
+    others = (peers < WORLD_SIZE) & (peers != me)
+    signal(ptr + me + tl.zeros_like(peers), epoch, peers, ctx, others)
+    return wait(ptr + peers, epoch, peers, tl.program_id(0), ctx, others)
+
+
+# Packed words: a 4-byte value and its epoch in one 8-byte store, which arrives whole. No signal, no fence.
+
+
+@triton.jit
+def put_packed(ptr, value, epoch, peer, ctx, mask=None):
+    """Store float32 values, each with ``epoch``, as int64 words in ``peer``'s copy of ``ptr``.
+
+    Words need no order among themselves or with anything else: each carries the proof of its own arrival.
+    They cost twice the bytes of a :func:`put`, and save the signal's round trip.
+    """
+    word = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (epoch.to(tl.int64) & _TAG)
+    put(ptr, word, peer, ctx, mask)
+
+
+@triton.jit
+def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constexpr):
+    """Wait for one tile of packed words from every rank and add them: float32, in rank order.
+
+    Args:
+        ptr: int64 tile: where rank 0's words arrive; rank s's arrive at ``ptr + s * stride``.
+        own: float32 tile: this rank's part, kept in registers; or None if it was put like the others'.
+        slice: scalar: what is awaited, for the error.
+        mask: tile; words outside it are not awaited and count as zero.
+
+    Returns:
+        The sum (float32 tile); NaN after the deadline, or once the group is broken.
+    """
+    here = peer_pointer(ptr, rank(ctx), ctx)
+    # As a tile: the interpreter turns a scalar condition into integers when it meets a mask.
+    me = rank(ctx) + tl.zeros(ptr.shape, tl.int32)
+    start = clock_ns()
+    looks = 0
+    missing = 1
+    total = tl.zeros(ptr.shape, tl.float32)
+    while missing > 0:
+        # All ranks' words are loaded before the first is looked at: one round trip a look, not one a rank.
+        total = tl.zeros(ptr.shape, tl.float32)
+        absent = tl.zeros(ptr.shape, tl.int32)
+        for source in tl.static_range(WORLD_SIZE):
+            if own is None:
+                word = tl.load(here + source * stride, mask=mask, other=0, volatile=True)
+                absent += (mask & (word.to(tl.int32) != epoch)).to(tl.int32)
+                total += (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            else:
+                awaited = mask & (me != source)
+                word = tl.load(here + source * stride, mask=awaited, other=0, volatile=True)
+                absent += (awaited & (word.to(tl.int32) != epoch)).to(tl.int32)
+                total += tl.where(me == source, own, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+        missing = tl.sum(tl.ravel(absent))
+        if missing > 0:
+            pause()
+            looks += 1
+            if looks % _LOOKS == 0:
+                if _over(start, ctx):
+                    _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE)
+                    total = tl.full(ptr.shape, float("nan"), tl.float32)
+                    missing = 0
+    return total
+
+
+# Giving up
+
+
+@triton.jit
+def _over(start, ctx):
+    """Whether a wait that began at ``start`` must end: its deadline has passed, or another wait's has."""
+    broken = tl.load(tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32)), volatile=True)
+    return (broken != 0) | (clock_ns() - start > tl.load(ctx + _DEADLINE_NS, volatile=True))
+
+
+@triton.jit
+def _report(ctx, peer, slice, wanted, seen):
+    """Record a wait that expired, if it is the first: the flag for this rank's programs, the rest for the host."""
+    broken = tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
+    if tl.atomic_cas(broken, 0, 1, sem="relaxed", scope="gpu") == 0:
+        record = tl.load(ctx + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
+        tl.store(record + _RECORD_OPERATOR, tl.load(ctx + _OPERATOR).to(tl.int32))
+        tl.store(record + _PEER, peer)
+        tl.store(record + _SLICE, slice)
+        tl.store(record + _WANTED, wanted)
+        tl.store(record + _SEEN, seen)
+        tl.debug_barrier()
+        tl.atomic_xchg(record + _CODE, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constexpr):
+    me = rank(ctx) + tl.zeros(here.shape, tl.int32)
+    late = 1 << 30
+    seen = 0
+    for step in tl.static_range(WORLD_SIZE):
+        source = WORLD_SIZE - 1 - step
+        awaited = mask & (me != source)
+        tag = tl.load(here + source * stride, mask=awaited, other=0, volatile=True).to(tl.int32)
+        absent = awaited & (tag != epoch)
+        if tl.sum(tl.ravel(absent.to(tl.int32))) > 0:
+            late = source
+            seen = tl.min(tl.ravel(tl.where(absent, tag, 2147483647)))
+    if late < WORLD_SIZE:
+        _report(ctx, late, slice, epoch, seen)

@@ -1,0 +1,1 @@
+"""The operators, a folder each. They do not import one another."""

@@ -1,0 +1,1 @@
+"""GEMV + AllReduce; see README.md."""

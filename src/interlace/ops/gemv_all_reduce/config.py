@@ -1,0 +1,83 @@
+"""How ``gemv_all_reduce`` cuts its work; chosen by the tuned table, or given by the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.errors import ArgumentError
+
+PROTOCOLS = ("one_shot", "two_phase")
+
+
+@dataclasses.dataclass(frozen=True)
+class GemvAllReduceConfig:
+    """One way to run the fused kernel. Every rank of a call must use the same one.
+
+    Attributes:
+        protocol: ``"one_shot"`` (packed words to every peer) or ``"two_phase"`` (owner reduces, then broadcasts).
+        block_n: rows of the weight that a tile covers; a power of two.
+        block_k: columns of the weight that a program loads at a time; a power of two.
+        num_warps: warps a program.
+        num_stages: loads in flight in the software pipeline (with several tokens).
+        max_programs: programs at most, each taking several tiles; 0 for a program a tile.
+    """
+
+    protocol: str = "one_shot"
+    block_n: int = 4
+    block_k: int = 1024
+    num_warps: int = 4
+    num_stages: int = 1
+    max_programs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise ArgumentError(f"GemvAllReduceConfig: protocol must be one of {PROTOCOLS}; got {self.protocol!r}.")
+        for name in ("block_n", "block_k", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ArgumentError(f"GemvAllReduceConfig: {name} must be a power of two; got {value}.")
+        if self.num_warps > 32:
+            raise ArgumentError(f"GemvAllReduceConfig: num_warps must be at most 32; got {self.num_warps}.")
+        if self.block_k < 16:
+            raise ArgumentError(f"GemvAllReduceConfig: block_k must be at least 16; got {self.block_k}.")
+        if self.num_stages < 1:
+            raise ArgumentError(f"GemvAllReduceConfig: num_stages must be at least 1; got {self.num_stages}.")
+        if self.max_programs < 0:
+            raise ArgumentError(f"GemvAllReduceConfig: max_programs must not be negative; got {self.max_programs}.")
+
+    def __str__(self) -> str:
+        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
+        return (
+            f"{self.protocol} {self.block_n} {self.block_k} {self.num_warps} {self.num_stages} {self.max_programs}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> GemvAllReduceConfig:
+        """The configuration whose ``str`` is ``text``."""
+        try:
+            protocol, *numbers = text.split()
+            return cls(protocol, *map(int, numbers))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"GemvAllReduceConfig: text must be str() of a configuration; got {text!r}.") from None
+
+
+def block_tokens(tokens: int) -> int:
+    """Tokens a tile covers: 1, or what a matrix unit takes, 16 to 64."""
+    if tokens <= 1:
+        return 1
+    return min(64, max(16, 1 << (tokens - 1).bit_length()))
+
+
+def default_config(*, tokens: int, rows: int, world_size: int) -> GemvAllReduceConfig:
+    """A sound choice where nothing has been measured."""
+    words = tokens * rows * max(1, world_size - 1)
+    if tokens <= 1:
+        block_n = 4
+        while rows > block_n * 4096:
+            block_n *= 2
+        return GemvAllReduceConfig("one_shot", block_n=block_n, block_k=512, num_warps=4)
+    if words <= 8 * 8192 * 3:
+        return GemvAllReduceConfig("one_shot", block_n=32, block_k=128, num_warps=4, num_stages=4)
+    return GemvAllReduceConfig("two_phase", block_n=64, block_k=128, num_warps=4, num_stages=4)

@@ -1,0 +1,151 @@
+"""From a call to a kernel launch: which implementation, which configuration, which memory, which grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace import tuning
+from interlace.comm import Group, group_named
+from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.interpreter import require
+from interlace.errors import GroupError
+from interlace.ops.gemv_all_reduce import reference
+from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig, block_tokens, default_config
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+OPERATOR = "gemv_all_reduce"
+MAX_RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What ``impl="auto"`` chose, and why."""
+
+    impl: str
+    config: GemvAllReduceConfig
+    reason: str
+
+
+def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_size: int, device: torch.device) -> Choice:
+    """The fastest implementation by the tuned table of this GPU; on the CPU backend always the kernel."""
+    config = default_config(tokens=tokens, rows=rows, world_size=world_size)
+    if device.type == "cpu":
+        small = dataclasses.replace(config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8)
+        return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")
+    point = tuning.Point(
+        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes={"tokens": tokens, "rows": rows, "columns": columns}
+    )
+    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if found is None:
+        return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
+    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason)
+
+
+def run(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
+) -> torch.Tensor:
+    """Run one call whose arguments ``api`` has validated."""
+    tokens = x.shape[0] if x.dim() == 2 else 1
+    rows, columns = w.shape
+    group = group_named(group_name, x.device)
+    if group.world_size > MAX_RANKS:
+        raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
+    group.agree(
+        OPERATOR,
+        {
+            "the shape of x": list(x.shape),
+            "the shape of w": list(w.shape),
+            "dtype": str(x.dtype),
+            "bias": bias is not None,
+            "impl": impl,
+            "config": config,
+        },
+    )
+    chosen: GemvAllReduceConfig | None = GemvAllReduceConfig.parse(config) if config else None
+    if impl == "auto" or chosen is None:
+        choice = choose(
+            tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device
+        )
+        impl = choice.impl if impl == "auto" else impl
+        chosen = chosen or choice.config
+    if impl == "unfused":
+        group.check()
+        return reference.gemv_all_reduce(x, w, bias, _process_group(group_name))
+    y = x.new_empty([*x.shape[:-1], rows])
+    if y.numel():
+        launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen)
+        with group.running():
+            launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return y
+
+
+def _process_group(group_name: str) -> dist.ProcessGroup | None:
+    if not group_name:
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel launch, ready to go: what :func:`run` runs, and the tuner compiles ahead."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def prepare(
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: GemvAllReduceConfig,
+) -> Launch:
+    """The launch for x ``[B, K]``, w ``[N, K]`` and y ``[B, N]``. Collective when the workspace must grow."""
+    require(group.backend)
+    from interlace.ops.gemv_all_reduce import kernel
+
+    tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
+    block_b = block_tokens(tokens)
+    tiles = ceil_div(rows, config.block_n) * ceil_div(tokens, block_b)
+    programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    options = {
+        "WORLD_SIZE": ranks,
+        "EVEN_K": columns % config.block_k == 0,
+        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
+        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
+        "BLOCK_N": config.block_n,
+        "BLOCK_B": block_b,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    operator = f"{OPERATOR}.{config.protocol}"
+    sizes = (rows, tokens, columns, tiles, x.stride(0), w.stride(0))
+    if config.protocol == "one_shot":
+        workspace = group.workspace(operator, 8 * ranks * tokens * rows)
+        arguments = (
+            x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
+            workspace.half_bytes // 8, *sizes,
+        )  # fmt: skip
+        options["ONE_TILE"] = programs == tiles
+        return Launch(kernel.gemv_all_reduce_one_shot, (programs,), arguments, options)
+    owned = ceil_div(config.block_n, ranks)
+    partial_bytes = round_up(4 * ranks * tiles * owned * block_b, 256)
+    workspace = group.workspace(operator, partial_bytes + y.element_size() * y.numel(), 2 * tiles * ranks)
+    arguments = (
+        x, w, bias, y, workspace.data.address, workspace.signals.address, workspace.epochs, group.context(operator),
+        workspace.half_bytes, partial_bytes, *sizes,
+    )  # fmt: skip
+    options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
+    return Launch(kernel.gemv_all_reduce_two_phase, (programs,), arguments, options)

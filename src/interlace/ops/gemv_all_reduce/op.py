@@ -1,0 +1,49 @@
+"""``torch.ops.interlace.gemv_all_reduce``: schema, shape inference, gradient. Triton is imported by the first call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    "gemv_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, str impl, str config) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _run(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
+) -> torch.Tensor:
+    from interlace.ops.gemv_all_reduce.launch import run
+
+    return run(x, w, bias, group_name, impl, config)
+
+
+def _fake(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
+) -> torch.Tensor:
+    return x.new_empty([*x.shape[:-1], w.shape[0]])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, bias, *_ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """The output is the same on every rank, and so is its gradient: nothing needs to be communicated."""
+    x, w = ctx.saved_tensors
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_x = (rows @ w).reshape([*grad.shape[:-1], w.shape[1]]) if w is not None else None
+    grad_w = rows.mT @ x.reshape(-1, x.shape[-1]) if x is not None else None
+    grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    return grad_x, grad_w, grad_bias, None, None, None
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("gemv_all_reduce", _run, _key)
+torch.library.register_fake("interlace::gemv_all_reduce", _fake, lib=_library)
+torch.library.register_autograd("interlace::gemv_all_reduce", _backward, setup_context=_setup_context, lib=_library)

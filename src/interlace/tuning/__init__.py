@@ -1,0 +1,76 @@
+"""Shape -> implementation and configuration: the measured tables, and the nearest entry of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Where a call lies: ranks, dtype (``"bfloat16"``), and the operator's sizes by name."""
+
+    world_size: int
+    dtype: str
+    sizes: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One measured point: the fastest implementation there, and the fused kernel's best configuration."""
+
+    impl: str
+    config: str
+    reason: str
+
+
+# A size that differs by more than this factor is another regime: better a default than a wrong lesson.
+_FARTHEST_LOG2 = 2.0
+
+
+def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
+    """The entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of log2 ratios.
+
+    Entries of the same dtype width and number of ranks come first; None where none is within a factor of four.
+    """
+    best: tuple[float, dict[str, Any]] | None = None
+    for entry in _table(operator, device_name):
+        distance = 0.0
+        for name, size in point.sizes.items():
+            apart = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))
+            if apart > _FARTHEST_LOG2:
+                break
+            distance += apart
+        else:
+            if entry["dtype"] != point.dtype:
+                distance += 10.0 if _width(str(entry["dtype"])) != _width(point.dtype) else 0.01
+            distance += 5.0 * abs(math.log2(point.world_size / int(entry["world_size"])))
+            if best is None or distance < best[0]:
+                best = (distance, entry)
+    if best is None:
+        return None
+    entry = best[1]
+    sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
+    reason = (
+        f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
+        f"fused {entry['fused_us']} us, best unfused pair {entry['unfused_us']} us"
+    )
+    return Entry(str(entry["impl"]), str(entry["config"]), reason)
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+@functools.cache
+def _table(operator: str, device_name: str) -> list[dict[str, Any]]:
+    name = device_name.lower().replace(" ", "_")
+    file = importlib.resources.files("interlace.tuning") / "tables" / f"{operator}.{name}.json"
+    if not file.is_file():
+        return []
+    entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["entries"]
+    return entries

@@ -1,0 +1,45 @@
+"""Units and how they are printed. GB is 1e9 bytes and GiB is 2**30; times are nanoseconds unless named."""
+
+from __future__ import annotations
+
+KB = 10**3
+MB = 10**6
+GB = 10**9
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+NS_PER_US = 1_000
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+
+def format_bytes(count: float) -> str:
+    """``1_500_000`` -> ``"1.5 MB"`` (powers of ten)."""
+    for size, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f} B"
+
+
+def format_ns(nanoseconds: float) -> str:
+    """``12_600`` -> ``"12.6 us"``."""
+    for size, name in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):
+        if abs(nanoseconds) >= size:
+            return f"{nanoseconds / size:.3g} {name}"
+    return f"{nanoseconds:.0f} ns"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer that is not below ``a / b``; both positive or ``a`` zero."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is not below ``a``."""
+    return ceil_div(a, multiple) * multiple
+
+
+def next_power_of_2(a: int) -> int:
+    """Smallest power of two that is not below ``a``; 1 for ``a`` below 2."""
+    return 1 << max(0, a - 1).bit_length()

@@ -218,7 +218,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
             ready[i].kernel.warmup(*ready[i].arguments, grid=ready[i].grid, **ready[i].options)
         except Exception as error:  # the compiler's errors have no common base: too much shared memory, say
             works[i] = 0
-            print(f"gemv_all_reduce {shape}, {configs[i]}: left out: {str(error)[:160]}", flush=True)
+            print(f"gemv_all_reduce {shape}, {configs[i]}: left out: {str(error).splitlines()[0][:100]}", flush=True)
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
     found = []
     for config, usable in zip(configs, works.tolist(), strict=True):

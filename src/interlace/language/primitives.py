@@ -35,6 +35,7 @@ _SEEN = tl.constexpr(context.RECORD_SEEN)
 _LOOKS = tl.constexpr(4 if interpreting() else 128)
 _TAG = tl.constexpr(0xFFFFFFFF)
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+_RELEASE = tl.constexpr("release")
 
 
 # Who and where
@@ -117,7 +118,7 @@ def fence(ctx):
 
 
 @triton.jit
-def signal(ptr, epoch, peer, ctx, mask=None, ORDER: tl.constexpr = "release"):
+def signal(ptr, epoch, peer, ctx, mask=None, ORDER: tl.constexpr = _RELEASE):
     """Set the int32 signal ``ptr`` on ``peer`` to ``epoch``.
 
     With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this program, by any of
@@ -218,6 +219,7 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
     start = clock_ns()
     looks = 0
     missing = 1
+    expired = 0
     total = tl.zeros(ptr.shape, tl.float32)
     while missing > 0:
         # All ranks' words are loaded before the first is looked at: one round trip a look, not one a rank.
@@ -234,15 +236,16 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
                 absent += (awaited & (word.to(tl.int32) != epoch)).to(tl.int32)
                 total += tl.where(me == source, own, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
         missing = tl.sum(tl.ravel(absent))
+        looks += 1
         if missing > 0:
             pause()
-            looks += 1
-            if looks % _LOOKS == 0:
-                if _over(start, ctx):
-                    _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE)
-                    total = tl.full(ptr.shape, float("nan"), tl.float32)
-                    missing = 0
-    return total
+        if (missing > 0) & (looks % _LOOKS == 0):
+            expired = _over(start, ctx).to(tl.int32)
+        missing = missing * (1 - expired)
+    if expired > 0:
+        _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE)
+    # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops another result.
+    return tl.where((expired == 0) & (missing == 0) & (looks > 0), total, float("nan"))
 
 
 # Giving up

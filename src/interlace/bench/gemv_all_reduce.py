@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from interlace.bench.timing import Timing, measure
 from interlace.comm import group_of
+from interlace.comm.group import MAX_PROGRAMS
 from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
@@ -49,7 +50,6 @@ class Case:
         copies = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
         self.weights = [torch.randn(size, generator=generator, device=self.device).to(shape.dtype) for _ in range(copies)]
         self.x = torch.randn(shape.tokens, shape.columns, generator=generator, device=self.device).to(shape.dtype)
-        self.calls = copies * max(1, round(20 / copies))
 
     def weight(self, i: int) -> torch.Tensor:
         return self.weights[i % len(self.weights)]
@@ -139,15 +139,15 @@ def bench(shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.P
     def fused(x: torch.Tensor, weights: list[torch.Tensor], on: dist.ProcessGroup | None) -> Callable[[int], object]:
         return lambda i: gemv_all_reduce(x, weights[i % len(weights)], group=on, impl="fused", config=chosen)
 
-    times: dict[str, Timing] = {"fused": measure(fused(case.x, case.weights, group), calls=case.calls, group=group)}
+    times: dict[str, Timing] = {"fused": measure(fused(case.x, case.weights, group), period=len(case.weights), group=group)}
     for name, (both, alone) in unfused_pairs(case).items():
-        times[f"cuBLAS + {name}"] = measure(both, calls=case.calls, group=group)
-        times[f"{name} alone"] = measure(alone, calls=case.calls, group=group)
+        times[f"cuBLAS + {name}"] = measure(both, period=len(case.weights), group=group)
+        times[f"{name} alone"] = measure(alone, period=len(case.weights), group=group)
     for name, call in compute_alone(case).items():
-        times[f"{name} alone"] = measure(call, calls=case.calls, group=group)
-    times["our GEMV alone"] = measure(_solo(case, chosen), calls=case.calls, group=group)
+        times[f"{name} alone"] = measure(call, period=len(case.weights), group=group)
+    times["our GEMV alone"] = measure(_solo(case, chosen), period=len(case.weights), group=group)
     empty = case.x[:, :0], [weight[:, :0] for weight in case.weights]
-    times["our exchange alone"] = measure(fused(*empty, group), calls=case.calls, group=group)
+    times["our exchange alone"] = measure(fused(*empty, group), period=len(case.weights), group=group)
     owner.synchronize()
     link_bytes = floor_link_bytes(tokens=shape.tokens, rows=shape.rows, itemsize=shape.dtype.itemsize, world_size=owner.world_size)
     memory_bytes = shape.dtype.itemsize * (shape.rows * shape.columns + shape.tokens * (shape.columns + shape.rows))
@@ -187,26 +187,31 @@ def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
 def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
     """Configurations worth measuring."""
     if tokens == 1:
-        tiles = [(2, 1024, 2), (2, 2048, 4), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 2048, 8), (8, 256, 2), (8, 512, 4),
-                 (8, 512, 2), (8, 1024, 8), (8, 1024, 4), (16, 256, 4), (16, 512, 8)]  # fmt: skip
+        tiles = [(2, 512, 1), (2, 1024, 1), (4, 256, 1), (4, 512, 1), (8, 256, 1), (8, 512, 1), (2, 1024, 2), (4, 512, 2),
+                 (8, 256, 2), (8, 512, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 256, 4)]  # fmt: skip
         for block_n, block_k, warps in tiles:
             count = math.ceil(rows / block_n)
-            for programs in (0, 528, 1056, 2112):
-                if programs < count <= 4096 or (not programs and count <= 4096):
-                    yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, 1, programs)
+            for share in (1, 2, 4):
+                programs = math.ceil(count / share)
+                if programs > MAX_PROGRAMS or (share > 1 and programs < 512):
+                    continue
+                for registers in (0, 64) if block_n * block_k == 2048 * warps // 2 else (0,):
+                    yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0, registers)
         return
     for protocol, block_n, (block_k, warps, stages) in itertools.product(
         ("one_shot", "two_phase"),
         (16, 32, 64),
-        ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 5), (256, 4, 3), (256, 8, 3)),
+        ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 5), (128, 8, 4), (256, 4, 3), (256, 8, 3), (512, 8, 2)),
     ):
-        if protocol == "one_shot" and tokens > 32:
+        if protocol == "one_shot" and (tokens > 16 or block_n * tokens > 1024):
             continue
-        yield GemvAllReduceConfig(protocol, block_n, block_k, warps, stages, 0)
+        yield GemvAllReduceConfig(protocol, block_n, block_k, warps, stages)
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
     """Median time of every candidate that runs and is right, fastest first. Collective."""
+    from triton.runtime.errors import OutOfResources
+
     case = Case(shape, group)
     owner = group_of(group)
     configs = list(candidates(shape.tokens, shape.rows))
@@ -224,14 +229,27 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     for config, usable in zip(configs, works.tolist(), strict=True):
         if not usable:
             continue
-        error = torch.tensor(case.error(0, config), device=case.device)
+        try:
+            error = torch.tensor(case.error(0, config), device=case.device)
+        except OutOfResources:  # on every rank alike, before anything was launched
+            continue
         dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
         if not error.item() <= tolerance(shape):
             print(f"gemv_all_reduce {shape}, {config}: wrong by {error.item():.1e}", flush=True)
             continue
         timing = measure(
             lambda i, config=config: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
-            calls=case.calls, samples=5, group=group,
+            period=len(case.weights), samples=7, group=group,
         )  # fmt: skip
         found.append((timing.median_us, str(config)))
-    return sorted(found)
+    found.sort()
+    # The fastest of many is partly the luckiest: time the best again.
+    again = []
+    for _, text in found[:6]:
+        config = GemvAllReduceConfig.parse(text)
+        timing = measure(
+            lambda i, config=config: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
+            period=len(case.weights), samples=25, group=group,
+        )  # fmt: skip
+        again.append((timing.median_us, text))
+    return [*sorted(again), *found[6:]]

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 
+# Long enough for a host to enqueue an all-reduce, two events and a graph.
+_SLEEP_CYCLES = 400_000
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Times of one call in microseconds; each sample is the slowest rank's mean over a graph of calls.
@@ -28,38 +32,50 @@ class Timing:
 
 
 def measure(
-    call: Callable[[int], object], *, calls: int = 20, samples: int = 11, group: dist.ProcessGroup | None = None
+    call: Callable[[int], object],
+    *,
+    period: int = 1,
+    samples: int = 15,
+    graph_us: float = 1500.0,
+    group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time ``call(i)`` on the current CUDA device, on every rank of ``group`` at once.
 
-    ``calls`` of them, with i = 0, 1, ..., are captured in one CUDA graph (let i choose among weights, so that they do not
-    stay in the cache), which is replayed once untimed and then ``samples`` times between two events, the ranks aligned by
-    a barrier before each.
+    Calls with i = 0, 1, ... are captured in one CUDA graph of about ``graph_us``, their number a multiple of ``period`` (let
+    i choose among that many weights, so that none stays in the cache). The graph is replayed once untimed and then
+    ``samples`` times between two events. Before each, the GPUs sleep while the hosts enqueue everything, and then meet in a
+    small all-reduce: what is timed starts on all ranks within a microsecond or two.
     """
     for i in range(3):
         call(i)
-    torch.cuda.synchronize()
-    dist.barrier(group)
+    probe = torch.tensor(_elapsed_us(lambda: [call(i) for i in range(period)], group) / period, device="cuda")
+    dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)  # all ranks must capture equally many calls
+    calls = period * max(1, round(graph_us / max(probe.item(), 1.0) / period))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(calls):
             call(i)
     graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(samples):
-        dist.barrier(group)
-        torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
+    times = [_elapsed_us(graph.replay, group) / calls for _ in range(samples)]
     mine = torch.tensor(times, device="cuda")
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group=group)
     return summarise(torch.stack(ranks).tolist())
+
+
+def _elapsed_us(run: Callable[[], object], group: dist.ProcessGroup | None) -> float:
+    """Time of ``run`` on this rank's GPU."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    meeting = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    dist.all_reduce(meeting, group=group)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 def summarise(times_us: list[list[float]]) -> Timing:

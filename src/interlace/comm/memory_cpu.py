@@ -1,7 +1,7 @@
 """Group memory of processes on one machine: anonymous shared files, mapped one after the other.
 
-The files have no name in any directory (``memfd_create``): peers open them through ``/proc/<pid>/fd``, which the
-kernel grants to the same user only, and the memory is gone when the last process that maps it ends, however it ends.
+The files have no name in any directory (``memfd_create``), and their descriptors pass between the ranks directly: the
+memory is gone when the last process that maps it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.comm.descriptors import exchange_descriptor
 from interlace.comm.memory import Block, FreeList, Heap
-from interlace.errors import BackendError, WorkspaceError
+from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
 
 if TYPE_CHECKING:
@@ -54,28 +55,16 @@ class CpuHeap(Heap):
         fd = os.memfd_create("interlace")
         try:
             os.ftruncate(fd, size)
-            paths = self._group.exchange("empty_symmetric", f"/proc/{os.getpid()}/fd/{fd}")
-            offset = self._offsets.take(size)
-            for rank, path in enumerate(paths):
-                self._map(rank, path, offset, size)
-            self._group.exchange("empty_symmetric", "mapped")  # nobody closes a file before all have opened it
-        finally:
+            descriptors = exchange_descriptor(self._group, "empty_symmetric", fd)
+        except BaseException:
             os.close(fd)
-        return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
-
-    def _map(self, rank: int, path: str, offset: int, size: int) -> None:
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except OSError as error:
-            raise BackendError(
-                f"the cpu backend must open rank {rank}'s memory at {path}; got {error.strerror}. "
-                f"Run all ranks on one machine, as one user, in one container."
-            ) from error
-        try:
+            raise
+        offset = self._offsets.take(size)
+        for rank, descriptor in enumerate(descriptors):
             place = self._base + rank * self.stride + offset
-            _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
-        finally:
-            os.close(fd)
+            _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+            os.close(descriptor)
+        return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
 
     def _unmap(self, offset: int, size: int) -> None:
         for rank in range(self._group.world_size):

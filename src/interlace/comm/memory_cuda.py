@@ -1,23 +1,28 @@
-"""Group memory of CUDA GPUs in one node: torch symmetric memory, its peers mapped again, one after the other.
+"""Group memory of CUDA GPUs in one node, by the driver's virtual memory management.
 
-Torch allocates, exchanges the handles and maps every peer's allocation somewhere. Each allocation's handle is then
-retained and mapped a second time at ``base + rank * stride + offset`` (CUDA driver API, virtual memory management).
-Torch's own addresses are not used after that: within one kernel, CUDA orders accesses through two mappings of the
-same memory only after ``fence.proxy.alias`` (CUDA programming guide, "Virtual aliasing support").
+Each rank creates physical memory on its GPU, the ranks exchange its handles as file descriptors, and each maps all of them
+into its own range, one after the other: ``base + rank * stride + offset``. There is one mapping of each piece per
+process, and so no aliasing: within one kernel, CUDA orders accesses through two addresses of the same memory only after
+``fence.proxy.alias`` (CUDA programming guide, "Virtual aliasing support"). ``docs/decisions/0002`` says why torch's symmetric
+memory does not do the exchange.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.comm.descriptors import exchange_descriptor
 from interlace.comm.memory import Block, FreeList, Heap
-from interlace.errors import BackendError
-from interlace.units import next_power_of_2, round_up
+from interlace.errors import BackendError, WorkspaceError
+from interlace.units import format_bytes, next_power_of_2, round_up
 
 if TYPE_CHECKING:
     from interlace.comm.group import Group
+
+_OUT_OF_MEMORY = 2
 
 
 def _driver() -> Any:
@@ -39,50 +44,63 @@ def _call(result: tuple[Any, ...]) -> Any:
 
 
 class CudaHeap(Heap):
-    """Peers' allocations at fixed distances; see the module."""
+    """GPUs' memory at fixed distances; see the module."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         if torch.version.hip:
             raise BackendError("the cuda backend must run on NVIDIA GPUs; got a ROCm build of torch. Use backend='cpu'.")
         self.device = device
         self._group = group
-        self._cu = _driver()
+        self._cu = cu = _driver()
+        torch.cuda.current_stream(device)  # the driver calls below need torch's context
+        self._properties = cu.CUmemAllocationProp()
+        self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties.location.id = device.index
+        self._handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._properties.requestedHandleTypes = self._handle_type
+        recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self._granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
-        self._base = int(_call(self._cu.cuMemAddressReserve(self.stride * group.world_size, 0, 0, 0)))
+        self._base = int(_call(cu.cuMemAddressReserve(self.stride * group.world_size, 0, 0, 0)))
         self._offsets = FreeList(self.stride)
 
     def allocate(self, nbytes: int) -> Block:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        usable = round_up(max(nbytes, 1), 256)  # what follows, up to the allocation's end, is torch's own signal pad
-        allocation = symmetric_memory.empty(usable, dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(allocation, self._group.name)
-        allocation.zero_()
-        torch.cuda.synchronize(self.device)
-        pointers = list(handle.buffer_ptrs)
-        sizes = {int(_call(self._cu.cuMemGetAddressRange(pointer))[1]) for pointer in pointers}
-        if len(sizes) != 1:
-            raise BackendError(f"torch symmetric memory must allocate equal sizes on every rank; got {sorted(sizes)}.")
-        size = sizes.pop()
+        cu = self._cu
+        size = round_up(max(nbytes, 1), self._granularity)
+        result = cu.cuMemCreate(size, self._properties, 0)
+        if int(result[0]) == _OUT_OF_MEMORY:
+            raise WorkspaceError(f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}.")
+        own = _call(result)
+        fd = int(_call(cu.cuMemExportToShareableHandle(own, self._handle_type, 0)))
+        try:
+            descriptors = exchange_descriptor(self._group, "empty_symmetric", fd)
+        except BaseException:
+            os.close(fd)
+            _call(cu.cuMemRelease(own))
+            raise
         offset = self._offsets.take(size)
-        for rank, pointer in enumerate(pointers):
-            physical = _call(self._cu.cuMemRetainAllocationHandle(pointer))
-            _call(self._cu.cuMemMap(self._base + rank * self.stride + offset, size, 0, physical, 0))
-            _call(self._cu.cuMemRelease(physical))
-            self._allow(self._base + rank * self.stride + offset, size)
+        for rank, descriptor in enumerate(descriptors):
+            physical = own if rank == self._group.rank else _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+            os.close(descriptor)
+            place = self._base + rank * self.stride + offset
+            _call(cu.cuMemMap(place, size, 0, physical, 0))
+            _call(cu.cuMemRelease(physical))  # the mapping keeps the memory
+            self._allow(place, size)
+        mine = self._base + self._group.rank * self.stride + offset
+        _call(cu.cuMemsetD8(mine, 0, size))
+        torch.cuda.synchronize(self.device)
         self._group.exchange("empty_symmetric", "mapped")  # zeroed and mapped everywhere before anyone writes
-        keep = [allocation, handle]
 
         def release() -> None:
-            # Kernels of this rank may still be writing; peers keep the physical memory alive by their own mappings.
+            # Kernels of this rank may still be writing; peers keep the memory that they map.
             torch.cuda.synchronize(self.device)
-            for rank in range(len(pointers)):
-                _call(self._cu.cuMemUnmap(self._base + rank * self.stride + offset, size))
+            for rank in range(len(descriptors)):
+                _call(cu.cuMemUnmap(self._base + rank * self.stride + offset, size))
             self._offsets.give(offset, size)
-            keep.clear()
 
-        return Block(self._base + offset, usable, self.stride, release)
+        return Block(self._base + offset, size, self.stride, release)
 
     def _allow(self, address: int, size: int) -> None:
         access = self._cu.CUmemAccessDesc()

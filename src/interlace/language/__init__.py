@@ -3,7 +3,6 @@
 from interlace.language.primitives import (
     advance_epoch,
     barrier,
-    clock_ns,
     fence,
     get,
     next_epoch,
@@ -22,7 +21,6 @@ from interlace.language.primitives import (
 __all__ = [
     "advance_epoch",
     "barrier",
-    "clock_ns",
     "fence",
     "get",
     "next_epoch",

@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+import os
+_PAUSE_NS = int(os.environ.get('EXP_NS','100'))
+
 
 @core.extern
 def is_cuda(_semantic=None):
@@ -11,12 +14,20 @@ def is_cuda(_semantic=None):
 
 
 @core.extern
-def _ticks(_semantic=None):
+def num_threads(_semantic=None):
+    options = _semantic.builder.options
+    return core.constexpr(options.num_warps * getattr(options, "warp_size", 32))
+
+
+@core.extern
+def _ticks(lanes, _semantic=None):
     if _semantic.builder.options.backend_name == "cuda":
-        asm, constraints = "mov.u64 $0, %globaltimer;", "=l"
+        asm, constraints = "mov.u64 $0, %globaltimer;", "=l,r"
     else:
-        asm, constraints = "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s"
-    return core.inline_asm_elementwise(asm, constraints, [], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic)
+        asm, constraints = "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s,v"
+    return core.inline_asm_elementwise(
+        asm, constraints, [lanes], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+    )
 
 
 @core.extern
@@ -26,8 +37,9 @@ def _ns_per_tick(_semantic=None):
 
 
 @triton.jit
-def clock_ns():
-    return _ticks() * _ns_per_tick()
+def clock_ns(lanes):
+    """Each thread's clock, in the shape of the int32 tile ``lanes``."""
+    return _ticks(lanes) * _ns_per_tick()
 
 
 @core.extern
@@ -61,6 +73,17 @@ def signal_peer(ptr, epoch, peer, rank, mask, ORDER: tl.constexpr):
     tl.atomic_xchg(ptr, epoch, mask=mask, sem=ORDER, scope="sys")
 
 
+@core.extern
+def _sleep(_semantic=None):
+    if _semantic.builder.options.backend_name == "cuda":
+        asm = f"nanosleep.u32 {_PAUSE_NS}; mov.u32 $0, 0;"
+        constraints = "=r"
+    else:
+        asm, constraints = "s_sleep 2\nv_mov_b32 $0, 0", "=v"  # 128 cycles
+    core.inline_asm_elementwise(asm, constraints, [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
 @triton.jit
 def pause():
-    pass
+    """Between two looks at a signal: leave the memory system to the programs that still compute."""
+    _sleep()

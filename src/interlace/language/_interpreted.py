@@ -18,8 +18,12 @@ def is_cuda():
     return False
 
 
-def clock_ns():
-    return tl.full([], time.monotonic_ns(), tl.int64)
+def num_threads():
+    return 1
+
+
+def clock_ns(lanes):
+    return tl.full(lanes.shape, time.monotonic_ns(), tl.int64)
 
 
 def fence_system(scratch):

@@ -12,9 +12,9 @@ from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import interpreting
 
 if interpreting():
-    from interlace.language._interpreted import clock_ns, fence_system, pause, signal_peer, store_to_peer
+    from interlace.language._interpreted import clock_ns, fence_system, num_threads, pause, signal_peer, store_to_peer
 else:
-    from interlace.language._device import clock_ns, fence_system, pause, signal_peer, store_to_peer
+    from interlace.language._device import clock_ns, fence_system, num_threads, pause, signal_peer, store_to_peer
 
 _RANK = tl.constexpr(context.RANK)
 _WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
@@ -150,9 +150,9 @@ def wait(ptr, epoch, peer, slice, ctx, mask):
         use what it waited for, and should end.
     """
     here = peer_pointer(ptr, rank(ctx), ctx)
-    start = clock_ns()
     arrived = 1
     looks = 0
+    start = tl.zeros([], tl.int64)
     # Epochs are compared by difference: they may wrap.
     behind = tl.sum((mask & (tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys") - epoch < 0)).to(tl.int32))
     while behind > 0:
@@ -162,7 +162,8 @@ def wait(ptr, epoch, peer, slice, ctx, mask):
         behind = tl.sum(late.to(tl.int32))
         looks += 1
         if (behind > 0) & (looks % _LOOKS == 0):
-            if _over(start, ctx):
+            start = _start(start)
+            if _over(start, ctx) > 0:
                 first = tl.min(tl.where(late, peer, 1 << 30))
                 _report(ctx, first, slice, epoch, tl.min(tl.where(late & (peer == first), seen, 2147483647)))
                 arrived = 0
@@ -205,7 +206,7 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
     """Wait for one tile of packed words from every rank and add them: float32, in rank order.
 
     Args:
-        ptr: int64 tile: where rank 0's words arrive; rank s's arrive at ``ptr + s * stride``.
+        ptr: 2-D int64 tile: where rank 0's words arrive; rank s's arrive at ``ptr + s * stride``.
         own: float32 tile: this rank's part, kept in registers; or None if it was put like the others'.
         slice: scalar: what is awaited, for the error.
         mask: tile; words outside it are not awaited and count as zero.
@@ -213,49 +214,74 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
-    here = peer_pointer(ptr, rank(ctx), ctx)
+    # A tile smaller than the program is held several times over, each copy loaded by another thread. While words arrive,
+    # copies differ, and threads that judge by their own would part ways. So copies get a dimension of their own: then the
+    # sum that decides is over all of them, and every thread has the same answer.
+    COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0] * ptr.shape[1])
+    copy = tl.zeros([ptr.shape[0], ptr.shape[1], COPIES], tl.int32) + tl.arange(0, COPIES)[None, None, :]
+    here = peer_pointer(ptr, rank(ctx), ctx)[:, :, None] + copy * 0
     # As a tile: the interpreter turns a scalar condition into integers when it meets a mask.
-    me = rank(ctx) + tl.zeros(ptr.shape, tl.int32)
-    start = clock_ns()
+    me = rank(ctx) + copy * 0
+    wanted = mask[:, :, None] & (copy >= 0)
     looks = 0
     missing = 1
     expired = 0
-    total = tl.zeros(ptr.shape, tl.float32)
+    start = tl.zeros([], tl.int64)
+    total = tl.zeros(copy.shape, tl.float32)
     while missing > 0:
         # All ranks' words are loaded before the first is looked at: one round trip a look, not one a rank.
-        total = tl.zeros(ptr.shape, tl.float32)
-        absent = tl.zeros(ptr.shape, tl.int32)
+        total = tl.zeros(copy.shape, tl.float32)
+        absent = tl.zeros(copy.shape, tl.int32)
         for source in tl.static_range(WORLD_SIZE):
             if own is None:
-                word = tl.load(here + source * stride, mask=mask, other=0, volatile=True)
-                absent += (mask & (word.to(tl.int32) != epoch)).to(tl.int32)
+                word = tl.load(here + source * stride, mask=wanted, other=0, volatile=True)
+                absent += (wanted & (word.to(tl.int32) != epoch)).to(tl.int32)
                 total += (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
             else:
-                awaited = mask & (me != source)
+                awaited = wanted & (me != source)
                 word = tl.load(here + source * stride, mask=awaited, other=0, volatile=True)
                 absent += (awaited & (word.to(tl.int32) != epoch)).to(tl.int32)
-                total += tl.where(me == source, own, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+                total += tl.where(me == source, own[:, :, None], (word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
         missing = tl.sum(tl.ravel(absent))
         looks += 1
         if missing > 0:
             pause()
         if (missing > 0) & (looks % _LOOKS == 0):
-            expired = _over(start, ctx).to(tl.int32)
+            start = _start(start)
+            expired = _over(start, ctx)
         missing = missing * (1 - expired)
     if expired > 0:
-        _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE)
+        _report_missing_words(here, stride, epoch, slice, ctx, wanted, WORLD_SIZE)
     # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops another result.
-    return tl.where((expired == 0) & (missing == 0) & (looks > 0), total, float("nan"))
+    total = tl.where((expired == 0) & (missing == 0) & (looks > 0) & (start >= 0), total, float("nan"))
+    return tl.sum(tl.where(copy == 0, total, 0.0), 2)
 
 
 # Giving up
 
 
 @triton.jit
+def _lanes():
+    """A tile with one element for each thread of the program."""
+    return tl.arange(0, num_threads())
+
+
+@triton.jit
+def _start(start):
+    """When a wait began, as far as its deadline is concerned: the first time that it looks at the clock."""
+    return tl.where(start == 0, tl.max(clock_ns(_lanes()), 0), start)
+
+
+@triton.jit
 def _over(start, ctx):
-    """Whether a wait that began at ``start`` must end: its deadline has passed, or another wait's has."""
-    broken = tl.load(tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32)), volatile=True)
-    return (broken != 0) | (clock_ns() - start > tl.load(ctx + _DEADLINE_NS, volatile=True))
+    """1 if a wait that began at ``start`` must end (its deadline has passed, or another wait's has), else 0.
+
+    Threads read clock and flag at different times; the maximum over all gives each the same answer.
+    """
+    lanes = _lanes()
+    broken = tl.load(tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32)) + lanes * 0, volatile=True)
+    deadline = tl.load(ctx + _DEADLINE_NS + lanes * 0, volatile=True)
+    return tl.max(((broken != 0) | (clock_ns(lanes) - start > deadline)).to(tl.int32), 0)
 
 
 @triton.jit
@@ -275,7 +301,7 @@ def _report(ctx, peer, slice, wanted, seen):
 
 @triton.jit
 def _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constexpr):
-    me = rank(ctx) + tl.zeros(here.shape, tl.int32)
+    me = rank(ctx) + tl.zeros(mask.shape, tl.int32)
     late = 1 << 30
     seen = 0
     for step in tl.static_range(WORLD_SIZE):

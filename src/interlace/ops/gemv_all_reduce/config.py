@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from interlace.errors import ArgumentError
+from interlace.units import next_power_of_2
 
 PROTOCOLS = ("one_shot", "two_phase")
 
@@ -20,6 +21,7 @@ class GemvAllReduceConfig:
         num_warps: warps a program.
         num_stages: loads in flight in the software pipeline (with several tokens).
         max_programs: programs at most, each taking several tiles; 0 for a program a tile.
+        max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
     """
 
     protocol: str = "one_shot"
@@ -28,6 +30,7 @@ class GemvAllReduceConfig:
     num_warps: int = 4
     num_stages: int = 1
     max_programs: int = 0
+    max_registers: int = 0
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -42,13 +45,17 @@ class GemvAllReduceConfig:
             raise ArgumentError(f"GemvAllReduceConfig: block_k must be at least 16; got {self.block_k}.")
         if self.num_stages < 1:
             raise ArgumentError(f"GemvAllReduceConfig: num_stages must be at least 1; got {self.num_stages}.")
-        if self.max_programs < 0:
-            raise ArgumentError(f"GemvAllReduceConfig: max_programs must not be negative; got {self.max_programs}.")
+        if self.max_programs < 0 or self.max_registers < 0:
+            raise ArgumentError(
+                f"GemvAllReduceConfig: max_programs and max_registers must not be negative; "
+                f"got {self.max_programs} and {self.max_registers}."
+            )
 
     def __str__(self) -> str:
         """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
         return (
-            f"{self.protocol} {self.block_n} {self.block_k} {self.num_warps} {self.num_stages} {self.max_programs}"
+            f"{self.protocol} {self.block_n} {self.block_k} {self.num_warps} {self.num_stages} "
+            f"{self.max_programs} {self.max_registers}"
         )
 
     @classmethod
@@ -64,10 +71,8 @@ class GemvAllReduceConfig:
 
 
 def block_tokens(tokens: int) -> int:
-    """Tokens a tile covers: 1, or what a matrix unit takes, 16 to 64."""
-    if tokens <= 1:
-        return 1
-    return min(64, max(16, 1 << (tokens - 1).bit_length()))
+    """Tokens a tile covers: a power of two, at most 64."""
+    return min(64, next_power_of_2(tokens))
 
 
 def default_config(*, tokens: int, rows: int, world_size: int) -> GemvAllReduceConfig:

@@ -60,26 +60,32 @@ def partial_product(
 
 
 @triton.jit
-def _tile(tile, N, B, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Rows, tokens and mask of a tile; tiles of the same rows follow one another, so that weights stay in the L2."""
+def _tile(tile, N, B, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, EVEN: tl.constexpr):
+    """Rows, tokens, their place in a slot, and the mask of a tile; tiles of the same rows follow one another, so that
+    weights stay in the L2. Slots have room for whole tiles: then the compiler knows how words are aligned."""
     token_tiles = (B + BLOCK_B - 1) // BLOCK_B
     rows = tile // token_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tile % token_tiles * BLOCK_B + tl.arange(0, BLOCK_B)
-    return rows, tokens, (rows[:, None] < N) & (tokens[None, :] < B)
+    place = rows[:, None].to(tl.int64) * (token_tiles * BLOCK_B) + tokens[None, :]
+    if EVEN:
+        mask = tl.full([BLOCK_N, BLOCK_B], 1, tl.int1)
+    else:
+        mask = (rows[:, None] < N) & (tokens[None, :] < B)
+    return rows, tokens, place, mask
 
 
 @triton.jit
 def _store_output(y, bias, total, rows, tokens, mask, N):
     if bias is not None:
-        total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
     tl.store(y + tokens[None, :].to(tl.int64) * N + rows[:, None], total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["words", "half", "N", "B", "tiles"])
+@triton.jit(do_not_specialize=["words", "half", "slot", "tiles"])
 def gemv_all_reduce_one_shot(
-    x, w, bias, y, words, epochs, ctx, half, N, B, K, tiles, stride_x, stride_w,
-    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, y, words, epochs, ctx, half, slot, N, B, K, tiles, stride_x, stride_w,
+    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``y = sum over ranks of x @ w.T, + bias``: every rank sends its part of every output to every peer.
 
@@ -94,42 +100,39 @@ def gemv_all_reduce_one_shot(
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     me = il.rank(ctx)
-    slots = il.pointer(words, tl.int64) + (epoch & 1).to(tl.int64) * half
-    slot = N.to(tl.int64) * B
+    slot = tl.multiple_of(slot.to(tl.int64), 16)
+    slots = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     if ONE_TILE:
         # One tile a program: the own part stays in registers.
-        rows, tokens, mask = _tile(program, N, B, BLOCK_N, BLOCK_B)
+        rows, tokens, place, mask = _tile(program, N, B, BLOCK_N, BLOCK_B, EVEN)
         part = partial_product(
             x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
         )
-        place = slots + rows[:, None].to(tl.int64) * B + tokens[None, :]
         for step in tl.static_range(1, WORLD_SIZE):
-            il.put_packed(place + me * slot, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
-        total = il.sum_packed(place, part, slot, epoch, program, ctx, mask, WORLD_SIZE)
+            il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
+        total = il.sum_packed(slots + place, part, slot, epoch, program, ctx, mask, WORLD_SIZE)
         _store_output(y, bias, total, rows, tokens, mask, N)
     else:
         # Several tiles a program: all are sent before the first is waited for.
         for tile in range(program, tiles, programs):
-            rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B)
+            rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
             part = partial_product(
                 x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
             )
-            place = slots + rows[:, None].to(tl.int64) * B + tokens[None, :]
             for step in tl.static_range(1, WORLD_SIZE + 1):
-                il.put_packed(place + me * slot, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
+                il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
         for tile in range(program, tiles, programs):
-            rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B)
-            place = slots + rows[:, None].to(tl.int64) * B + tokens[None, :]
-            total = il.sum_packed(place, None, slot, epoch, tile, ctx, mask, WORLD_SIZE)
+            rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+            total = il.sum_packed(slots + place, None, slot, epoch, tile, ctx, mask, WORLD_SIZE)
             _store_output(y, bias, total, rows, tokens, mask, N)
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["data", "signals", "half", "results_offset", "N", "B", "tiles"])
+@triton.jit(do_not_specialize=["data", "signals", "half", "results_offset", "tiles"])
 def gemv_all_reduce_two_phase(
     x, w, bias, y, data, signals, epochs, ctx, half, results_offset, N, B, K, tiles, stride_x, stride_w,
-    WORLD_SIZE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
     OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
 ):  # fmt: skip
     """The same sum, each rank reducing and broadcasting ``OWNED`` rows of every tile.
@@ -153,40 +156,45 @@ def gemv_all_reduce_two_phase(
     others = (peers < WORLD_SIZE) & (peers != me)
     # Rows of a tile by owner, and where they lie in its slot.
     owner = tl.arange(0, BLOCK_N) // OWNED
-    place = tl.arange(0, BLOCK_N) % OWNED
+    line = tl.arange(0, BLOCK_N) % OWNED
 
     for tile in range(program, tiles, programs):
-        rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B)
+        rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
         part = partial_product(
             x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
         )
         slot = ((me * tiles + tile) * OWNED).to(tl.int64)
-        target = partials + (slot + place[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+        target = partials + (slot + line[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
         il.put(target, part, owner[:, None], ctx, mask)
         il.signal(flags + 2 * tile * WORLD_SIZE + me + tl.zeros_like(peers), epoch, peers, ctx, others)
 
     mine = tl.arange(0, BLOCK_OWNED)
     for tile in range(program, tiles, programs):
         arrived = il.wait(flags + 2 * tile * WORLD_SIZE + peers, epoch, peers, tile, ctx, others)
-        rows, tokens, _ = _tile(tile, N, B, BLOCK_N, BLOCK_B)
-        rows = tl.min(rows) + me * OWNED + mine
-        mask = ((mine < OWNED) & (me * OWNED + mine < BLOCK_N) & (rows < N))[:, None] & (tokens[None, :] < B)
+        rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+        first = me * OWNED
+        rows = tl.min(rows) + first + mine
+        place = rows[:, None].to(tl.int64) * ((B + BLOCK_B - 1) // BLOCK_B * BLOCK_B) + tokens[None, :]
+        held = (mine < OWNED) & (first + mine < BLOCK_N)
+        if EVEN:
+            mask = held[:, None] & (tl.zeros_like(tokens)[None, :] == 0)
+        else:
+            mask = (held & (rows < N))[:, None] & (tokens[None, :] < B)
         total = tl.zeros([BLOCK_OWNED, BLOCK_B], tl.float32)
         for source in tl.static_range(WORLD_SIZE):
             slot = ((source * tiles + tile) * OWNED).to(tl.int64)
             target = partials + (slot + mine[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
             total += il.get(target, me, ctx, mask, 0.0)
         if bias is not None:
-            total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+            total += tl.load(bias + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
         value = tl.where(arrived, total, float("nan")).to(y.dtype.element_ty)
         for step in tl.static_range(1, WORLD_SIZE + 1):
-            target = results + rows[:, None].to(tl.int64) * B + tokens[None, :]
-            il.put(target, value, (me + step) % WORLD_SIZE, ctx, mask)
+            il.put(results + place, value, (me + step) % WORLD_SIZE, ctx, mask)
         il.signal(flags + (2 * tile + 1) * WORLD_SIZE + me + tl.zeros_like(peers), epoch, peers, ctx, others)
 
     for tile in range(program, tiles, programs):
         arrived = il.wait(flags + (2 * tile + 1) * WORLD_SIZE + peers, epoch, peers, tile, ctx, others)
-        rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B)
-        total = il.get(results + rows[:, None].to(tl.int64) * B + tokens[None, :], me, ctx, mask, 0.0).to(tl.float32)
+        rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+        total = il.get(results + place, me, ctx, mask, 0.0).to(tl.float32)
         _store_output(y, None, tl.where(arrived, total, float("nan")), rows, tokens, mask, N)
     il.advance_epoch(epochs, epoch)

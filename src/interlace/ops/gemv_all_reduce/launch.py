@@ -115,12 +115,14 @@ def prepare(
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
     block_b = block_tokens(tokens)
-    tiles = ceil_div(rows, config.block_n) * ceil_div(tokens, block_b)
+    row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
+    tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
     if x.stride(-1) != 1:
         x = x.contiguous()
     options = {
         "WORLD_SIZE": ranks,
+        "EVEN": rows % config.block_n == 0 and tokens % block_b == 0,
         "EVEN_K": columns % config.block_k == 0,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
         "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
@@ -130,19 +132,23 @@ def prepare(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
     operator = f"{OPERATOR}.{config.protocol}"
+    padded = tiles * config.block_n * block_b
     sizes = (rows, tokens, columns, tiles, x.stride(0), w.stride(0))
     if config.protocol == "one_shot":
-        workspace = group.workspace(operator, 8 * ranks * tokens * rows)
+        slot = round_up(padded, 16)
+        workspace = group.workspace(operator, 8 * ranks * slot)
         arguments = (
             x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
-            workspace.half_bytes // 8, *sizes,
+            workspace.half_bytes // 8, slot, *sizes,
         )  # fmt: skip
         options["ONE_TILE"] = programs == tiles
         return Launch(kernel.gemv_all_reduce_one_shot, (programs,), arguments, options)
     owned = ceil_div(config.block_n, ranks)
     partial_bytes = round_up(4 * ranks * tiles * owned * block_b, 256)
-    workspace = group.workspace(operator, partial_bytes + y.element_size() * y.numel(), 2 * tiles * ranks)
+    workspace = group.workspace(operator, partial_bytes + y.element_size() * padded, 2 * tiles * ranks)
     arguments = (
         x, w, bias, y, workspace.data.address, workspace.signals.address, workspace.epochs, group.context(operator),
         workspace.half_bytes, partial_bytes, *sizes,

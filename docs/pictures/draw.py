@@ -1,0 +1,239 @@
+"""Draw the pictures of the documentation: ``python docs/pictures/draw.py`` writes them beside this file.
+
+Needs matplotlib. The pictures explain; none of them shows a measurement.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+FOLDER = Path(__file__).parent
+
+INK = "#24292f"
+GREY = "#6e7781"
+PALE = "#eaeef2"
+COMPUTE = "#4c8dd6"
+SEND = "#e8833a"
+SUM = "#3f9d6b"
+SHADES = ("#cfe3f8", "#fbdfc6", "#cfead9", "#e6d9f5")
+RANKS = ("#4c8dd6", "#e8833a", "#3f9d6b", "#8e6bbf")
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty page of ``width`` x ``height`` units, ten units to an inch."""
+    figure, axes = plt.subplots(figsize=(width / 10, height / 10))
+    figure.subplots_adjust(0, 0, 1, 1)
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", *, fill: str = PALE, size: float = 9, bold: bool = False
+) -> None:
+    """A rounded box with centred text."""
+    style = "round,pad=0,rounding_size=0.6"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=GREY, linewidth=0.8))
+    weight = "bold" if bold else "normal"
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=INK, fontsize=size, weight=weight)
+
+
+def block(axes: Axes, x: float, y: float, width: float, height: float, fill: str) -> None:
+    """A filled rectangle: something that takes time, or a piece of memory."""
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor="white", linewidth=0.7))
+
+
+def label(
+    axes: Axes, x: float, y: float, text: str, *, ha: str = "left", size: float = 9, color: str = INK, bold: bool = False, mono: bool = False
+) -> None:
+    """Text, centred vertically on ``y``."""
+    family = "monospace" if mono else "sans-serif"
+    weight = "bold" if bold else "normal"
+    axes.text(x, y, text, ha=ha, va="center", fontsize=size, color=color, weight=weight, family=family)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, color: str = INK, bend: float = 0.0, dashed: bool = False) -> None:
+    """An arrow from ``start`` to ``end``."""
+    axes.add_patch(
+        FancyArrowPatch(
+            start, end, arrowstyle="-|>", mutation_scale=9, color=color, linewidth=1.2, shrinkA=0, shrinkB=0,
+            connectionstyle=f"arc3,rad={bend}", linestyle="--" if dashed else "-",
+        )  # fmt: skip
+    )
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write SVG and PNG, the same bytes on every run with the same matplotlib."""
+    figure.savefig(FOLDER / f"{name}.svg", facecolor="white", metadata={"Date": None})
+    figure.savefig(FOLDER / f"{name}.png", facecolor="white", dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+# When each tile's product ends on each of four lanes, in units of the picture.
+_TILES = (
+    (11.0, 22.5, 33.0),
+    (12.5, 23.0, 35.0),
+    (10.5, 21.5, 32.0),
+    (13.0, 24.5, 36.0),
+)
+
+
+def _tiles(axes: Axes, left: float, top: float) -> None:
+    for lane, ends in enumerate(_TILES):
+        begin = 0.0
+        for end in ends:
+            block(axes, left + begin, top - 2.6 * (lane + 1), end - begin, 2.2, COMPUTE)
+            begin = end
+
+
+def fused() -> None:
+    """One rank's programs and links over time, for the unfused pair and for the fused kernel."""
+    figure, axes = canvas(88, 46)
+    left = 15.0
+    top = 40.0
+    label(axes, 2, 43.5, "Unfused: a GEMV kernel, then an all-reduce kernel", bold=True, size=10)
+    _tiles(axes, left, top)
+    label(axes, left - 1, top - 5.4, "programs", ha="right", color=GREY)
+    for lane in range(4):
+        block(axes, left + 41, top - 2.6 * (lane + 1), 22, 2.2, SHADES[2])
+    label(axes, left + 52, top - 5.4, "all-reduce", ha="center")
+    label(axes, left + 38.5, top - 5.4, "start", ha="center", size=7.5, color=GREY)
+    label(axes, left - 1, top - 12.4, "links", ha="right", color=GREY)
+    block(axes, left, top - 13.4, 43, 2.0, PALE)
+    label(axes, left + 21, top - 12.4, "idle", ha="center", size=8, color=GREY)
+    block(axes, left + 43, top - 13.4, 17, 2.0, SEND)
+    block(axes, left + 60, top - 13.4, 3, 2.0, PALE)
+
+    top = 20.0
+    label(axes, 2, 23.5, "Fused: one kernel; a tile's sums leave as soon as they are computed", bold=True, size=10)
+    _tiles(axes, left, top)
+    label(axes, left - 1, top - 5.4, "programs", ha="right", color=GREY)
+    label(axes, left - 1, top - 12.4, "links", ha="right", color=GREY)
+    block(axes, left, top - 13.4, 39.5, 2.0, PALE)
+    for lane, ends in enumerate(_TILES):
+        y = top - 2.6 * (lane + 1)
+        for end in ends:
+            block(axes, left + end, top - 13.4, 1.0, 2.0, SEND)
+            block(axes, left + end - 0.35, y, 0.7, 2.2, SEND)
+        block(axes, left + ends[-1] + 0.35, y, 41.5 - ends[-1] - 0.35, 2.2, SUM)
+    end = left + 41.5
+    axes.plot([end, end], [top - 14, top], color=GREY, linewidth=0.9, linestyle=":")
+    arrow(axes, (left + 63, top - 5.4), (end + 0.4, top - 5.4), color=GREY)
+    label(axes, left + 52.4, top - 3.9, "saved", ha="center", color=GREY)
+    axes.plot([left + 63, left + 63], [top - 14, 40], color=GREY, linewidth=0.9, linestyle=":")
+
+    for x, fill, text in ((15, COMPUTE, "multiply a tile"), (33, SEND, "put to the peers"), (51, SUM, "wait and sum")):
+        block(axes, x, 2.0, 2.2, 2.0, fill)
+        label(axes, x + 3, 3.0, text, size=8.5)
+    label(axes, 86, 3.0, "one of four ranks; not to scale", ha="right", size=8, color=GREY)
+    save(figure, "fused")
+
+
+def architecture() -> None:
+    """The layers, top to bottom: each imports only what is below it."""
+    figure, axes = canvas(92, 52)
+    label(axes, 2, 49.5, "Layers: each imports only what is below it", bold=True, size=10)
+    box(axes, 2, 41, 44, 6, "cli\ndoctor   demo   bench   tune", fill=SHADES[3])
+    box(axes, 2, 33.5, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
+    box(axes, 29, 33.5, 17, 6, "nn\nmodules", fill=SHADES[3])
+    box(axes, 2, 26, 44, 6, "ops/gemv_all_reduce\none folder per operator", fill=SHADES[0], bold=True)
+    box(axes, 2, 18.5, 26, 6, "language\nTriton primitives", fill=SHADES[0])
+    box(axes, 29, 18.5, 17, 6, "tuning\nshape → config", fill=SHADES[0])
+    box(axes, 2, 11, 26, 6, "comm\ngroups, memory, launch", fill=SHADES[2])
+    box(axes, 29, 11, 17, 6, "costs\npure Python", fill=SHADES[1])
+    box(axes, 2, 3.5, 44, 6, "units   errors", fill=PALE)
+
+    label(axes, 52, 49.5, "A call, from the user to the peers", bold=True, size=10)
+    steps = (
+        ("api", "validates; never sends anything", SHADES[0]),
+        ("op", "schema, shapes, gradient: torch.ops.interlace.*", SHADES[0]),
+        ("launch", "agreement, config, workspace, grid", SHADES[0]),
+        ("kernel", "multiply, put, wait, sum", SHADES[0]),
+        ("language", "a peer is an index: pointer + peer × stride", SHADES[0]),
+    )
+    for i, (name, text, fill) in enumerate(steps):
+        y = 42.5 - 6.6 * i
+        box(axes, 52, y, 10, 4.2, name, fill=fill, bold=True)
+        label(axes, 63.5, y + 2.1, text, size=8.5)
+        arrow(axes, (57, y), (57, y - 2.4), color=GREY)
+    label(axes, 52, 11.7, "the group's memory", size=8.5, color=GREY)
+    for r in range(4):
+        box(axes, 52 + 9.6 * r, 5.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)
+    label(axes, 70.9, 3.4, "one address range in every process, one stride between ranks", ha="center", size=8, color=GREY)
+    save(figure, "architecture")
+
+
+def memory_model() -> None:
+    """One address range, and the two ways in which a value reaches a peer."""
+    figure, axes = canvas(92, 62)
+    label(axes, 2, 59.5, "Rank 1's view of the group's memory", bold=True, size=10)
+    for r in range(4):
+        x = 4 + 21.5 * r
+        box(axes, x, 48, 19.5, 7, fill="#ffffff")
+        block(axes, x + 4, 48.6, 7, 5.8, SHADES[r])
+        label(axes, x + 7.5, 51.5, f"peers[{r}]", ha="center", size=8.5)
+        label(axes, x + 9.75, 56.6, f"rank {r}" + (" = local" if r == 1 else ""), ha="center", size=8.5, color=RANKS[r], bold=True)
+    for r in range(3):
+        arrow(axes, (8 + 21.5 * r, 46.4), (8 + 21.5 * (r + 1), 46.4), color=GREY)
+        label(axes, 18.7 + 21.5 * r, 45.0, "stride", ha="center", size=8, color=GREY)
+    label(axes, 8, 45.0, "ptr", ha="center", mono=True)
+    label(axes, 84, 45.0, "ptr + peer * stride", ha="center", mono=True, size=8.5)
+
+    label(axes, 2, 39.5, "Put, then signal: two stores, ordered by release and acquire", bold=True, size=10)
+    box(axes, 2, 22.5, 31, 14.5, fill="#ffffff")
+    label(axes, 4, 35.2, "rank 0", color=RANKS[0], bold=True)
+    label(axes, 4, 31.8, "il.put(data, tile, peer=1)", mono=True, size=8.5)
+    label(axes, 4, 28.4, "barrier of the program's threads", size=8.5, color=GREY)
+    label(axes, 4, 25.0, "il.signal(flag, e, peer=1)", mono=True, size=8.5)
+    box(axes, 39, 22.5, 19, 14.5, fill="#ffffff")
+    label(axes, 41, 35.2, "rank 1's memory", color=RANKS[1], bold=True, size=8.5)
+    block(axes, 41, 30.3, 15, 3, SHADES[0])
+    label(axes, 48.5, 31.8, "data", ha="center", size=8.5)
+    block(axes, 41, 23.5, 15, 3, SHADES[1])
+    label(axes, 48.5, 25.0, "flag ← e", ha="center", size=8.5)
+    box(axes, 64, 22.5, 26, 14.5, fill="#ffffff")
+    label(axes, 66, 35.2, "rank 1", color=RANKS[1], bold=True)
+    label(axes, 66, 25.0, "il.wait(flag, e)", mono=True, size=8.5)
+    label(axes, 66, 31.8, "il.get(data)", mono=True, size=8.5)
+    arrow(axes, (30.5, 31.8), (40.5, 31.8), color=RANKS[0])
+    arrow(axes, (30.5, 25.0), (40.5, 25.0), color=RANKS[0])
+    label(axes, 35.9, 33.2, "relaxed", ha="center", size=7.5, color=GREY)
+    label(axes, 35.9, 26.4, "release", ha="center", size=7.5, color=GREY)
+    arrow(axes, (65.5, 25.0), (56.5, 25.0), color=RANKS[1])
+    arrow(axes, (65.5, 31.8), (56.5, 31.8), color=RANKS[1])
+    label(axes, 61.1, 26.4, "acquire", ha="center", size=7.5, color=GREY)
+    arrow(axes, (78, 26.2), (78, 30.6), color=GREY)
+    label(axes, 79, 28.4, "then", size=8, color=GREY)
+
+    label(axes, 2, 16.5, "Packed words: one 8-byte store that carries its own proof of arrival", bold=True, size=10)
+    for i, fill in enumerate((SHADES[0], SHADES[1])):
+        block(axes, 41 + 8.5 * i, 6.5, 8.5, 4, fill)
+    label(axes, 45.25, 8.5, "float32", ha="center", size=8.5)
+    label(axes, 53.75, 8.5, "epoch", ha="center", size=8.5)
+    label(axes, 41, 12.0, "bit 63", size=7.5, color=GREY)
+    label(axes, 58, 12.0, "bit 0", size=7.5, color=GREY, ha="right")
+    label(axes, 2, 8.5, "il.put_packed(slot, part, e, peer=1)", mono=True, size=8.5)
+    arrow(axes, (33, 8.5), (40.5, 8.5), color=RANKS[0])
+    arrow(axes, (65.5, 8.5), (58.5, 8.5), color=RANKS[1])
+    label(axes, 66, 8.5, "il.sum_packed(slots, ...)", mono=True, size=8.5)
+    label(axes, 66, 5.3, "looks until every epoch is e", size=8, color=GREY)
+    label(axes, 2, 5.3, "no flag, no fence, any order", size=8, color=GREY)
+    save(figure, "memory-model")
+
+
+def main() -> None:
+    """Draw them all."""
+    mpl.rcParams.update({"svg.hashsalt": "interlace", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]})
+    fused()
+    architecture()
+    memory_model()
+
+
+if __name__ == "__main__":
+    main()

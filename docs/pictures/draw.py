@@ -35,7 +35,16 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(
-    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", *, fill: str = PALE, size: float = 9, bold: bool = False
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",
+    *,
+    fill: str = PALE,
+    size: float = 9,
+    bold: bool = False,
 ) -> None:
     """A rounded box with centred text."""
     style = "round,pad=0,rounding_size=0.6"
@@ -50,7 +59,16 @@ def block(axes: Axes, x: float, y: float, width: float, height: float, fill: str
 
 
 def label(
-    axes: Axes, x: float, y: float, text: str, *, ha: str = "left", size: float = 9, color: str = INK, bold: bool = False, mono: bool = False
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    ha: str = "left",
+    size: float = 9,
+    color: str = INK,
+    bold: bool = False,
+    mono: bool = False,
 ) -> None:
     """Text, centred vertically on ``y``."""
     family = "monospace" if mono else "sans-serif"
@@ -58,13 +76,19 @@ def label(
     axes.text(x, y, text, ha=ha, va="center", fontsize=size, color=color, weight=weight, family=family)
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, color: str = INK, bend: float = 0.0, dashed: bool = False) -> None:
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, color: str = INK) -> None:
     """An arrow from ``start`` to ``end``."""
     axes.add_patch(
         FancyArrowPatch(
-            start, end, arrowstyle="-|>", mutation_scale=9, color=color, linewidth=1.2, shrinkA=0, shrinkB=0,
-            connectionstyle=f"arc3,rad={bend}", linestyle="--" if dashed else "-",
-        )  # fmt: skip
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=9,
+            color=color,
+            linewidth=1.2,
+            shrinkA=0,
+            shrinkB=0,
+        )
     )
 
 
@@ -94,10 +118,10 @@ def _tiles(axes: Axes, left: float, top: float) -> None:
 
 def fused() -> None:
     """One rank's programs and links over time, for the unfused pair and for the fused kernel."""
-    figure, axes = canvas(88, 46)
+    figure, axes = canvas(88, 45)
     left = 15.0
     top = 40.0
-    label(axes, 2, 43.5, "Unfused: a GEMV kernel, then an all-reduce kernel", bold=True, size=10)
+    label(axes, 2, 42.3, "Unfused: a GEMV kernel, then an all-reduce kernel", bold=True, size=10)
     _tiles(axes, left, top)
     label(axes, left - 1, top - 5.4, "programs", ha="right", color=GREY)
     for lane in range(4):
@@ -111,11 +135,11 @@ def fused() -> None:
     block(axes, left + 60, top - 13.4, 3, 2.0, PALE)
 
     top = 20.0
-    label(axes, 2, 23.5, "Fused: one kernel; a tile's sums leave as soon as they are computed", bold=True, size=10)
+    label(axes, 2, 22.3, "Fused: one kernel; a tile's sums leave as soon as they are computed", bold=True, size=10)
     _tiles(axes, left, top)
     label(axes, left - 1, top - 5.4, "programs", ha="right", color=GREY)
     label(axes, left - 1, top - 12.4, "links", ha="right", color=GREY)
-    block(axes, left, top - 13.4, 39.5, 2.0, PALE)
+    block(axes, left, top - 13.4, 41.5, 2.0, PALE)
     for lane, ends in enumerate(_TILES):
         y = top - 2.6 * (lane + 1)
         for end in ends:
@@ -137,7 +161,7 @@ def fused() -> None:
 
 def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
-    figure, axes = canvas(92, 52)
+    figure, axes = canvas(96, 52)
     label(axes, 2, 49.5, "Layers: each imports only what is below it", bold=True, size=10)
     box(axes, 2, 41, 44, 6, "cli\ndoctor   demo   bench   tune", fill=SHADES[3])
     box(axes, 2, 33.5, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
@@ -211,7 +235,7 @@ def memory_model() -> None:
     arrow(axes, (78, 26.2), (78, 30.6), color=GREY)
     label(axes, 79, 28.4, "then", size=8, color=GREY)
 
-    label(axes, 2, 16.5, "Packed words: one 8-byte store that carries its own proof of arrival", bold=True, size=10)
+    label(axes, 2, 15.5, "Packed words: one 8-byte store that carries its own proof of arrival", bold=True, size=10)
     for i, fill in enumerate((SHADES[0], SHADES[1])):
         block(axes, 41 + 8.5 * i, 6.5, 8.5, 4, fill)
     label(axes, 45.25, 8.5, "float32", ha="center", size=8.5)

@@ -200,12 +200,16 @@ def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
         return
     for protocol, block_n, (block_k, warps, stages) in itertools.product(
         ("one_shot", "two_phase"),
-        (16, 32, 64),
-        ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 5), (128, 8, 4), (256, 4, 3), (256, 8, 3), (512, 8, 2)),
+        (16, 32, 64, 128),
+        ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 4, 5), (128, 8, 4), (256, 4, 3), (256, 8, 3)),
     ):
         if protocol == "one_shot" and (tokens > 16 or block_n * tokens > 1024):
             continue
-        yield GemvAllReduceConfig(protocol, block_n, block_k, warps, stages)
+        if protocol == "two_phase" and (tokens < 8 or block_n < 32):
+            continue
+        count = math.ceil(rows / block_n)
+        for programs in (0, 128) if protocol == "two_phase" and count > 128 else (0,):
+            yield GemvAllReduceConfig(protocol, block_n, block_k, warps, stages, programs)
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:

@@ -36,7 +36,7 @@ def measure(
     *,
     period: int = 1,
     samples: int = 15,
-    graph_us: float = 1500.0,
+    graph_us: float = 600.0,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time ``call(i)`` on the current CUDA device, on every rank of ``group`` at once.

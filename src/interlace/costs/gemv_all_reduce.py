@@ -45,6 +45,7 @@ def fused(
     itemsize: int,
     block_n: int,
     block_tokens: int,
+    programs: int,
 ) -> Cost:
     """Cost of the fused kernel on ``rank``.
 
@@ -53,6 +54,7 @@ def fused(
         columns: of this rank's shard, K/R.
         itemsize: bytes of an element of x, w and y.
         block_n, block_tokens: rows and tokens of a tile.
+        programs: of the launch; each takes the tiles congruent to its index.
     """
     peers = world_size - 1
     flops = 2 * tokens * rows * columns
@@ -76,4 +78,4 @@ def fused(
             else:
                 link_bytes += share * tokens * 4  # a float32 part, to the owner
                 messages += token_tiles
-    return Cost(flops, memory_bytes, link_bytes, messages, 2 * tiles * peers)
+    return Cost(flops, memory_bytes, link_bytes, messages, 2 * programs * peers if tiles else 0)

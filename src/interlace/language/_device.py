@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-import os
-_PAUSE_NS = int(os.environ.get('EXP_NS','100'))
+_PAUSE_NS = 40
 
 
 @core.extern

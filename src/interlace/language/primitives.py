@@ -1,7 +1,7 @@
 """GPU-initiated communication for any ``@triton.jit`` kernel; the memory model is in ``README.md``.
 
 Every primitive works on the group's memory: ``ptr`` addresses rank 0's copy, and ``peer`` chooses whose copy is meant.
-``ctx`` is the operator's context (``Group.context``).
+``group`` is what :func:`join` makes of the kernel's ``ctx`` argument.
 """
 
 import triton
@@ -42,15 +42,29 @@ _RELEASE = tl.constexpr("release")
 
 
 @triton.jit
-def rank(ctx):
-    """This rank in the group (int32 scalar)."""
-    return tl.load(ctx + _RANK).to(tl.int32)
+def join(ctx):
+    """Read what the primitives need to know of the group; call it once, at the top of the kernel.
+
+    Args:
+        ctx: the operator's context (``Group.context(operator)``).
+
+    Returns:
+        ``group``: the context, this rank, and the bytes between two ranks' copies. In registers from the start: read where
+        they are needed, after a stream of weights has passed through the caches, each would cost a trip to memory.
+    """
+    return ctx, tl.load(ctx + _RANK).to(tl.int32), tl.load(ctx + _STRIDE_BYTES)
 
 
 @triton.jit
-def world_size(ctx):
+def rank(group):
+    """This rank in the group (int32 scalar)."""
+    return group[1]
+
+
+@triton.jit
+def world_size(group):
     """Ranks in the group (int32 scalar). Loops over peers want it as a constexpr argument instead."""
-    return tl.load(ctx + _WORLD_SIZE).to(tl.int32)
+    return tl.load(group[0] + _WORLD_SIZE).to(tl.int32)
 
 
 @triton.jit
@@ -60,9 +74,9 @@ def pointer(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def peer_pointer(ptr, peer, ctx):
+def peer_pointer(ptr, peer, group):
     """Where ``peer``'s copy of ``ptr`` is mapped here. ``peer`` is a scalar, or a tile that broadcasts with ``ptr``."""
-    stride = tl.load(ctx + _STRIDE_BYTES) // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     return ptr + tl.multiple_of(stride, 16) * peer
 
 
@@ -92,25 +106,25 @@ def advance_epoch(epochs, epoch):
 
 
 @triton.jit
-def put(ptr, value, peer, ctx, mask=None):
+def put(ptr, value, peer, group, mask=None):
     """Store a tile in ``peer``'s copy of ``ptr``. Relaxed: order it by :func:`signal` or :func:`fence`.
 
     ``peer`` may be a tile: then each element goes to its own peer.
     """
-    store_to_peer(peer_pointer(ptr, peer, ctx), value, peer, rank(ctx), mask)
+    store_to_peer(peer_pointer(ptr, peer, group), value, peer, rank(group), mask)
 
 
 @triton.jit
-def get(ptr, peer, ctx, mask=None, other=None):
+def get(ptr, peer, group, mask=None, other=None):
     """Load a tile from ``peer``'s copy of ``ptr``, past the first-level cache. Relaxed; usually after a :func:`wait`."""
-    return tl.load(peer_pointer(ptr, peer, ctx), mask=mask, other=other, cache_modifier=".cg")
+    return tl.load(peer_pointer(ptr, peer, group), mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
-def fence(ctx):
+def fence(group):
     """Order all earlier puts of this program before all its later ones (acquire-release, system scope)."""
     tl.debug_barrier()
-    fence_system(tl.load(ctx + _SCRATCH_ADDRESS).to(tl.pointer_type(tl.int32)))
+    fence_system(tl.load(group[0] + _SCRATCH_ADDRESS).to(tl.pointer_type(tl.int32)))
     tl.debug_barrier()
 
 
@@ -118,25 +132,25 @@ def fence(ctx):
 
 
 @triton.jit
-def signal(ptr, epoch, peer, ctx, mask=None, ORDER: tl.constexpr = _RELEASE):
+def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
     """Set the int32 signal ``ptr`` on ``peer`` to ``epoch``.
 
     With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this program, by any of
     its threads; ``"relaxed"`` promises nothing. A signal has one writer, and its epochs only grow.
     ``ptr`` and ``peer`` may be tiles: several signals at once.
     """
-    signal_peer(peer_pointer(ptr, peer, ctx), epoch, peer, rank(ctx), mask, ORDER)
+    signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
 
 
 @triton.jit
-def put_signal(ptr, value, signal_ptr, epoch, peer, ctx, mask=None):
+def put_signal(ptr, value, signal_ptr, epoch, peer, group, mask=None):
     """:func:`put` and then :func:`signal` with release order."""
-    put(ptr, value, peer, ctx, mask)
-    signal(signal_ptr, epoch, peer, ctx)
+    put(ptr, value, peer, group, mask)
+    signal(signal_ptr, epoch, peer, group)
 
 
 @triton.jit
-def wait(ptr, epoch, peer, slice, ctx, mask):
+def wait(ptr, epoch, peer, slice, group, mask):
     """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
 
     Args:
@@ -149,7 +163,7 @@ def wait(ptr, epoch, peer, slice, ctx, mask):
         Whether they did (bool scalar). False after the deadline, or once the group is broken: the program must not
         use what it waited for, and should end.
     """
-    here = peer_pointer(ptr, rank(ctx), ctx)
+    here = peer_pointer(ptr, rank(group), group)
     arrived = 1
     looks = 0
     start = tl.zeros([], tl.int64)
@@ -163,16 +177,16 @@ def wait(ptr, epoch, peer, slice, ctx, mask):
         looks += 1
         if (behind > 0) & (looks % _LOOKS == 0):
             start = _start(start)
-            if _over(start, ctx) > 0:
+            if _over(start, group) > 0:
                 first = tl.min(tl.where(late, peer, 1 << 30))
-                _report(ctx, first, slice, epoch, tl.min(tl.where(late & (peer == first), seen, 2147483647)))
+                _report(group, first, slice, epoch, tl.min(tl.where(late & (peer == first), seen, 2147483647)))
                 arrived = 0
                 behind = 0
     return arrived > 0
 
 
 @triton.jit
-def barrier(ptr, epoch, ctx, WORLD_SIZE: tl.constexpr):
+def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     """Wait until the programs of this index on all ranks are here. Returns as :func:`wait`.
 
     Puts that any of them made before are then visible to all of them.
@@ -181,28 +195,28 @@ def barrier(ptr, epoch, ctx, WORLD_SIZE: tl.constexpr):
         ptr: ``WORLD_SIZE`` int32 signals of this program index alone.
     """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    me = rank(ctx)
+    me = rank(group)
     others = (peers < WORLD_SIZE) & (peers != me)
-    signal(ptr + me + tl.zeros_like(peers), epoch, peers, ctx, others)
-    return wait(ptr + peers, epoch, peers, tl.program_id(0), ctx, others)
+    signal(ptr + me + tl.zeros_like(peers), epoch, peers, group, others)
+    return wait(ptr + peers, epoch, peers, tl.program_id(0), group, others)
 
 
 # Packed words: a 4-byte value and its epoch in one 8-byte store, which arrives whole. No signal, no fence.
 
 
 @triton.jit
-def put_packed(ptr, value, epoch, peer, ctx, mask=None):
+def put_packed(ptr, value, epoch, peer, group, mask=None):
     """Store float32 values, each with ``epoch``, as int64 words in ``peer``'s copy of ``ptr``.
 
     Words need no order among themselves or with anything else: each carries the proof of its own arrival.
     They cost twice the bytes of a :func:`put`, and save the signal's round trip.
     """
     word = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (epoch.to(tl.int64) & _TAG)
-    put(ptr, word, peer, ctx, mask)
+    put(ptr, word, peer, group, mask)
 
 
 @triton.jit
-def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constexpr):
+def sum_packed(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr):
     """Wait for one tile of packed words from every rank and add them: float32, in rank order.
 
     Args:
@@ -219,9 +233,9 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
     # sum that decides is over all of them, and every thread has the same answer.
     COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0] * ptr.shape[1])
     copy = tl.zeros([ptr.shape[0], ptr.shape[1], COPIES], tl.int32) + tl.arange(0, COPIES)[None, None, :]
-    here = peer_pointer(ptr, rank(ctx), ctx)[:, :, None] + copy * 0
+    here = peer_pointer(ptr, rank(group), group)[:, :, None] + copy * 0
     # As a tile: the interpreter turns a scalar condition into integers when it meets a mask.
-    me = rank(ctx) + copy * 0
+    me = rank(group) + copy * 0
     wanted = mask[:, :, None] & (copy >= 0)
     looks = 0
     missing = 1
@@ -248,10 +262,10 @@ def sum_packed(ptr, own, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constex
             pause()
         if (missing > 0) & (looks % _LOOKS == 0):
             start = _start(start)
-            expired = _over(start, ctx)
+            expired = _over(start, group)
         missing = missing * (1 - expired)
     if expired > 0:
-        _report_missing_words(here, stride, epoch, slice, ctx, wanted, WORLD_SIZE)
+        _report_missing_words(here, stride, epoch, slice, group, wanted, WORLD_SIZE)
     # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops another result.
     total = tl.where((expired == 0) & (missing == 0) & (looks > 0) & (start >= 0), total, float("nan"))
     return tl.sum(tl.where(copy == 0, total, 0.0), 2)
@@ -273,24 +287,24 @@ def _start(start):
 
 
 @triton.jit
-def _over(start, ctx):
+def _over(start, group):
     """1 if a wait that began at ``start`` must end (its deadline has passed, or another wait's has), else 0.
 
     Threads read clock and flag at different times; the maximum over all gives each the same answer.
     """
     lanes = _lanes()
-    broken = tl.load(tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32)) + lanes * 0, volatile=True)
-    deadline = tl.load(ctx + _DEADLINE_NS + lanes * 0, volatile=True)
+    broken = tl.load(tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32)) + lanes * 0, volatile=True)
+    deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True)
     return tl.max(((broken != 0) | (clock_ns(lanes) - start > deadline)).to(tl.int32), 0)
 
 
 @triton.jit
-def _report(ctx, peer, slice, wanted, seen):
+def _report(group, peer, slice, wanted, seen):
     """Record a wait that expired, if it is the first: the flag for this rank's programs, the rest for the host."""
-    broken = tl.load(ctx + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
+    broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(broken, 0, 1, sem="relaxed", scope="gpu") == 0:
-        record = tl.load(ctx + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
-        tl.store(record + _RECORD_OPERATOR, tl.load(ctx + _OPERATOR).to(tl.int32))
+        record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
+        tl.store(record + _RECORD_OPERATOR, tl.load(group[0] + _OPERATOR).to(tl.int32))
         tl.store(record + _PEER, peer)
         tl.store(record + _SLICE, slice)
         tl.store(record + _WANTED, wanted)
@@ -300,8 +314,8 @@ def _report(ctx, peer, slice, wanted, seen):
 
 
 @triton.jit
-def _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.constexpr):
-    me = rank(ctx) + tl.zeros(mask.shape, tl.int32)
+def _report_missing_words(here, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr):
+    me = rank(group) + tl.zeros(mask.shape, tl.int32)
     late = 1 << 30
     seen = 0
     for step in tl.static_range(WORLD_SIZE):
@@ -313,4 +327,4 @@ def _report_missing_words(here, stride, epoch, slice, ctx, mask, WORLD_SIZE: tl.
             late = source
             seen = tl.min(tl.ravel(tl.where(absent, tag, 2147483647)))
     if late < WORLD_SIZE:
-        _report(ctx, late, slice, epoch, seen)
+        _report(group, late, slice, epoch, seen)

@@ -99,7 +99,8 @@ def gemv_all_reduce_one_shot(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
-    me = il.rank(ctx)
+    group = il.join(ctx)
+    me = il.rank(group)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
     slots = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     if ONE_TILE:
@@ -109,8 +110,8 @@ def gemv_all_reduce_one_shot(
             x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
         )
         for step in tl.static_range(1, WORLD_SIZE):
-            il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
-        total = il.sum_packed(slots + place, part, slot, epoch, program, ctx, mask, WORLD_SIZE)
+            il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, group, mask)
+        total = il.sum_packed(slots + place, part, slot, epoch, program, group, mask, WORLD_SIZE)
         _store_output(y, bias, total, rows, tokens, mask, N)
     else:
         # Several tiles a program: all are sent before the first is waited for.
@@ -120,10 +121,10 @@ def gemv_all_reduce_one_shot(
                 x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
             )
             for step in tl.static_range(1, WORLD_SIZE + 1):
-                il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, ctx, mask)
+                il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, group, mask)
         for tile in range(program, tiles, programs):
             rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-            total = il.sum_packed(slots + place, None, slot, epoch, tile, ctx, mask, WORLD_SIZE)
+            total = il.sum_packed(slots + place, None, slot, epoch, tile, group, mask, WORLD_SIZE)
             _store_output(y, bias, total, rows, tokens, mask, N)
     il.advance_epoch(epochs, epoch)
 
@@ -137,27 +138,30 @@ def gemv_all_reduce_two_phase(
 ):  # fmt: skip
     """The same sum, each rank reducing and broadcasting ``OWNED`` rows of every tile.
 
-    Protocol: a program stores each row of its partial tile at the row's owner (one store, whose peer is a tile) and
-    signals all peers; when all peers' signals of the tile are here, it adds the rows it owns in rank order, stores the
-    result at every peer and signals again; when those signals are here, the whole tile is. Signals are
-    ``[tile][phase][source]``: one writer each, whatever the grid. Halves alternate as in the one-shot kernel.
+    Protocol: a program stores each row of its partial tiles at the row's owner (one store, whose peer is a tile) and
+    signals all peers; when all peers' signals are here, it adds the rows it owns in rank order, stores the results at
+    every peer and signals again; when those signals are here, its whole tiles are. The slice is a program's tiles, so a
+    signal's wait for the links comes once a phase. Signals are ``[program][phase][source]``: one writer each, whatever
+    the grid and the shape. Halves alternate as in the one-shot kernel.
 
     Example: two ranks, BLOCK_N = 2: rank 0 owns row 0 and rank 1 row 1 of every tile. With parts ``[1, 2]`` and
     ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back; rank 0 sends 2 and gets 22.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
-    me = il.rank(ctx)
+    group = il.join(ctx)
+    me = il.rank(group)
     turn = data + (epoch & 1).to(tl.int64) * half
     partials = il.pointer(turn, tl.float32)
     results = il.pointer(turn + results_offset, y.dtype.element_ty)
     flags = il.pointer(signals, tl.int32)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
+    parts_here = flags + 2 * program * WORLD_SIZE
+    sums_here = parts_here + WORLD_SIZE
     # Rows of a tile by owner, and where they lie in its slot.
     owner = tl.arange(0, BLOCK_N) // OWNED
     line = tl.arange(0, BLOCK_N) % OWNED
-
     for tile in range(program, tiles, programs):
         rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
         part = partial_product(
@@ -165,14 +169,14 @@ def gemv_all_reduce_two_phase(
         )
         slot = ((me * tiles + tile) * OWNED).to(tl.int64)
         target = partials + (slot + line[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-        il.put(target, part, owner[:, None], ctx, mask)
-        il.signal(flags + 2 * tile * WORLD_SIZE + me + tl.zeros_like(peers), epoch, peers, ctx, others)
+        il.put(target, part, owner[:, None], group, mask)
+    il.signal(parts_here + me + tl.zeros_like(peers), epoch, peers, group, others)
 
+    arrived = il.wait(parts_here + peers, epoch, peers, program, group, others)
     mine = tl.arange(0, BLOCK_OWNED)
+    first = me * OWNED
     for tile in range(program, tiles, programs):
-        arrived = il.wait(flags + 2 * tile * WORLD_SIZE + peers, epoch, peers, tile, ctx, others)
         rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-        first = me * OWNED
         rows = tl.min(rows) + first + mine
         place = rows[:, None].to(tl.int64) * ((B + BLOCK_B - 1) // BLOCK_B * BLOCK_B) + tokens[None, :]
         held = (mine < OWNED) & (first + mine < BLOCK_N)
@@ -184,17 +188,17 @@ def gemv_all_reduce_two_phase(
         for source in tl.static_range(WORLD_SIZE):
             slot = ((source * tiles + tile) * OWNED).to(tl.int64)
             target = partials + (slot + mine[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
-            total += il.get(target, me, ctx, mask, 0.0)
+            total += il.get(target, me, group, mask, 0.0)
         if bias is not None:
             total += tl.load(bias + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
         value = tl.where(arrived, total, float("nan")).to(y.dtype.element_ty)
         for step in tl.static_range(1, WORLD_SIZE + 1):
-            il.put(results + place, value, (me + step) % WORLD_SIZE, ctx, mask)
-        il.signal(flags + (2 * tile + 1) * WORLD_SIZE + me + tl.zeros_like(peers), epoch, peers, ctx, others)
+            il.put(results + place, value, (me + step) % WORLD_SIZE, group, mask)
+    il.signal(sums_here + me + tl.zeros_like(peers), epoch, peers, group, others)
 
+    arrived = il.wait(sums_here + peers, epoch, peers, program, group, others)
     for tile in range(program, tiles, programs):
-        arrived = il.wait(flags + (2 * tile + 1) * WORLD_SIZE + peers, epoch, peers, tile, ctx, others)
         rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-        total = il.get(results + place, me, ctx, mask, 0.0).to(tl.float32)
+        total = il.get(results + place, me, group, mask, 0.0).to(tl.float32)
         _store_output(y, None, tl.where(arrived, total, float("nan")), rows, tokens, mask, N)
     il.advance_epoch(epochs, epoch)

@@ -148,7 +148,7 @@ def prepare(
         return Launch(kernel.gemv_all_reduce_one_shot, (programs,), arguments, options)
     owned = ceil_div(config.block_n, ranks)
     partial_bytes = round_up(4 * ranks * tiles * owned * block_b, 256)
-    workspace = group.workspace(operator, partial_bytes + y.element_size() * padded, 2 * tiles * ranks)
+    workspace = group.workspace(operator, partial_bytes + y.element_size() * padded, 2 * MAX_PROGRAMS * ranks)
     arguments = (
         x, w, bias, y, workspace.data.address, workspace.signals.address, workspace.epochs, group.context(operator),
         workspace.half_bytes, partial_bytes, *sizes,

@@ -13,17 +13,13 @@ _library.define(
 )
 
 
-def _run(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
-) -> torch.Tensor:
+def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     from interlace.ops.gemv_all_reduce.launch import run
 
     return run(x, w, bias, group_name, impl, config)
 
 
-def _fake(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     return x.new_empty([*x.shape[:-1], w.shape[0]])
 
 

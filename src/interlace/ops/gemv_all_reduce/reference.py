@@ -7,9 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
-def gemv_all_reduce(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None) -> torch.Tensor:
     """``all_reduce(x @ w.T) + bias``, every intermediate in the tensors' dtype."""
     y = F.linear(x, w)
     if dist.is_initialized() and dist.get_world_size(group) > 1:

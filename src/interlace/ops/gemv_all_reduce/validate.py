@@ -18,8 +18,7 @@ def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: 
         raise ArgumentError(f"{OPERATOR}: w must be [N, K]; got shape {list(w.shape)}.")
     if x.shape[-1] != w.shape[1]:
         raise ArgumentError(
-            f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; "
-            f"got {x.shape[-1]} and {w.shape[1]}."
+            f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got {x.shape[-1]} and {w.shape[1]}."
         )
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
@@ -36,9 +35,7 @@ def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: 
         if list(bias.shape) != [w.shape[0]]:
             raise ArgumentError(f"{OPERATOR}: bias must be [N] with N = {w.shape[0]}; got shape {list(bias.shape)}.")
         if bias.dtype != x.dtype or bias.device != x.device:
-            raise ArgumentError(
-                f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on {bias.device}."
-            )
+            raise ArgumentError(f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on {bias.device}.")
     if impl not in ("auto", "fused", "unfused"):
         raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
     if config is not None and not isinstance(config, GemvAllReduceConfig):

@@ -1,7 +1,16 @@
 """The host side: groups of ranks, their memory, their health, and how they are started."""
 
 from interlace.comm.cpu_faults import Faults, Traffic, inject
-from interlace.comm.group import Group, Workspace, default_device_type, default_name, group_named, group_of, set_deadline, synchronize
+from interlace.comm.group import (
+    Group,
+    Workspace,
+    default_device_type,
+    default_name,
+    group_named,
+    group_of,
+    set_deadline,
+    synchronize,
+)
 from interlace.comm.launcher import init_process_group, launch
 from interlace.comm.symmetric import SymmetricTensor, empty_symmetric
 

@@ -25,21 +25,28 @@ class Traffic:
         message_bytes: bytes of those puts.
         signals: signals, one for each peer.
         bytes_to: bytes of puts by destination rank.
+        events: when each put left: (``time.monotonic()`` seconds, destination rank, bytes). None, the default, records
+            nothing; set it to ``[]`` to start.
     """
 
     messages: int = 0
     message_bytes: int = 0
     signals: int = 0
     bytes_to: dict[int, int] = dataclasses.field(default_factory=dict)
+    events: list[tuple[float, int, int]] | None = None
 
     def reset(self) -> None:
         self.messages = self.message_bytes = self.signals = 0
         self.bytes_to.clear()
+        if self.events is not None:
+            self.events = []
 
     def count_put(self, peer: int, nbytes: int) -> None:
         self.messages += 1
         self.message_bytes += nbytes
         self.bytes_to[peer] = self.bytes_to.get(peer, 0) + nbytes
+        if self.events is not None:
+            self.events.append((time.monotonic(), peer, nbytes))
 
 
 @dataclasses.dataclass(frozen=True)

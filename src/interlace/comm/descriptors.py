@@ -44,9 +44,9 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
         try:
             while -1 in descriptors:
                 listener.settimeout(max(0.001, end - time.monotonic()))
-                rank, received = _receive(listener)
-                if rank is not None:
-                    descriptors[rank] = received
+                sender, received = _receive(listener)
+                if sender is not None:
+                    descriptors[sender] = received
         except TimeoutError as error:
             missing = descriptors.index(-1)
             for held in descriptors:

@@ -107,5 +107,3 @@ def view_as(raw: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
         inner.insert(0, inner[0] * size)
     strides = [*typed.stride()[:-1], *(inner if shape else [])]
     return typed.as_strided([*lead, *shape], strides)
-
-

@@ -144,8 +144,7 @@ class Group:
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
                 raise RankMismatchError(
-                    f"{operator}: {name} must be the same on every rank; got {_by_rank(values)}. "
-                    f"Nothing was computed."
+                    f"{operator}: {name} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
                 )
 
     # Memory
@@ -327,10 +326,15 @@ class Group:
         if self.backend == "cuda":
             devices = [device for _, _, device in members]
             if len(set(devices)) != len(devices):
-                raise GroupError(f"every rank must have a GPU of its own; got {_by_rank(devices)}. Call torch.cuda.set_device(local_rank) first.")
+                raise GroupError(
+                    f"every rank must have a GPU of its own; got {_by_rank(devices)}. Call torch.cuda.set_device(local_rank) first."
+                )
             for device in devices:
                 if torch.device(device) != self.device and not torch.cuda.can_device_access_peer(self.device, torch.device(device)):
-                    raise GroupError(f"GPUs of a group must reach each other's memory; {self.device} cannot reach {device}. `interlace doctor` shows the links.")
+                    raise GroupError(
+                        f"GPUs of a group must reach each other's memory; {self.device} cannot reach {device}. "
+                        f"`interlace doctor` shows the links."
+                    )
 
     def _make_heap(self) -> Heap:
         if self.world_size == 1:
@@ -401,7 +405,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, device: torch.devic
         raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(process_group, int):  # torch's GroupMember.NON_GROUP_MEMBER
         raise GroupError("the calling rank must be a member of the process group; it is not. Call only on members.")
     if process_group is None:
         return solo_group(device)
@@ -426,7 +430,7 @@ def group_named(name: str, device: torch.device) -> Group:
         return group_of(None, device)
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return group_of(_resolve_process_group(name), device)
+    return group_of(_resolve_process_group(name), device)  # type: ignore[arg-type]
 
 
 def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:

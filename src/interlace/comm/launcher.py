@@ -134,7 +134,9 @@ def _run_as_rank(worker: Callable[..., Any], world_size: int, args: tuple[Any, .
         if backend == "auto":
             backend = "cuda" if torch.cuda.device_count() > local_rank else "cpu"
         os.environ.update(_child_environment(backend))
-        init_process_group(backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://", local_rank=local_rank)
+        init_process_group(
+            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://", local_rank=local_rank
+        )
     try:
         if dist.get_world_size() != world_size:
             raise ArgumentError(

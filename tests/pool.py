@@ -1,0 +1,129 @@
+"""Ranks for tests: processes that are started once a world size and then run any number of functions."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "INTERLACE_BACKEND": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class RankFailure(AssertionError):
+    """A function failed on a rank, or did not end in time; the message says where."""
+
+
+class Pool:
+    """``world_size`` processes with a default process group (Gloo), waiting for functions to run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """``function(*args)`` on every rank; its results in rank order.
+
+        After a failure the processes are replaced: ranks that stopped at different points no longer agree.
+        """
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((function, args))
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+            return self._collect(function.__name__, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._processes, self._connections = None, [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in _ENVIRONMENT.items():
+                patch.setenv(name, value)
+            for rank in range(self.world_size):
+                here, there = context.Pipe()
+                process = context.Process(target=_serve, args=(there, rank, self.world_size, self._folder.name), daemon=True)
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._connections.append(here)
+
+    def _collect(self, name: str, end: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = dict(zip(self._connections, range(self.world_size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"{name}: ranks {sorted(waiting.values())} did not end in time.\n{self._stacks()}")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, results[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(5)
+                    raise RankFailure(f"{name}: rank {rank} died (exit code {self._processes[rank].exitcode}).") from None
+                if not succeeded:
+                    raise RankFailure(f"{name}: rank {rank} failed first.\n{results[rank]}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _stacks(self) -> str:
+        assert self._folder is not None
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)  # the signal handler writes; nothing tells when it is done
+        files = (Path(self._folder.name) / f"stack-{rank}" for rank in range(self.world_size))
+        return "\n".join(f"--- rank {rank}\n{file.read_text() if file.exists() else ''}" for rank, file in enumerate(files))
+
+
+def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
+    with open(Path(folder) / f"stack-{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        import torch
+
+        from interlace.comm import init_process_group
+
+        torch.set_num_threads(1)
+        init_process_group("cpu", rank=rank, world_size=world_size, init_method=f"file://{folder}/store", local_rank=rank)
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except EOFError:  # the tests are over
+                return
+            try:
+                function, args = pickle.loads(message)
+                answer = pickle.dumps((True, function(*args)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            connection.send_bytes(answer)

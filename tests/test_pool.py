@@ -1,0 +1,51 @@
+"""The tests' own ranks: a failure on one of them must be seen, and must not spoil the next test."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.pool import RankFailure
+
+
+def _rank_and_double(x):
+    return dist.get_rank(), 2 * x
+
+
+def _fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise ValueError("seven is not a multiple of two")
+
+
+def _hang_on_rank_1():
+    if dist.get_rank() == 1:
+        _a_recognisable_function()
+
+
+def _a_recognisable_function():
+    time.sleep(60)
+
+
+def _die_on_rank_1():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_results_come_in_rank_order(ranks):
+    assert ranks(2).run(_rank_and_double, 21) == [(0, 42), (1, 42)]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_fail_on_rank_1, r"(?s)rank 1 failed first.*seven is not a multiple of two"),
+        (_hang_on_rank_1, r"(?s)ranks \[1\] did not end in time.*rank 1.*_a_recognisable_function"),
+        (_die_on_rank_1, r"rank 1 died \(exit code -9\)"),
+    ],
+)
+def test_a_failure_names_its_rank_and_the_pool_recovers(ranks, function, message):
+    with pytest.raises(RankFailure, match=message):
+        ranks(2).run(function, timeout_s=12)
+    assert ranks(2).run(_rank_and_double, 1) == [(0, 2), (1, 2)]

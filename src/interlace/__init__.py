@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from interlace import nn
     from interlace.comm import (
         Faults,
         Group,
@@ -59,10 +60,39 @@ _PUBLIC = {
     "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+_MODULES = ("nn",)
+
+# Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "Faults",
+    "GemvAllReduceConfig",
+    "Group",
+    "GroupError",
+    "InterlaceError",
+    "LaunchError",
+    "PeerTimeoutError",
+    "RankMismatchError",
+    "SymmetricTensor",
+    "Traffic",
+    "WorkspaceError",
+    "__version__",
+    "empty_symmetric",
+    "explain",
+    "gemv_all_reduce",
+    "group_of",
+    "inject",
+    "launch",
+    "nn",
+    "set_deadline",
+    "synchronize",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"interlace.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'interlace' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

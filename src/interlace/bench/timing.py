@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 # Long enough for a host to enqueue an all-reduce, two events and a graph.
-_SLEEP_CYCLES = 400_000
+_SLEEP_CYCLES = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def measure(
     *,
     period: int = 1,
     samples: int = 15,
-    graph_us: float = 600.0,
+    graph_us: float = 1500.0,
     group: dist.ProcessGroup | None = None,
 ) -> Timing:
     """Time ``call(i)`` on the current CUDA device, on every rank of ``group`` at once.

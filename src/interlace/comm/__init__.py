@@ -2,6 +2,7 @@
 
 from interlace.comm.cpu_faults import Faults, Traffic, inject
 from interlace.comm.group import (
+    MAX_PROGRAMS,
     Group,
     Workspace,
     default_device_type,
@@ -15,6 +16,7 @@ from interlace.comm.launcher import init_process_group, launch
 from interlace.comm.symmetric import SymmetricTensor, empty_symmetric
 
 __all__ = [
+    "MAX_PROGRAMS",
     "Faults",
     "Group",
     "SymmetricTensor",

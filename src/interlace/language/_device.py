@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-_PAUSE_NS = 40
+# Measured with GEMV + AllReduce on four H200s: none, 40 and more are slower (docs/decisions/0005).
+_PAUSE_NS = 20
 
 
 @core.extern

@@ -35,19 +35,20 @@ _FARTHEST_LOG2 = 2.0
 def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
     """The entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of log2 ratios.
 
-    Entries of the same dtype width and number of ranks come first; None where none is within a factor of four.
+    Only entries of a dtype as wide count, since a configuration fills shared memory; those with as many ranks come
+    first. None where no entry has every size within a factor of four.
     """
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _table(operator, device_name):
-        distance = 0.0
+        if _width(str(entry["dtype"])) != _width(point.dtype):
+            continue
+        distance = 0.0 if entry["dtype"] == point.dtype else 0.01
         for name, size in point.sizes.items():
             apart = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))
             if apart > _FARTHEST_LOG2:
                 break
             distance += apart
         else:
-            if entry["dtype"] != point.dtype:
-                distance += 10.0 if _width(str(entry["dtype"])) != _width(point.dtype) else 0.01
             distance += 5.0 * abs(math.log2(point.world_size / int(entry["world_size"])))
             if best is None or distance < best[0]:
                 best = (distance, entry)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from interlace.comm import MAX_PROGRAMS
 from interlace.errors import ArgumentError
 from interlace.units import next_power_of_2
 
 PROTOCOLS = ("one_shot", "two_phase")
+
+# Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two signals (8 tokens of
+# 8192 rows on four H200s).
+_ONE_SHOT_WORDS = 8 * 8192 * 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +80,14 @@ def block_tokens(tokens: int) -> int:
     return min(64, next_power_of_2(tokens))
 
 
-def default_config(*, tokens: int, rows: int, world_size: int) -> GemvAllReduceConfig:
-    """A sound choice where nothing has been measured."""
-    words = tokens * rows * max(1, world_size - 1)
+def default_config(*, tokens: int, rows: int, world_size: int, itemsize: int) -> GemvAllReduceConfig:
+    """A sound choice where nothing has been measured; its tiles fit the shared memory of small GPUs too."""
     if tokens <= 1:
         block_n = 4
-        while rows > block_n * 4096:
+        while rows > block_n * MAX_PROGRAMS:
             block_n *= 2
-        return GemvAllReduceConfig("one_shot", block_n=block_n, block_k=512, num_warps=4)
-    if words <= 8 * 8192 * 3:
-        return GemvAllReduceConfig("one_shot", block_n=32, block_k=128, num_warps=4, num_stages=4)
-    return GemvAllReduceConfig("two_phase", block_n=64, block_k=128, num_warps=4, num_stages=4)
+        return GemvAllReduceConfig("one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1)
+    block_k = 256 // itemsize
+    if tokens * rows * max(1, world_size - 1) <= _ONE_SHOT_WORDS:
+        return GemvAllReduceConfig("one_shot", block_n=32, block_k=block_k, num_stages=3)
+    return GemvAllReduceConfig("two_phase", block_n=64, block_k=block_k, num_stages=3)

@@ -32,7 +32,7 @@ class Choice:
 
 def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_size: int, device: torch.device) -> Choice:
     """The fastest implementation by the tuned table of this GPU; on the CPU backend always the kernel."""
-    config = default_config(tokens=tokens, rows=rows, world_size=world_size)
+    config = default_config(tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize)
     if device.type == "cpu":
         small = dataclasses.replace(config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8)
         return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")

@@ -1,0 +1,6 @@
+"""``python -m interlace``."""
+
+from interlace.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What benchmark results say, as tables. Pure functions over the JSON that ``interlace bench`` writes; no GPU, no torch.
+
+A file is ``{"machine": {...}, "command": str, "date": str, "results": [...]}``, each result as an operator's ``bench`` returns
+it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us, p90_us, skew_us. Names say what a time is: ``"fused"``;
+``"<compute> + <collective>"``, an unfused pair; ``"<something> alone"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from interlace.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Result = Mapping[str, Any]
+
+_COMPUTE_WORDS = ("GEMV", "cuBLAS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The figures of one result that claims are made of; times are medians of the slowest rank, in microseconds.
+
+    Attributes:
+        unfused: the fastest unfused pair, and its time.
+        compute: the fastest way to compute without communication, and its time.
+        communication: the fastest way to communicate without compute, and its time.
+        floor_us: no execution is faster.
+    """
+
+    fused_us: float
+    unfused: tuple[str, float]
+    compute: tuple[str, float]
+    communication: tuple[str, float]
+    floor_us: float
+
+    @property
+    def saved_percent(self) -> float:
+        """How far fused is below the fastest unfused pair; negative if above it."""
+        return 100 * (1 - self.fused_us / self.unfused[1])
+
+    @property
+    def over_compute(self) -> float:
+        """Fused time as a multiple of the fastest compute alone: 1.0 is communication for free."""
+        return self.fused_us / self.compute[1]
+
+
+def is_pair(name: str) -> bool:
+    return " + " in name
+
+
+def is_compute(name: str) -> bool:
+    return name.endswith(" alone") and any(word in name for word in _COMPUTE_WORDS)
+
+
+def is_communication(name: str) -> bool:
+    return name.endswith(" alone") and not is_compute(name)
+
+
+def summarise(result: Result) -> Summary:
+    """The summary of one result.
+
+    Raises:
+        ArgumentError: the result lacks a kind of time.
+    """
+    medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
+
+    def fastest(kind: Any, what: str) -> tuple[str, float]:
+        chosen = [(time, name) for name, time in medians.items() if kind(name)]
+        if not chosen:
+            raise ArgumentError(f"a benchmark result must have {what} among its times; got {', '.join(medians)}.")
+        time, name = min(chosen)
+        return name, time
+
+    return Summary(
+        fused_us=fastest(lambda name: name == "fused", "fused")[1],
+        unfused=fastest(is_pair, "an unfused pair"),
+        compute=fastest(is_compute, "compute alone"),
+        communication=fastest(is_communication, "communication alone"),
+        floor_us=float(result["floor_us"]),
+    )
+
+
+def title(operator: str, result: Result) -> str:
+    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``."""
+    tokens, rows, columns = result["tokens"], result["rows"], result["columns"]
+    return (
+        f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {result['dtype']}, "
+        f"{_count(result['world_size'], 'rank')}"
+    )
+
+
+def table(operator: str, result: Result) -> Table:
+    """One result, every time of it, for a terminal."""
+    from rich.table import Table
+
+    summary = summarise(result)
+    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
+    view.add_column("what")
+    for heading in ("median us", "p10 - p90 us", "skew us", "fused is"):
+        view.add_column(heading, justify="right")
+    times: dict[str, Any] = result["times"]
+    order = {name: (name != "fused", not is_pair(name), not is_compute(name), times[name]["median_us"]) for name in times}
+    best = {summary.unfused[0], summary.compute[0]}
+    for name in sorted(times, key=order.__getitem__):
+        time = times[name]
+        view.add_row(
+            name,
+            f"{time['median_us']:.2f}",
+            f"{time['p10_us']:.2f} - {time['p90_us']:.2f}",
+            f"{time['skew_us']:.2f}",
+            "" if name == "fused" else _against(summary.fused_us, time["median_us"]),
+            style="bold green" if name == "fused" else "bold" if name in best else None,
+        )
+    view.add_row("physical floor", f"{summary.floor_us:.2f}", "", "", _against(summary.fused_us, summary.floor_us), style="dim")
+    view.caption = (
+        f"relative error {result['relative_error']:.1e}; configuration {result['config']}; impl='auto' runs {result['auto']} here"
+    )
+    return view
+
+
+def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
+    """All results of several files as one Markdown table, with a line on each machine; for README and documentation."""
+    lines, machines = [], []
+    for document in documents:
+        machine = machine_line(document["machine"], str(document.get("date", "")))
+        if machine not in machines:
+            machines.append(machine)
+        for result in document["results"]:
+            summary = summarise(result)
+            shape = f"{result['tokens']} x {result['rows']} x {result['columns']}"
+            cells = [
+                shape,
+                str(result["world_size"]),
+                str(result["dtype"]),
+                f"**{summary.fused_us:.1f}**",
+                f"{summary.unfused[1]:.1f} ({summary.unfused[0]})",
+                _against(summary.fused_us, summary.unfused[1]),
+                f"{summary.compute[1]:.1f}",
+                f"{summary.over_compute:.2f}",
+                f"{summary.floor_us:.1f}",
+                str(result["auto"]),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    heading = [
+        "| tokens x N x K/R | ranks | dtype | fused us | best unfused us | fused is | compute alone us | fused / compute "
+        "| floor us | auto |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    return "\n".join([*heading, *lines, "", *machines]) + "\n"
+
+
+def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
+    """One line on where results come from."""
+    gpus = machine.get("gpus") or []
+    names = sorted(set(gpus))
+    parts = [f"{gpus.count(name)} x {name}" for name in names] or ["no GPU"]
+    labels = (("driver", "driver"), ("cuda", "CUDA"), ("torch", "PyTorch"), ("triton", "Triton"), ("nccl", "NCCL"))
+    parts += [f"{label} {machine[key]}" for key, label in labels if machine.get(key)]
+    return ", ".join([*parts, *([date[:10]] if date else [])]) + "."
+
+
+def _against(fused_us: float, other_us: float) -> str:
+    """``"-41 %"``: fused time relative to another."""
+    return f"{100 * (fused_us / other_us - 1):+.0f} %" if other_us else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

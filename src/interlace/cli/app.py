@@ -1,0 +1,120 @@
+"""The commands and their options; each command's module is imported when it runs, and torch with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from interlace.cli.console import print_error
+from interlace.errors import InterlaceError
+
+
+class _Commands(TyperGroup):
+    """Errors that Interlace raises on purpose end a command with one line, not with a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InterlaceError as error:
+            if ctx.params.get("debug") or os.environ.get("INTERLACE_DEBUG", "0") not in ("", "0"):
+                raise
+            print_error(error)
+            raise typer.Exit(1) from None
+
+
+_settings: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
+app = typer.Typer(cls=_Commands, help="GPU kernels that compute and communicate at once.", add_completion=False, **_settings)
+bench_app = typer.Typer(help="Measure an operator on this machine's GPUs, or render measurements.", **_settings)
+tune_app = typer.Typer(help="Measure which implementation and configuration is fastest, and write the tuned table.", **_settings)
+app.add_typer(bench_app, name="bench")
+app.add_typer(tune_app, name="tune")
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")]
+Ranks = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8.")]
+Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", metavar="NxK", help="Rows and columns of one rank's weight, say 8192x2048; several times. [default: seven]"
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also INTERLACE_DEBUG=1).")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """GPU kernels that compute and communicate at once, for PyTorch and Triton."""
+    if version:
+        from interlace import __version__
+
+        typer.echo(f"interlace {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor(json_file: JsonFile = None) -> None:
+    """Say what this machine can do, what is missing, and what to do about it."""
+    from interlace.cli.doctor import run
+
+    raise typer.Exit(run(json_file))
+
+
+@app.command()
+def demo(
+    world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, max=8, help="Ranks.")] = 4,
+    backend: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs enough.")] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens decoded at once.")] = 1,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
+    ] = "demo-gemv_all_reduce.png",
+) -> None:
+    """Run a Transformer's tensor-parallel down projection on several ranks, check it, and draw who sent what when."""
+    from interlace.cli.demo import run
+
+    raise typer.Exit(run(world_size, backend, tokens, json_file, None if plot == "none" else Path(plot)))
+
+
+@bench_app.command("gemv_all_reduce")
+def bench_gemv_all_reduce(
+    tokens: Tokens = "1",
+    shape: Shapes = None,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+    tune: Annotated[bool, typer.Option("--tune", help="First find the best configuration of each shape.")] = False,
+) -> None:
+    """GEMV + AllReduce: fused, every unfused pair, compute alone, communication alone, and the physical floor."""
+    from interlace.cli.bench import run
+
+    run(tokens, shape, world_size, dtype, json_file, tune)
+
+
+@bench_app.command("table")
+def bench_table(files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")]) -> None:
+    """Render measurements as a Markdown table."""
+    from interlace.bench.report import markdown
+    from interlace.cli.bench import read_document
+
+    typer.echo(markdown([read_document(file) for file in files]), nl=False)
+
+
+@tune_app.command("gemv_all_reduce")
+def tune_gemv_all_reduce(
+    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    tokens: Tokens = "1,2,4,8,16,32,64",
+    shape: Shapes = None,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+) -> None:
+    """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned table."""
+    from interlace.cli.bench import run_tune
+
+    run_tune(tokens, shape, world_size, dtype, table)

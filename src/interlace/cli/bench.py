@@ -1,0 +1,110 @@
+"""``interlace bench gemv_all_reduce`` and ``interlace tune gemv_all_reduce``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from interlace.bench import report
+from interlace.cli import tuned
+from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
+from interlace.errors import ArgumentError, BackendError
+
+OPERATOR = "gemv_all_reduce"
+SHAPES = ("8192x2048", "8192x7168", "8192x8192", "16384x4096", "12288x12288", "4096x4096", "5120x3456")
+DTYPES = ("bfloat16", "float16", "float32")
+_MAX_RANKS = 8
+
+
+def run(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
+    """Measure every shape at every number of tokens; tables on the terminal, everything in ``json_file``."""
+    document = _measure("bench", tokens, shapes, world_size, dtype, tune)
+    console = make_console()
+    for result in document["results"]:
+        console.print(report.table(OPERATOR, result))
+        console.print()
+    console.print(report.machine_line(document["machine"], document["date"]))
+    if json_file is not None:
+        write_json(json_file, document)
+        console.print(f"All numbers: {json_file}")
+
+
+def run_tune(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path) -> None:
+    """Find the best configuration of every shape and put it in the tuned table."""
+    old = tuned.read(table, OPERATOR)  # before minutes are spent
+    document = _measure("tune", tokens, shapes, world_size, dtype, tune=True)
+    entries = [tuned.entry(result) for result in document["results"]]
+    console = make_console()
+    for entry in entries:
+        console.print(
+            f"{entry['tokens']} x {entry['rows']} x {entry['columns']}: {entry['impl']}; fused {entry['fused_us']} us "
+            f"({entry['config']}), {entry['unfused']} {entry['unfused_us']} us"
+        )
+    write_json(table, tuned.merge(old, OPERATOR, document["machine"], entries))
+    console.print(f"Tuned table: {table}")
+    if document["machine"]["gpus"]:
+        name = tuned.file_name(OPERATOR, document["machine"]["gpus"][0])
+        if table.name != name:
+            console.print(f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim")
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """A file that ``interlace bench --json`` wrote.
+
+    Raises:
+        ArgumentError: it is not one.
+    """
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{file} must be a JSON file that interlace bench wrote; {error}.") from error
+    if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
+        raise ArgumentError(f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results.")
+    return document
+
+
+def parse_tokens(text: str) -> list[int]:
+    """``"1,2,4"`` -> ``[1, 2, 4]``."""
+    try:
+        tokens = [int(part) for part in text.split(",")]
+    except ValueError:
+        tokens = [0]
+    if min(tokens) < 1:
+        raise ArgumentError(f"--tokens must be positive numbers separated by commas; got {text!r}. Say --tokens 1,2,4.")
+    return tokens
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """``"8192x2048"`` -> ``(8192, 2048)``: N and K/R, of one rank's weight."""
+    rows, _, columns = text.lower().partition("x")
+    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise ArgumentError(f"--shape must be NxK, the sizes of one rank's weight; got {text!r}. Say --shape 8192x2048.")
+    return int(rows), int(columns)
+
+
+def _measure(command: str, tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, tune: bool) -> dict[str, Any]:
+    """Run the ranks; the document that ``--json`` writes."""
+    sizes = [parse_shape(shape) for shape in shapes or SHAPES]
+    counts = parse_tokens(tokens)
+    if dtype not in DTYPES:
+        raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise BackendError(
+            f"interlace {command} must have CUDA GPUs, since no time measured on the CPU means anything; got none. "
+            f"`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the kernels without a GPU."
+        )
+    from interlace.cli import bench_ranks, machine
+
+    world_size = world_size or min(gpus, _MAX_RANKS)
+    work = [(count, rows, columns) for rows, columns in sizes for count in counts]
+    what = f"{'Tuning' if tune else 'Measuring'} {OPERATOR} on {world_size} GPUs"
+    console = make_console()
+    results = run_ranks(console, what, len(work), bench_ranks.run_rank, world_size, work, dtype, tune, backend="cuda")[0]
+    document = {"machine": machine.describe(), "command": command_line(), "date": now(), "results": results}
+    if not is_first_rank():
+        document["results"] = []
+    return document

@@ -1,0 +1,101 @@
+"""What commands share in the terminal: output of the first rank only, errors, and progress of running ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from interlace.errors import ArgumentError
+
+
+def is_first_rank() -> bool:
+    """False in all ranks but the first of torchrun or Slurm, which run the same command and must not print it too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def make_console() -> Console:
+    return Console(quiet=not is_first_rank(), highlight=False)
+
+
+def print_error(error: Exception) -> None:
+    """One red line. Of a failed rank's traceback, the line that says what failed."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = lines[0] if len(lines) == 1 else f"{lines[0].rstrip('.')}: {lines[-1].strip()}"
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"Error: {text}", style="bold red", markup=False)
+    if len(lines) > 1:
+        console.print("Run with `interlace --debug ...` for the traceback.", style="dim")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value`` on the first rank.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    if not is_first_rank():
+        return
+    try:
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} must be a file that can be written; {error.strerror}.") from error
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str:
+    return shlex.join(["interlace", *sys.argv[1:]])
+
+
+def run_ranks(
+    console: Console, what: str, steps: int, worker: Callable[..., Any], world_size: int, *args: Any, backend: str
+) -> list[Any]:
+    """``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
+
+    Ranks say how far they are by :func:`interlace.cli.ranks.advance` ``(folder)``, ``steps`` times each.
+    """
+    from interlace.comm import launch
+
+    with tempfile.TemporaryDirectory(prefix="interlace-") as folder, _progress(console, what, Path(folder), steps * world_size):
+        return launch(worker, world_size, folder, *args, backend=backend)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, what: str, folder: Path, total: int) -> Iterator[None]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    done = threading.Event()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{what}: starting", total=total)
+
+        def watch() -> None:
+            while not done.wait(0.2):
+                count = sum(file.stat().st_size for file in folder.glob("rank-*"))
+                progress.update(task, completed=count, description=what if count else f"{what}: starting")
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()

@@ -1,0 +1,194 @@
+"""``interlace demo``: the tensor-parallel down projection of one Transformer decoding step, checked and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from interlace.cli import demo_ranks, machine, picture
+from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
+from interlace.errors import ArgumentError
+from interlace.units import ceil_div, format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A published model's down projection, ``[rows, columns]`` = [N, K] of the whole weight, as in its configuration."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+MODELS = (Model("Llama-3-8B", 4096, 14336), Model("Qwen2.5-32B", 5120, 27648), Model("Llama-3-70B", 8192, 28672))
+
+CPU_SCALE = 32
+"""On the CPU both sides of every weight are divided by this: the interpreter is a thousand times slower than a GPU."""
+
+
+def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot: Path | None) -> int:
+    """Run the demo; the exit code: 0 if every rank computed and sent what it should."""
+    console = make_console()
+    if backend not in ("auto", "cpu", "cuda"):
+        raise ArgumentError(f"demo: --backend must be auto, cpu or cuda; got {backend!r}.")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ArgumentError(f"demo: --plot must name a file in a folder that exists; got {plot}.")
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+    scale = CPU_SCALE if backend == "cpu" else 1
+    shapes = [(model.rows // scale, ceil_div(model.columns // scale, world_size)) for model in MODELS]
+    console.print(
+        f"[bold]The down projection of one decoding step[/bold], its weight cut along K over {_ranks(world_size)}:\n"
+        f"y \\[{tokens}, N] = sum over ranks of x \\[{tokens}, K/R] @ w \\[N, K/R].T, bfloat16, in one kernel "
+        f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'}).\n"
+    )
+    found = run_ranks(
+        console, f"{_ranks(world_size)} on {backend}", len(MODELS), demo_ranks.run_rank, world_size, shapes, tokens, backend=backend
+    )
+    models = [
+        _judge(model, scale, shape, tokens, [rank[i] for rank in found])
+        for i, (model, shape) in enumerate(zip(MODELS, shapes, strict=True))
+    ]
+    document = {
+        "machine": machine.describe(),
+        "command": command_line(),
+        "date": now(),
+        "backend": backend,
+        "world_size": world_size,
+        "tokens": tokens,
+        "passed": all(model["passed"] for model in models),
+        "models": models,
+    }
+    _show(console, document, plot)
+    if json_file is not None:
+        write_json(json_file, document)
+        console.print(f"All numbers: {json_file}")
+    return 0 if document["passed"] else 1
+
+
+def _judge(model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One model's outcome over all ranks: every rank right, all bitwise alike, and traffic as ``interlace.costs`` says."""
+    from interlace.bench.gemv_all_reduce import Shape, tolerance
+
+    rows, columns = shape
+    error, allowed = max(rank["error"] for rank in ranks), tolerance(Shape(tokens, rows, columns))
+    # Not `error > allowed`: a NaN must not pass.
+    right = all(rank["error"] <= allowed for rank in ranks)
+    same = len({rank["digest"] for rank in ranks}) == 1
+    traffic = all(rank.get("counted", rank["predicted"]) == rank["predicted"] for rank in ranks)
+    return {
+        "name": model.name,
+        "rows": model.rows,
+        "columns": model.columns,
+        "scale": scale,
+        "rows_run": rows,
+        "columns_run_per_rank": columns,
+        "error": error,
+        "tolerance": allowed,
+        "same_on_every_rank": same,
+        "traffic_as_predicted": traffic,
+        "passed": right and same and traffic,
+        "ranks": ranks,
+    }
+
+
+def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None:
+    console.print(_cpu_table(document) if document["backend"] == "cpu" else _cuda_table(document))
+    for model in document["models"]:
+        for problem in _problems(model):
+            console.print(f"{model['name']}: {problem}", style="bold red")
+    if document["passed"]:
+        console.print("Right on every rank, and bit by bit the same on all of them.", style="green")
+    if document["backend"] == "cpu":
+        console.print()
+        for line in picture.timeline_text(document["models"][-1], blocks=_can_draw_blocks(console)):
+            console.print(line, markup=False)
+    if plot is not None and is_first_rank():
+        with console.status("Drawing"):
+            picture.draw(document, plot)
+        console.print(f"\nWho sent what when: {plot}" if document["backend"] == "cpu" else f"\nPicture: {plot}")
+
+
+def _cpu_table(document: dict[str, Any]) -> Table:
+    first = document["models"][0]
+    table = _table("Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs predicts.")
+    for heading in ("model", "w [N, K]", f"a rank's part,\nscaled 1/{first['scale']}"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ranks", "error", "puts", "bytes sent"):
+        table.add_column(heading, justify="right")
+    for model in document["models"]:
+        counted, predicted = (_total(model, key) for key in ("counted", "predicted"))
+        table.add_row(
+            *_shape_cells(model),
+            str(document["world_size"]),
+            f"{model['error']:.1e}",
+            f"{counted['puts']} ({predicted['puts']})",
+            f"{counted['bytes']} ({predicted['bytes']})",
+            style=None if model["passed"] else "red",
+        )
+    return table
+
+
+def _cuda_table(document: dict[str, Any]) -> Table:
+    table = _table(
+        "Bytes: of all ranks, as interlace.costs predicts. Times: the slowest rank's median, in CUDA graphs, weights not in "
+        "the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
+    )
+    for heading in ("model", "w [N, K]", "a rank's part"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ranks", "error", "bytes sent", "fused us", "unfused us", "compute us", "fused is"):
+        table.add_column(heading, justify="right")
+    for model in document["models"]:
+        times = model["ranks"][0]["times_us"]
+        table.add_row(
+            *_shape_cells(model),
+            str(document["world_size"]),
+            f"{model['error']:.1e}",
+            format_bytes(_total(model, "predicted")["bytes"]),
+            *(f"{times[name]:.1f}" for name in ("fused", "unfused", "compute alone")),
+            f"{100 * (times['fused'] / times['unfused'] - 1):+.0f} %",
+            style=None if model["passed"] else "red",
+        )
+    return table
+
+
+def _table(caption: str) -> Table:
+    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _shape_cells(model: dict[str, Any]) -> tuple[str, str, str]:
+    return (
+        model["name"],
+        f"{model['rows']} x {model['columns']}",
+        f"{model['rows_run']} x {model['columns_run_per_rank']}",
+    )
+
+
+def _problems(model: dict[str, Any]) -> list[str]:
+    problems = []
+    if not model["error"] <= model["tolerance"]:
+        problems.append(f"WRONG: relative error {model['error']:.1e}, at most {model['tolerance']:.1e} is rounding.")
+    if not model["same_on_every_rank"]:
+        problems.append("WRONG: ranks differ in their results.")
+    if not model["traffic_as_predicted"]:
+        for rank in model["ranks"]:
+            problems.append(f"WRONG: rank {rank['rank']} sent {rank['counted']}, predicted {rank['predicted']}.")
+    return problems
+
+
+def _total(model: dict[str, Any], key: str) -> dict[str, int]:
+    return {what: sum(rank[key][what] for rank in model["ranks"]) for what in ("puts", "bytes", "signals")}
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _can_draw_blocks(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")

@@ -1,0 +1,52 @@
+"""Versions and devices of this machine, as measurements record them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace import __version__
+
+
+def package_version(name: str) -> str:
+    """The installed version of a package; empty if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def driver_version() -> str:
+    """Of the NVIDIA kernel driver; empty without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match.group(1) if match else ""
+
+
+def nccl_version() -> str:
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return ""
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def describe() -> dict[str, Any]:
+    """Versions, and the names of the GPUs."""
+    return {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "driver": driver_version(),
+        "cuda": torch.version.cuda or "",
+        "torch": str(torch.__version__),
+        "triton": package_version("triton"),
+        "nccl": nccl_version(),
+        "numpy": package_version("numpy"),
+        "python": platform.python_version(),
+        "interlace": __version__,
+    }

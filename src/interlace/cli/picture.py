@@ -1,0 +1,162 @@
+"""Pictures of the demo: who sent what when (CPU), how long it took (CUDA); as PNG and as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, told apart by everyone: one a rank.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
+_COMPUTE, _EXCHANGE = "#9AA5B1", "#E4E8EC"
+_CAVEAT = "Recorded in Triton's interpreter on the CPU: the order of events is real, the durations say nothing about speed."
+_BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+
+
+def draw(document: dict[str, Any], file: Path) -> None:
+    """Draw the demo's document as a PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure = _timeline(document) if document["backend"] == "cpu" else _bars(document)
+    figure.savefig(file, dpi=150, format="png")
+    pyplot.close(figure)
+
+
+def _timeline(document: dict[str, Any]) -> Any:
+    """Two panels, one lane a rank: the fused kernel, and the same kernel taken apart."""
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    model = document["models"][-1]
+    ranks = model["ranks"]
+    height = 2.6 + 1.1 * max(2, len(ranks)) * 0.85
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(11, height), layout="constrained")
+    figure.suptitle(
+        f"gemv_all_reduce: who sent what when\n{model['name']} down projection at 1/{model['scale']}, "
+        f"{_count(len(ranks), 'rank')}, {_count(document['tokens'], 'token')}, "
+        f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
+        fontsize=12,
+    )
+    start = min(rank["fused"]["start"] for rank in ranks)
+    for rank in ranks:
+        span = rank["fused"]
+        _span(above, rank["rank"], span["start"] - start, span["end"] - start, _COMPUTE, left_part=_EXCHANGE)
+        _puts(above, rank["rank"], span["puts"], start, len(ranks))
+    start = min(rank["unfused"]["start"] for rank in ranks)
+    for rank in ranks:
+        span = rank["unfused"]
+        _span(below, rank["rank"], span["start"] - start, span["computed"] - start, _COMPUTE)
+        if span["end"] > span["computed"] and len(ranks) > 1:
+            _span(below, rank["rank"], span["computed"] - start, span["end"] - start, _EXCHANGE)
+        _puts(below, rank["rank"], span["puts"], start, len(ranks))
+    above.set_title("Fused: one kernel. A tile's sums leave while other tiles are still being multiplied.", loc="left", fontsize=10)
+    below.set_title("Unfused: the same work in two steps. Nothing leaves before everything is multiplied.", loc="left", fontsize=10)
+    below.set_xlabel(f"milliseconds\n{_CAVEAT}", fontsize=9)
+    for axes in (above, below):
+        _lanes(axes, len(ranks))
+    handles: list[Any] = [
+        Patch(facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"),
+        Patch(facecolor=_COMPUTE, label="multiplies only"),
+        Patch(facecolor=_EXCHANGE, label="sends only"),
+    ]
+    if len(ranks) > 1:
+        handles += [
+            Line2D([], [], color=_COLOURS[rank["rank"]], linestyle="", marker="|", markersize=11, markeredgewidth=2.5,
+                   label=f"put to rank {rank['rank']}")
+            for rank in ranks
+        ]  # fmt: skip
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 7 if len(ranks) <= 4 else 6), fontsize=9, frameon=False
+    )
+    return figure
+
+
+def _span(axes: Any, lane: int, start: float, end: float, colour: str, left_part: str | None = None) -> None:
+    hatched = {"facecolor": left_part, "edgecolor": colour, "hatch": "////", "linewidth": 0} if left_part else {"color": colour}
+    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **hatched)
+
+
+def _puts(axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int) -> None:
+    """A mark a put, each destination in a row of its own within the sender's lane."""
+    rows = [peer for peer in range(world_size) if peer != lane]
+    room = 0.8 / max(1, len(rows))
+    for row, peer in enumerate(rows):
+        times = [1e3 * (put[0] - start) for put in puts if put[1] == peer]
+        low = lane - 0.4 + row * room
+        axes.vlines(times, low + 0.08 * room, low + 0.92 * room, color=_COLOURS[peer], linewidth=2.2, zorder=2)
+
+
+def _lanes(axes: Any, world_size: int) -> None:
+    axes.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
+    for rank, label in enumerate(axes.get_yticklabels()):
+        label.set_color(_COLOURS[rank])
+        label.set_fontweight("bold")
+    axes.set_ylim(world_size - 0.45, -0.55)
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _bars(document: dict[str, Any]) -> Any:
+    """Fused, unfused and compute alone, side by side for every model."""
+    from matplotlib import pyplot
+
+    models = document["models"]
+    figure, axes = pyplot.subplots(figsize=(9, 4.8), layout="constrained")
+    kinds = (("unfused", "#D55E00", "unfused: F.linear, then NCCL"), ("fused", "#0072B2", "fused: one kernel"),
+             ("compute alone", _COMPUTE, "F.linear alone"))  # fmt: skip
+    for offset, (kind, colour, label) in zip((-0.27, 0.0, 0.27), kinds, strict=True):
+        values = [model["ranks"][0]["times_us"][kind] for model in models]
+        bars = axes.bar([i + offset for i in range(len(models))], values, width=0.25, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=2)
+    axes.set_xticks(range(len(models)), [f"{model['name']}\n{model['rows']} x {model['columns']}" for model in models])
+    axes.set_ylabel("microseconds, slowest rank's median")
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"gemv_all_reduce: down projection of one decoding step\n{_count(document['tokens'], 'token')}, bfloat16, "
+        f"{_count(len(models[0]['ranks']), 'rank')} on {document['machine']['gpus'][0]}",
+        fontsize=12,
+    )
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True) -> list[str]:
+    """The same picture for a terminal: a line a rank, how high a cell is says how many puts left in that time."""
+    ranks = model["ranks"]
+    if len(ranks) == 1:
+        return [f"{model['name']}: one rank, nothing to send."]
+    lines = [f"Puts over time, {model['name']}: fused, they leave while the kernel multiplies; unfused, only after."]
+    for kind in ("fused", "unfused"):
+        start = min(rank[kind]["start"] for rank in ranks)
+        length = max(rank[kind]["end"] for rank in ranks) - start
+        for rank in ranks:
+            span = rank[kind]
+            cells = [0] * width
+            for time, _, _ in span["puts"]:
+                cells[min(width - 1, int((time - start) / length * width))] += 1
+            end = (span["end"] - start) / length * width
+            lines.append(f"  {kind:<8} rank {rank['rank']}  {_cells(cells, end, blocks)}  {len(span['puts'])} puts")
+    lines.append(f"  {_CAVEAT}")
+    return lines
+
+
+def _cells(counts: list[int], end: float, blocks: bool) -> str:
+    """``[0, 1, 8]`` -> ``"·▁█"``: a dot where the kernel runs and nothing leaves."""
+    marks, idle = (_BLOCKS, "·") if blocks else (_ASCII, "_")
+    top = max(*counts, 1)
+    return "".join(
+        marks[1 + (len(marks) - 2) * count // top] if count else idle if i <= end else " " for i, count in enumerate(counts)
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,13 @@
+"""How ranks tell the command that started them how far they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def advance(folder: str) -> None:
+    """One more step is done on this rank."""
+    with (Path(folder) / f"rank-{dist.get_rank()}").open("ab") as file:
+        file.write(b".")

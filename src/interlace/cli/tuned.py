@@ -1,0 +1,80 @@
+"""Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
+
+``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype, tokens, rows,
+columns; impl, config; fused_us, unfused_us (the fastest unfused pair) and unfused (its name).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.bench.report import summarise
+from interlace.errors import ArgumentError
+
+KEY = ("world_size", "dtype", "tokens", "rows", "columns")
+
+WHAT_UNFUSED_RUNS = "cuBLAS + NCCL"
+"""The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
+
+
+def file_name(operator: str, gpu: str) -> str:
+    """The name under which ``interlace.tuning`` looks for the table of a GPU."""
+    return f"{operator}.{gpu.lower().replace(' ', '_')}.json"
+
+
+def entry(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The table's entry for one benchmark result."""
+    summary = summarise(result)
+    ours = result["times"].get(WHAT_UNFUSED_RUNS)
+    slower = ours is not None and ours["median_us"] < summary.fused_us
+    return {
+        **{name: result[name] for name in KEY},
+        "impl": "unfused" if slower else "fused",
+        "config": result["config"],
+        "fused_us": summary.fused_us,
+        "unfused_us": summary.unfused[1],
+        "unfused": summary.unfused[0],
+    }
+
+
+def read(file: Path, operator: str) -> dict[str, Any] | None:
+    """The table in ``file``; None if there is no such file.
+
+    Raises:
+        ArgumentError: the file is not a tuned table of this operator.
+    """
+    if not file.exists():
+        return None
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{file} must be a tuned table or not exist; {error}.") from error
+    if not isinstance(table, dict) or table.get("operator") != operator or not isinstance(table.get("entries"), list):
+        raise ArgumentError(f"{file} must be a tuned table of {operator}; it is not. Name another file.")
+    return table
+
+
+def merge(
+    old: Mapping[str, Any] | None, operator: str, machine: Mapping[str, Any], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A table with ``entries``, and with those of ``old`` at other points; sorted. ``machine`` is the newest measurement's.
+
+    Raises:
+        ArgumentError: the old table is another GPU's.
+    """
+    if old is not None:
+        here, there = set(machine.get("gpus", [])), set(old["machine"].get("gpus", []))
+        if here and there and here != there:
+            raise ArgumentError(
+                f"a tuned table must be of one kind of GPU; got {', '.join(sorted(here))} for a table of "
+                f"{', '.join(sorted(there))}. Name another file."
+            )
+    points = {_point(item): item for item in [*(old["entries"] if old else []), *entries]}
+    return {"machine": dict(machine), "operator": operator, "entries": [points[point] for point in sorted(points)]}
+
+
+def _point(item: Mapping[str, Any]) -> tuple[int, str, int, int, int]:
+    return int(item["world_size"]), str(item["dtype"]), int(item["tokens"]), int(item["rows"]), int(item["columns"])

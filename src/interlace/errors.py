@@ -67,8 +67,10 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         rank: the rank that waited.
         peer: the rank it waited for; -1 where several may be late.
         slice: the slice it waited for (see the operator's README).
-        wanted: the epoch it waited for; 0 for a wait on the host.
+        wanted: the epoch it waited for (its low 24 bits); 0 for a wait on the host.
         seen: the epoch it saw instead; 0 for a wait on the host.
+        different_call: the peer did come, but with other arguments.
+        deadline_s: how long it waited.
     """
 
     def __init__(
@@ -77,16 +79,18 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         operator: str,
         rank: int,
         peer: int,
-        slice: int,
-        wanted: int,
-        seen: int,
+        slice: int = 0,
+        wanted: int = 0,
+        seen: int = 0,
+        different_call: bool = False,
         deadline_s: float,
     ) -> None:
         who = f"rank {peer}" if peer >= 0 else "a peer"
-        where = f"slice {slice}, epoch {wanted}, and saw epoch {seen}" if wanted else "the host exchange"
+        where = f"slice {slice}, epoch {wanted}, and saw epoch {seen}" if wanted else "in the exchange on the host"
+        why = "made a different call" if different_call else "is late, dead, or made a different call"
         super().__init__(
             f"{operator}: rank {rank} waited {deadline_s:g} s for {who} ({where}). "
-            f"The peer is late, dead, or made a different call; this group is broken now. "
+            f"The peer {why}; this group is broken now. "
             f"Check that every rank makes the same calls in the same order, or raise the deadline "
             f"with interlace.set_deadline(seconds)."
         )
@@ -96,4 +100,5 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.slice = slice
         self.wanted = wanted
         self.seen = seen
+        self.different_call = different_call
         self.deadline_s = deadline_s

@@ -26,3 +26,5 @@ RECORD_SLICE: Final = 3
 RECORD_WANTED: Final = 4
 RECORD_SEEN: Final = 5
 RECORD_LENGTH: Final = 8
+
+EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call

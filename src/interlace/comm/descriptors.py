@@ -53,7 +53,7 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
                 if held not in (-1, fd):
                     os.close(held)
             raise PeerTimeoutError(
-                operator=what, rank=group.rank, peer=missing, slice=0, wanted=0, seen=0, deadline_s=group.deadline_s
+                operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s
             ) from error
     return descriptors
 

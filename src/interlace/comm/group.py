@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Group:
         self._sequence = 0
         self._operators: list[str] = []
         self._contexts: dict[str, torch.Tensor] = {}
-        self._agreed: set[tuple[str, str]] = set()
+        self._agreed: dict[tuple[Hashable, ...], int] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
@@ -106,7 +106,7 @@ class Group:
             peer = missing[0] if missing else -1
             self._declare_broken(what, peer)
             raise PeerTimeoutError(
-                operator=what, rank=self.rank, peer=peer, slice=0, wanted=0, seen=0, deadline_s=self._deadline_s
+                operator=what, rank=self.rank, peer=peer, deadline_s=self._deadline_s
             ) from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         if sequence > 0:  # everyone has read the exchange before this one
@@ -119,32 +119,39 @@ class Group:
             )
         return [answer for _, answer in answers]
 
-    def agree(self, operator: str, arguments: dict[str, object]) -> None:
+    def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check once per distinct ``arguments`` that every rank calls ``operator`` with the same ones.
 
-        The first call with new arguments exchanges them on the host; later ones cost a set look-up. A rank that
-        then calls with arguments it has used before, while its peers use others, is found by the deadline instead.
+        The first call with new arguments exchanges them on the host; later ones cost a dictionary look-up. Ranks that then
+        make different calls, each of them agreed on before, find out by the deadline: their epochs carry different marks.
+
+        Returns:
+            The mark for ``interlace.language.mark``: the same on every rank, another one for each of the last 127 calls
+            agreed on.
 
         Raises:
             RankMismatchError: on every rank, with the arguments that differ.
         """
-        key = (operator, json.dumps(arguments, sort_keys=True))
-        if key not in self._agreed:
+        key = (operator, *arguments.items())
+        mark = self._agreed.get(key)
+        if mark is None:
             self.compare(operator, arguments)
-            self._agreed.add(key)
+            mark = (1 + len(self._agreed) % 127) << ctx.EPOCH_BITS
+            self._agreed[key] = mark
+        return mark
 
-    def compare(self, operator: str, arguments: dict[str, object]) -> None:
+    def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are the same on every rank.
 
         Raises:
             RankMismatchError: on every rank, with the arguments that differ.
         """
-        answers: list[dict[str, object]] = self.exchange(operator, arguments)
+        answers: list[dict[str, object]] = self.exchange(operator, dict(arguments))
         for name in arguments:
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
                 raise RankMismatchError(
-                    f"{operator}: {name} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
+                    f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
                 )
 
     # Memory
@@ -250,13 +257,16 @@ class Group:
         record = self._record_view
         if record[ctx.RECORD_CODE]:
             operator = int(record[ctx.RECORD_OPERATOR])
+            wanted, seen = int(record[ctx.RECORD_WANTED]), int(record[ctx.RECORD_SEEN])
+            epochs = (1 << ctx.EPOCH_BITS) - 1
             raise PeerTimeoutError(
                 operator=self._operators[operator],
                 rank=self.rank,
                 peer=int(record[ctx.RECORD_PEER]),
                 slice=int(record[ctx.RECORD_SLICE]),
-                wanted=int(record[ctx.RECORD_WANTED]),
-                seen=int(record[ctx.RECORD_SEEN]),
+                wanted=wanted & epochs,
+                seen=seen & epochs,
+                different_call=wanted != seen and (wanted - seen) & epochs == 0,
                 deadline_s=self._deadline_s,
             )
 

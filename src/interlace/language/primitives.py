@@ -85,8 +85,26 @@ def peer_pointer(ptr, peer, group):
 
 @triton.jit
 def next_epoch(epochs):
-    """The number of this call (int32 scalar, from 1): this program's cell plus one."""
-    return tl.load(epochs + tl.program_id(0)) + 1
+    """The number of this call (int32 scalar, from 1): this program's cell plus one.
+
+    Numbers whose low 24 bits are zero are left out, in pairs, so that parity goes on alternating: with a call's mark in
+    the high bits they could equal memory that was never written.
+    """
+    epoch = tl.load(epochs + tl.program_id(0)) + 1
+    return epoch + tl.where((epoch & 0xFFFFFF) == 0, 2, 0)
+
+
+@triton.jit
+def mark(epoch, call):
+    """``epoch`` marked with the call it belongs to: what this call's signals and words carry.
+
+    Ranks that make different calls, both of them agreed on before, then wait for each other until the deadline instead of
+    taking each other's data for their own.
+
+    Args:
+        call: int32 scalar: what ``Group.agree`` returned for the call's arguments (its high 8 bits).
+    """
+    return epoch ^ call
 
 
 @triton.jit
@@ -167,12 +185,12 @@ def wait(ptr, epoch, peer, slice, group, mask):
     arrived = 1
     looks = 0
     start = tl.zeros([], tl.int64)
-    # Epochs are compared by difference: they may wrap.
-    behind = tl.sum((mask & (tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys") - epoch < 0)).to(tl.int32))
+    seen = tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys")
+    behind = tl.sum((mask & _is_behind(seen, epoch)).to(tl.int32))
     while behind > 0:
         pause()
         seen = tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys")
-        late = mask & (seen - epoch < 0)
+        late = mask & _is_behind(seen, epoch)
         behind = tl.sum(late.to(tl.int32))
         looks += 1
         if (behind > 0) & (looks % _LOOKS == 0):
@@ -183,6 +201,13 @@ def wait(ptr, epoch, peer, slice, group, mask):
                 arrived = 0
                 behind = 0
     return arrived > 0
+
+
+@triton.jit
+def _is_behind(seen, epoch):
+    """Epochs are compared by difference, since they may wrap; one that is far ahead belongs to another call."""
+    ahead = seen - epoch
+    return (ahead < 0) | (ahead >= 1 << 23)
 
 
 @triton.jit

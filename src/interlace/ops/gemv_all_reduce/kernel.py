@@ -81,9 +81,9 @@ def _store_output(y, bias, total, rows, tokens, mask, N):
     tl.store(y + tokens[None, :].to(tl.int64) * N + rows[:, None], total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["words", "half", "slot", "tiles"])
+@triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles"])
 def gemv_all_reduce_one_shot(
-    x, w, bias, y, words, epochs, ctx, half, slot, N, B, K, tiles, stride_x, stride_w,
+    x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
     WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +99,7 @@ def gemv_all_reduce_one_shot(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
     group = il.join(ctx)
     me = il.rank(group)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
@@ -110,8 +111,8 @@ def gemv_all_reduce_one_shot(
             x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
         )
         for step in tl.static_range(1, WORLD_SIZE):
-            il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, group, mask)
-        total = il.sum_packed(slots + place, part, slot, epoch, program, group, mask, WORLD_SIZE)
+            il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, mask)
+        total = il.sum_packed(slots + place, part, slot, stamp, program, group, mask, WORLD_SIZE)
         _store_output(y, bias, total, rows, tokens, mask, N)
     else:
         # Several tiles a program: all are sent before the first is waited for.
@@ -121,17 +122,17 @@ def gemv_all_reduce_one_shot(
                 x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
             )
             for step in tl.static_range(1, WORLD_SIZE + 1):
-                il.put_packed(slots + me * slot + place, part, epoch, (me + step) % WORLD_SIZE, group, mask)
+                il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, mask)
         for tile in range(program, tiles, programs):
             rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-            total = il.sum_packed(slots + place, None, slot, epoch, tile, group, mask, WORLD_SIZE)
+            total = il.sum_packed(slots + place, None, slot, stamp, tile, group, mask, WORLD_SIZE)
             _store_output(y, bias, total, rows, tokens, mask, N)
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["data", "signals", "half", "results_offset", "tiles"])
+@triton.jit(do_not_specialize=["data", "signals", "call", "half", "results_offset", "tiles"])
 def gemv_all_reduce_two_phase(
-    x, w, bias, y, data, signals, epochs, ctx, half, results_offset, N, B, K, tiles, stride_x, stride_w,
+    x, w, bias, y, data, signals, epochs, ctx, call, half, results_offset, N, B, K, tiles, stride_x, stride_w,
     WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
     OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
@@ -149,6 +150,7 @@ def gemv_all_reduce_two_phase(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
     group = il.join(ctx)
     me = il.rank(group)
     turn = data + (epoch & 1).to(tl.int64) * half
@@ -170,9 +172,9 @@ def gemv_all_reduce_two_phase(
         slot = ((me * tiles + tile) * OWNED).to(tl.int64)
         target = partials + (slot + line[:, None]) * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
         il.put(target, part, owner[:, None], group, mask)
-    il.signal(parts_here + me + tl.zeros_like(peers), epoch, peers, group, others)
+    il.signal(parts_here + me + tl.zeros_like(peers), stamp, peers, group, others)
 
-    arrived = il.wait(parts_here + peers, epoch, peers, program, group, others)
+    arrived = il.wait(parts_here + peers, stamp, peers, program, group, others)
     mine = tl.arange(0, BLOCK_OWNED)
     first = me * OWNED
     for tile in range(program, tiles, programs):
@@ -194,9 +196,9 @@ def gemv_all_reduce_two_phase(
         value = tl.where(arrived, total, float("nan")).to(y.dtype.element_ty)
         for step in tl.static_range(1, WORLD_SIZE + 1):
             il.put(results + place, value, (me + step) % WORLD_SIZE, group, mask)
-    il.signal(sums_here + me + tl.zeros_like(peers), epoch, peers, group, others)
+    il.signal(sums_here + me + tl.zeros_like(peers), stamp, peers, group, others)
 
-    arrived = il.wait(sums_here + peers, epoch, peers, program, group, others)
+    arrived = il.wait(sums_here + peers, stamp, peers, program, group, others)
     for tile in range(program, tiles, programs):
         rows, tokens, place, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
         total = il.get(results + place, me, group, mask, 0.0).to(tl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Choice:
     reason: str
 
 
+@functools.cache
 def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_size: int, device: torch.device) -> Choice:
     """The fastest implementation by the tuned table of this GPU; on the CPU backend always the kernel."""
     config = default_config(tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize)
@@ -54,16 +56,14 @@ def run(
     group = group_named(group_name, x.device)
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
-    group.agree(
+    mark = group.agree(
         OPERATOR,
-        {
-            "the shape of x": list(x.shape),
-            "the shape of w": list(w.shape),
-            "dtype": str(x.dtype),
-            "bias": bias is not None,
-            "impl": impl,
-            "config": config,
-        },
+        the_shape_of_x=tuple(x.shape),
+        the_shape_of_w=tuple(w.shape),
+        dtype=str(x.dtype),
+        bias=bias is not None,
+        impl=impl,
+        config=config,
     )
     chosen: GemvAllReduceConfig | None = GemvAllReduceConfig.parse(config) if config else None
     if impl == "auto" or chosen is None:
@@ -77,7 +77,7 @@ def run(
         return reference.gemv_all_reduce(x, w, bias, _process_group(group_name))
     y = x.new_empty([*x.shape[:-1], rows])
     if y.numel():
-        launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen)
+        launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen, mark)
         with group.running():
             launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return y
@@ -108,8 +108,12 @@ def prepare(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     config: GemvAllReduceConfig,
+    mark: int = 0,
 ) -> Launch:
-    """The launch for x ``[B, K]``, w ``[N, K]`` and y ``[B, N]``. Collective when the workspace must grow."""
+    """The launch for x ``[B, K]``, w ``[N, K]`` and y ``[B, N]``; ``mark`` is what the ranks' agreement returned.
+
+    Collective when the workspace must grow.
+    """
     require(group.backend)
     from interlace.ops.gemv_all_reduce import kernel
 
@@ -142,7 +146,7 @@ def prepare(
         workspace = group.workspace(operator, 8 * ranks * slot)
         arguments = (
             x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
-            workspace.half_bytes // 8, slot, *sizes,
+            mark, workspace.half_bytes // 8, slot, *sizes,
         )  # fmt: skip
         options["ONE_TILE"] = programs == tiles
         return Launch(kernel.gemv_all_reduce_one_shot, (programs,), arguments, options)
@@ -151,7 +155,7 @@ def prepare(
     workspace = group.workspace(operator, partial_bytes + y.element_size() * padded, 2 * MAX_PROGRAMS * ranks)
     arguments = (
         x, w, bias, y, workspace.data.address, workspace.signals.address, workspace.epochs, group.context(operator),
-        workspace.half_bytes, partial_bytes, *sizes,
+        mark, workspace.half_bytes, partial_bytes, *sizes,
     )  # fmt: skip
     options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
     return Launch(kernel.gemv_all_reduce_two_phase, (programs,), arguments, options)

@@ -45,17 +45,22 @@ Shapes = Annotated[
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 
 
-@app.callback()
-def root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also INTERLACE_DEBUG=1).")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    """GPU kernels that compute and communicate at once, for PyTorch and Triton."""
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from interlace import __version__
 
         typer.echo(f"interlace {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also INTERLACE_DEBUG=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """GPU kernels that compute and communicate at once, for PyTorch and Triton."""
 
 
 @app.command()

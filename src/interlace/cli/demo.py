@@ -118,15 +118,14 @@ def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None
 def _cpu_table(document: dict[str, Any]) -> Table:
     first = document["models"][0]
     table = _table("Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs predicts.")
-    for heading in ("model", "w [N, K]", f"a rank's part,\nscaled 1/{first['scale']}"):
+    for heading in ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("ranks", "error", "puts", "bytes sent"):
-        table.add_column(heading, justify="right")
+    for heading in ("error", "puts", "bytes sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         counted, predicted = (_total(model, key) for key in ("counted", "predicted"))
         table.add_row(
             *_shape_cells(model),
-            str(document["world_size"]),
             f"{model['error']:.1e}",
             f"{counted['puts']} ({predicted['puts']})",
             f"{counted['bytes']} ({predicted['bytes']})",
@@ -140,15 +139,14 @@ def _cuda_table(document: dict[str, Any]) -> Table:
         "Bytes: of all ranks, as interlace.costs predicts. Times: the slowest rank's median, in CUDA graphs, weights not in "
         "the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
     )
-    for heading in ("model", "w [N, K]", "a rank's part"):
+    for heading in ("model", "w [N, K]", "of a rank"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("ranks", "error", "bytes sent", "fused us", "unfused us", "compute us", "fused is"):
+    for heading in ("error", "sent", "fused\nus", "unfused\nus", "compute\nus", "fused\nis"):
         table.add_column(heading, justify="right")
     for model in document["models"]:
         times = model["ranks"][0]["times_us"]
         table.add_row(
             *_shape_cells(model),
-            str(document["world_size"]),
             f"{model['error']:.1e}",
             format_bytes(_total(model, "predicted")["bytes"]),
             *(f"{times[name]:.1f}" for name in ("fused", "unfused", "compute alone")),

@@ -1,0 +1,211 @@
+"""The command line: what it prints, its exit codes, and that it stays quick to start."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import interlace
+from interlace.cli import doctor, picture
+from interlace.cli.app import app
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_does_not_import_torch() -> None:
+    code = """
+import sys
+from interlace.cli import main
+sys.argv = ["interlace", "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+for module in ("torch", "triton", "matplotlib", "numpy"):
+    assert module not in sys.modules, module
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for command in ("doctor", "demo", "bench", "tune"):
+        assert command in done.stdout
+
+
+def test_module_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "interlace", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"interlace {interlace.__version__}\n"
+
+
+def test_ranks_do_not_import_the_terminal() -> None:
+    code = "import sys, interlace.cli.demo_ranks, interlace.cli.bench_ranks; assert not {'rich', 'typer'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_doctor(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    done = run("doctor", "--json", file)
+    assert done.exit_code == 0, done.output
+    document = json.loads(file.read_text(encoding="utf-8"))
+    checks = {row["check"]: row for row in document["checks"]}
+    assert document["usable"][0] == "cpu"
+    assert checks["backend cpu"]["status"] == checks["torch"]["status"] == checks["shared memory"]["status"] == "ok"
+    assert document["machine"]["torch"] == torch.__version__
+    assert {row["status"] for row in document["checks"]} <= {"ok", "missing", "not here"}
+    assert all(row["action"] for row in document["checks"] if row["status"] == "missing")
+
+
+def test_doctor_knows_which_numpy_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"triton": "3.6.0", "numpy": "2.4.1"}
+    monkeypatch.setattr("interlace.cli.machine.package_version", lambda name: versions.get(name, ""))
+    rows = {row.check: row for row in doctor.check_all()}
+    assert rows["numpy"].status == rows["backend cpu"].status == "missing"
+    assert "numpy<2.4" in rows["numpy"].action
+    versions["numpy"] = "2.3.5"
+    assert {row.check: row for row in doctor.check_all()}["backend cpu"].status == "ok"
+
+
+def test_doctor_fails_where_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [doctor.Row("torch", "missing", "not installed", "pip install torch")]
+    verdicts = [doctor.Row(f"backend {name}", "missing", "not usable for want of: torch") for name in ("cpu", "cuda")]
+    monkeypatch.setattr(doctor, "check_all", lambda: [*rows, *verdicts])
+    done = run("doctor")
+    assert done.exit_code == 1
+    assert "No backend is usable" in done.output
+
+
+def test_demo(tmp_path: Path) -> None:
+    file, plot = tmp_path / "demo.json", tmp_path / "demo.png"
+    done = run("demo", "--world-size", 2, "--backend", "cpu", "--json", file, "--plot", plot)
+    assert done.exit_code == 0, done.output
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document["passed"]
+    assert document["machine"]["torch"] == torch.__version__
+    assert [model["name"] for model in document["models"]] == ["Llama-3-8B", "Qwen2.5-32B", "Llama-3-70B"]
+    for model in document["models"]:
+        assert 0 < model["error"] < model["tolerance"] < 0.01
+        for rank in model["ranks"]:
+            assert rank["counted"] == rank["predicted"]
+            assert rank["counted"]["bytes"] == 8 * model["rows_run"]  # a packed word an output, to one peer
+    recorded = document["models"][-1]["ranks"]
+    for rank in recorded:
+        for kind in ("fused", "unfused"):
+            span = rank[kind]
+            assert {peer for _, peer, _ in span["puts"]} == {1 - rank["rank"]}
+            assert len(span["puts"]) == rank["counted"]["puts"]
+            assert all(span["start"] <= time <= span["end"] for time, _, _ in span["puts"])
+        assert min(time for time, _, _ in rank["unfused"]["puts"]) >= rank["unfused"]["computed"]
+    assert plot.read_bytes().startswith(PNG)
+    assert done.output.count("fused    rank") == 2
+    assert "say nothing about speed" in re.sub(r"\s+", " ", done.output)
+
+
+def _document(error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2) -> dict[str, Any]:
+    from interlace.cli.demo import MODELS, _judge
+
+    ranks: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "error": error,
+            "digest": digests[rank],
+            "predicted": {"puts": 2, "bytes": 64, "signals": 0},
+            "counted": {"puts": puts, "bytes": 64, "signals": 0},
+            "fused": {"start": 0.0, "end": 1.0, "puts": [(0.1, 1 - rank, 32), (0.9, 1 - rank, 32)]},
+            "unfused": {"start": 2.0, "computed": 2.5, "end": 3.0, "puts": [(2.6, 1 - rank, 32), (2.9, 1 - rank, 32)]},
+            "times_us": {"fused": 10.0, "unfused": 15.0, "compute alone": 9.0},
+        }
+        for rank in range(2)
+    ]
+    model = _judge(MODELS[0], 32, (128, 112), 1, ranks)
+    return {
+        "backend": "cpu",
+        "world_size": 2,
+        "tokens": 1,
+        "machine": {"gpus": ["GPU"]},
+        "models": [model],
+        "passed": model["passed"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ({"error": 0.5}, "relative error 5.0e-01"),
+        ({"error": float("nan")}, "relative error nan"),
+        ({"digests": ("a", "b")}, "ranks differ"),
+        ({"puts": 3}, "rank 0 sent"),
+    ],
+)
+def test_demo_does_not_pass_what_is_wrong(fault: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from interlace.cli.demo import _show
+
+    assert _document()["passed"]
+    document = _document(**fault)
+    assert not document["passed"]
+    _show(Console(width=200), document, None)
+    assert what in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_pictures(backend: str, tmp_path: Path) -> None:
+    picture.draw({**_document(), "backend": backend}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
+
+
+def test_picture_as_text() -> None:
+    lines = picture.timeline_text(_document()["models"][0], width=10, blocks=False)
+    assert lines[1] == "  fused    rank 0  _@_______@  2 puts"
+    assert lines[3] == "  unfused  rank 0  ______@__@  2 puts"
+    assert picture.timeline_text({"name": "M", "ranks": [{}]}) == ["M: one rank, nothing to send."]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--backend", "tpu"], "Error: demo: --backend must be auto, cpu or cuda; got 'tpu'."),
+        (["demo", "--plot", "no/such/folder/x.png"], "Error: demo: --plot must name a file in a folder that exists"),
+        (["bench", "gemv_all_reduce", "--tokens", "1,x"], "Error: --tokens must be positive numbers"),
+        (["bench", "gemv_all_reduce", "--shape", "12"], "Error: --shape must be NxK"),
+        (["bench", "gemv_all_reduce", "--dtype", "int8"], "Error: --dtype must be one of bfloat16"),
+        (["bench", "table", "no-such-file.json"], "Error: no-such-file.json must be a JSON file"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("command", [["bench", "gemv_all_reduce"], ["tune", "gemv_all_reduce", "--table", "t.json"]])
+def test_measuring_needs_a_gpu(command: list[str]) -> None:
+    done = run(*command)
+    assert done.exit_code == 1
+    assert f"Error: interlace {command[0]} must have CUDA GPUs" in done.output
+    assert "interlace doctor" in done.output
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = run("--debug", "bench", "gemv_all_reduce", "--shape", "12")
+    assert isinstance(done.exception, interlace.ArgumentError)
+
+
+def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from interlace.cli.console import print_error
+
+    print_error(interlace.LaunchError("launch: rank 1 failed.\n\nTraceback:\n  File x\nValueError: no [such] thing\n", 1))
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first == "Error: launch: rank 1 failed: ValueError: no [such] thing"
+    assert "--debug" in hint

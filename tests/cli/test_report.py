@@ -1,0 +1,166 @@
+"""Tables from benchmark results, and tuned tables: pure functions over JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from interlace.bench import report
+from interlace.cli import tuned
+from interlace.cli.app import app
+from interlace.errors import ArgumentError
+
+MACHINE = {"gpus": ["NVIDIA H200"] * 4, "driver": "570.1", "cuda": "13.0", "torch": "2.13.0", "triton": "3.9.0", "nccl": "2.30.3"}
+
+
+def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str, Any]:
+    times = {
+        "fused": fused,
+        "cuBLAS + NCCL": nccl,
+        "NCCL alone": 19.0,
+        "cuBLAS + torch one-shot": 24.0,
+        "torch one-shot alone": 8.0,
+        "cuBLAS mm alone": 11.5,
+        "cuBLAS mv alone": 10.0,
+        "our GEMV alone": 10.5,
+        "our exchange alone": 5.0,
+    }
+    values = {
+        name: {"median_us": us, "p10_us": us - 0.5, "p90_us": us + 1, "skew_us": 0.25, "samples": 15} for name, us in times.items()
+    }
+    return {
+        "tokens": 1,
+        "rows": 8192,
+        "columns": 2048,
+        "dtype": "bfloat16",
+        "world_size": 4,
+        "config": "one_shot 4 512 4 1 0 0",
+        "auto": "fused",
+        "relative_error": 1.6e-3,
+        "floor_us": 8.0,
+        "memory_bytes": 33575936,
+        "link_bytes": 24576,
+        "times": values,
+        **changes,
+    }
+
+
+def test_summary_takes_the_fastest_of_each_kind() -> None:
+    summary = report.summarise(result())
+    assert summary.unfused == ("cuBLAS + torch one-shot", 24.0)
+    assert summary.compute == ("cuBLAS mv alone", 10.0)
+    assert summary.communication == ("our exchange alone", 5.0)
+    assert summary.saved_percent == pytest.approx(50)
+    assert summary.over_compute == pytest.approx(1.2)
+
+
+def test_summary_needs_every_kind() -> None:
+    times = {name: time for name, time in result()["times"].items() if " + " not in name}
+    with pytest.raises(ArgumentError, match="must have an unfused pair among its times; got fused, "):
+        report.summarise(result(times=times))
+
+
+def test_table_shows_every_time() -> None:
+    console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console.print(report.table("gemv_all_reduce", result()))
+    text = console.export_text()
+    assert "gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks" in text
+    lines = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in text.splitlines() if "│" in line
+    }
+    assert list(lines)[:2] == ["fused", "cuBLAS + torch one-shot"]
+    assert lines["fused"] == ["12.00", "11.50 - 13.00", "0.25", ""]
+    assert lines["cuBLAS + NCCL"][3] == "-60 %"
+    assert lines["our GEMV alone"][3] == "+14 %"
+    assert lines["physical floor"] == ["8.00", "", "", "+50 %"]
+    assert len(lines) == len(result()["times"]) + 1
+
+
+def test_markdown(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    document = {"machine": MACHINE, "command": "interlace bench", "date": "2026-11-20T15:00:00+00:00"}
+    file.write_text(json.dumps({**document, "results": [result(), result(tokens=2, world_size=2)]}), encoding="utf-8")
+    done = CliRunner().invoke(app, ["bench", "table", str(file), str(file)])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[2] == (
+        "| 1 x 8192 x 2048 | 4 | bfloat16 | **12.0** | 24.0 (cuBLAS + torch one-shot) | -50 % | 10.0 | 1.20 | 8.0 | fused |"
+    )
+    assert lines[3].startswith("| 2 x 8192 x 2048 | 2 |")
+    assert {line.count("|") for line in lines[:6]} == {11}
+    assert lines[6:] == ["", "4 x NVIDIA H200, driver 570.1, CUDA 13.0, PyTorch 2.13.0, Triton 3.9.0, NCCL 2.30.3, 2026-11-20."]
+
+
+def test_not_a_result_file(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]", encoding="utf-8")
+    done = CliRunner().invoke(app, ["bench", "table", str(tmp_path / "x.json")])
+    assert done.exit_code == 1
+    assert "it lacks machine and results" in done.output
+
+
+def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:
+    assert tuned.entry(result()) == {
+        "world_size": 4,
+        "dtype": "bfloat16",
+        "tokens": 1,
+        "rows": 8192,
+        "columns": 2048,
+        "impl": "fused",
+        "config": "one_shot 4 512 4 1 0 0",
+        "fused_us": 12.0,
+        "unfused_us": 24.0,
+        "unfused": "cuBLAS + torch one-shot",
+    }
+    assert tuned.entry(result(fused=26.0))["impl"] == "fused"  # torch's one-shot pair is not what impl="unfused" runs
+    assert tuned.entry(result(fused=26.0, nccl=25.0))["impl"] == "unfused"
+
+
+def test_tables_merge_by_point(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    assert tuned.read(file, "gemv_all_reduce") is None
+    first = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result(tokens=2)), tuned.entry(result())])
+    assert [entry["tokens"] for entry in first["entries"]] == [1, 2]
+    file.write_text(json.dumps(first), encoding="utf-8")
+    newer = {**MACHINE, "driver": "580.1"}
+    second = tuned.merge(
+        tuned.read(file, "gemv_all_reduce"),
+        "gemv_all_reduce",
+        newer,
+        [tuned.entry(result(fused=11.0)), tuned.entry(result(tokens=4))],
+    )
+    assert [(entry["tokens"], entry["fused_us"]) for entry in second["entries"]] == [(1, 11.0), (2, 12.0), (4, 12.0)]
+    assert second["machine"]["driver"] == "580.1"
+
+
+def test_tables_of_other_machines_and_operators_are_refused(tmp_path: Path) -> None:
+    table = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result())])
+    with pytest.raises(ArgumentError, match="one kind of GPU; got NVIDIA B200 for a table of NVIDIA H200"):
+        tuned.merge(table, "gemv_all_reduce", {"gpus": ["NVIDIA B200"]}, [])
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(ArgumentError, match="must be a tuned table of gemm_all_reduce"):
+        tuned.read(file, "gemm_all_reduce")
+
+
+def test_written_tables_are_what_tuning_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from interlace import tuning
+
+    (tmp_path / "tables").mkdir()
+    table = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result())])
+    file = tmp_path / "tables" / tuned.file_name("gemv_all_reduce", "NVIDIA H200")
+    file.write_text(json.dumps(table), encoding="utf-8")
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    tuning._table.cache_clear()
+    try:
+        point = tuning.Point(world_size=4, dtype="bfloat16", sizes={"tokens": 1, "rows": 8192, "columns": 2048})
+        found = tuning.nearest("gemv_all_reduce", "NVIDIA H200", point)
+    finally:
+        tuning._table.cache_clear()
+    assert found is not None
+    assert (found.impl, found.config) == ("fused", "one_shot 4 512 4 1 0 0")
+    assert "fused 12.0 us" in found.reason

@@ -112,7 +112,7 @@ def _back_to_back(call, count, faults):
 def test_200_calls_back_to_back_with_slow_ranks(ranks, protocol):
     """A half that is written before its reader is done, or a word taken for the next call's, shows here."""
     call = Call(1, 3, 16, config=GemvAllReduceConfig(protocol, block_n=4, block_k=16))
-    results = ranks(4).run(_back_to_back, call, 200, interlace.Faults(max_delay_s=0.003), timeout_s=120)
+    results = ranks(4).run(_back_to_back, call, 200, interlace.Faults(max_delay_s=0.002), timeout_s=120)
     assert [wrong for wrong, _ in results] == [[]] * 4
     call.check([expected for _, expected in results])
 

@@ -23,18 +23,19 @@ def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: 
     Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``; each has one writer, and signals only grow. A
     slot is written again two calls later: by then its reader has sent the tile of the call in between, after reading.
     """
-    me = il.rank(ctx)
+    group = il.join(ctx)
+    me = il.rank(group)
     i = tl.arange(0, SIZE)
     slots = il.pointer(data, tl.float32) + (epoch % 2) * WORLD_SIZE * SIZE + i
     flags = il.pointer(signals, tl.int32)
     part = tl.load(x + i)
     for step in tl.static_range(WORLD_SIZE):
-        il.put_signal(slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, ctx)
+        il.put_signal(slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    arrived = il.wait(flags + peers, epoch, peers, 0, ctx, peers < WORLD_SIZE)
+    arrived = il.wait(flags + peers, epoch, peers, 0, group, peers < WORLD_SIZE)
     total = tl.zeros([SIZE], tl.float32)
     for source in tl.static_range(WORLD_SIZE):
-        total += il.get(slots + source * SIZE, me, ctx)
+        total += il.get(slots + source * SIZE, me, group)
     tl.store(y + i, tl.where(arrived, total, float("nan")))
 
 

@@ -81,6 +81,8 @@ def _wait(processes: mp.ProcessContext, end: float | None) -> None:
                 process.kill()
         for process in processes.processes:
             process.join()
+        for file in processes.error_files:  # torch's, with the traceback; left there after a failure
+            Path(file).unlink(missing_ok=True)
 
 
 def _child_environment(backend: str) -> dict[str, str]:

@@ -1,0 +1,115 @@
+"""Groups: agreement on the host, deadlines, and the environment's say in them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import ArgumentError, BackendError, Faults
+from interlace.comm import group as group_module
+from tests.ops.gemv_all_reduce.calls import error_of
+
+
+def _exchange(times):
+    group = interlace.group_of(dist.new_group())
+    return [group.exchange("greeting", {"rank": group.rank, "turn": turn}) for turn in range(times)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_exchange_returns_every_value_in_rank_order(ranks, world_size):
+    expected = [[{"rank": rank, "turn": turn} for rank in range(world_size)] for turn in range(5)]
+    assert ranks(world_size).run(_exchange, 5) == [expected] * world_size
+
+
+def _different_exchanges():
+    group = interlace.group_of(dist.new_group())
+    return error_of(group.exchange, f"question {group.rank}", None)
+
+
+def test_different_exchanges_do_not_mix(ranks):
+    message = (
+        "ranks must make the same calls in the same order; got 'question 0' on rank 0, 'question 1' on rank 1. "
+        "Look for a call that depends on the rank."
+    )
+    assert [error[:2] for error in ranks(2).run(_different_exchanges)] == [("RankMismatchError", message)] * 2
+
+
+def _absent_from_exchange():
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(0.5, process_group)
+    error = None
+    if group.rank != 1:
+        error = error_of(group.exchange, "roll call", None)
+    dist.barrier()
+    return error, group.broken
+
+
+def test_an_exchange_that_a_rank_misses_ends_at_the_deadline(ranks):
+    outcomes = ranks(4).run(_absent_from_exchange)
+    for rank, (error, broken) in enumerate(outcomes):
+        assert broken == (rank != 1)
+        if rank != 1:
+            kind, message, fields = error
+            assert kind == "PeerTimeoutError"
+            assert message.startswith(f"roll call: rank {rank} waited 0.5 s for rank 1 (in the exchange on the host).")
+            assert (fields["rank"], fields["peer"], fields["deadline_s"]) == (rank, 1, 0.5)
+
+
+def _same_group():
+    process_group = dist.new_group()
+    here, again = interlace.group_of(process_group), interlace.group_of(process_group, "cpu")
+    world = interlace.group_of()
+    return here is again, here is world, world is interlace.group_of(dist.group.WORLD)
+
+
+def test_a_process_group_has_one_group(ranks):
+    assert ranks(2).run(_same_group) == [(True, False, True)] * 2
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 30.0), ("2.5", 2.5), ("600", 600.0)])
+def test_deadline_from_the_environment(monkeypatch, text, seconds):
+    monkeypatch.setenv("INTERLACE_DEADLINE_S", text)
+    assert group_module.Group(None, torch.device("cpu")).deadline_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("soon", "INTERLACE_DEADLINE_S must be a number of seconds; got 'soon'."),
+        ("0", "INTERLACE_DEADLINE_S must be above 0 and below a million; got '0'."),
+        ("-1", "INTERLACE_DEADLINE_S must be above 0 and below a million; got '-1'."),
+        ("nan", "INTERLACE_DEADLINE_S must be above 0 and below a million; got 'nan'."),
+        ("inf", "INTERLACE_DEADLINE_S must be above 0 and below a million; got 'inf'."),
+    ],
+)
+def test_deadlines_that_are_none(monkeypatch, text, message):
+    monkeypatch.setenv("INTERLACE_DEADLINE_S", text)
+    with pytest.raises(ArgumentError) as caught:
+        group_module.Group(None, torch.device("cpu"))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6])
+def test_set_deadline_refuses_what_never_or_always_expires(seconds):
+    group = group_module.Group(None, torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="^a deadline must be above 0 and below a million seconds; got "):
+        group.deadline_s = seconds
+    assert group.deadline_s == 30.0
+
+
+def test_an_unknown_backend_in_the_environment(monkeypatch):
+    monkeypatch.setenv("INTERLACE_BACKEND", "tpu")
+    with pytest.raises(BackendError, match=r"^INTERLACE_BACKEND must be auto, cuda or cpu; got 'tpu'\.$"):
+        interlace.group_of()
+
+
+def test_an_unknown_device():
+    with pytest.raises(BackendError, match=r"^a group's device must be cuda or cpu; got meta\.$"):
+        interlace.group_of(device="meta")
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_delay_s", -0.1), ("die_after_puts", -1)])
+def test_faults_that_cannot_be(name, value):
+    with pytest.raises(ArgumentError, match=f"^{name} must not be negative; got {value}"):
+        Faults(**{name: value})

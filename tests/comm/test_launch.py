@@ -1,0 +1,135 @@
+"""``interlace.launch``: results in order, failures with their traceback, and nothing left behind."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import ArgumentError, BackendError, LaunchError
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Where the ranks' temporary files go; at the end of the test there must be none, and no child process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(multiprocessing.active_children())
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert set(multiprocessing.active_children()) <= before
+
+
+def _describe(factor):
+    return dist.get_rank(), dist.get_world_size(), factor * torch.ones(2) * dist.get_rank(), os.getpid(), os.environ["TRITON_INTERPRET"]
+
+
+def _multiply(rows):
+    x, w = torch.ones(16), torch.ones(rows, 16)
+    return interlace.gemv_all_reduce(x, w).tolist()
+
+
+def _alive(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_in_rank_order(temporary, world_size):
+    results = interlace.launch(_describe, world_size, 10.0, backend="cpu")
+    for rank, (seen_rank, seen_size, tensor, pid, interpret) in enumerate(results):
+        assert (seen_rank, seen_size, interpret) == (rank, world_size, "1")
+        assert tensor.tolist() == [10.0 * rank] * 2
+        assert not _alive(pid)
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_ranks_can_multiply_at_once(temporary):
+    assert interlace.launch(_multiply, 2, 3, backend="cpu") == [[32.0] * 3] * 2
+
+
+def _fail_on_rank_1(folder):
+    with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
+        file.write(str(os.getpid()))
+    if dist.get_rank() == 1:
+        raise ValueError("a very particular failure")
+    time.sleep(120)
+
+
+def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pids")
+    with pytest.raises(LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure") as caught:
+        interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=60)
+    assert caught.value.rank == 1
+    assert not any(_alive(file.read_text()) for file in folder.iterdir())
+
+
+def _never():
+    time.sleep(120)
+
+
+def test_a_launch_ends_after_its_time(temporary):
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match="did not finish in time and were ended"):
+        interlace.launch(_never, 2, backend="cpu", timeout_s=1.0)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "error", "message"),
+    [
+        (0, "cpu", ArgumentError, "launch: world_size must be at least 1; got 0."),
+        (2, "tpu", ArgumentError, "launch: backend must be auto, cuda or cpu; got 'tpu'."),
+        (99, "cuda", BackendError, f"launch: backend cuda must have a GPU for each of 99 ranks; got {torch.cuda.device_count()}. Use backend='cpu'."),
+    ],
+)  # fmt: skip
+def test_launches_that_cannot_be(world_size, backend, error, message):
+    with pytest.raises(error) as caught:
+        interlace.launch(_never, world_size, backend=backend)
+    assert str(caught.value) == message
+
+
+def _launch_within(world_size):
+    try:
+        return interlace.launch(_own_pid, world_size)
+    except ArgumentError as error:
+        return str(error)
+
+
+def _own_pid():
+    return os.getpid()
+
+
+def test_under_a_process_group_nothing_is_started(ranks):
+    pids = ranks(2).run(_own_pid)
+    assert ranks(2).run(_launch_within, 2) == [pids] * 2
+
+
+def test_a_world_size_that_is_not_the_groups(ranks):
+    message = "launch: world_size must be the existing group's; got 3 for a group of 2."
+    assert ranks(2).run(_launch_within, 3) == [message] * 2
+
+
+_SCRIPT = """
+import interlace, os, sys, torch.distributed as dist
+
+def worker(word):
+    return word, dist.get_rank(), os.getpid()
+
+results = interlace.launch(worker, 2, "hello", backend="cpu")
+assert [result[:2] for result in results] == [("hello", 0), ("hello", 1)]
+assert results[int(os.environ["RANK"])][2] == os.getpid()
+assert not dist.is_initialized()
+"""
+
+
+def test_under_torchrun_nothing_is_started(tmp_path):
+    """Torchrun's environment: RANK, WORLD_SIZE, and where to meet."""
+    script = tmp_path / "program.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)

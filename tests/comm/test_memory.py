@@ -1,0 +1,84 @@
+"""Memory that others own: the allocator of offsets, and tensors over addresses."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlace import WorkspaceError
+from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.memory import FreeList
+
+
+def test_free_list_example():
+    """Two spans from the start; the first one's place is used again; neighbours merge into the whole."""
+    spans = FreeList(10)
+    assert (spans.take(4), spans.take(6)) == (0, 4)
+    spans.give(0, 4)
+    assert spans.take(3) == 0
+    spans.give(4, 6)
+    spans.give(0, 3)
+    assert spans.take(10) == 0
+
+
+def test_free_list_without_room():
+    spans = FreeList(10)
+    spans.take(8)
+    with pytest.raises(WorkspaceError, match=r"must fit in the address range reserved for a rank; 3 B more do not\."):
+        spans.take(3)
+    assert spans.take(2) == 8
+
+
+@given(st.lists(st.one_of(st.integers(1, 40), st.sampled_from(["give first", "give last"])), max_size=60))
+def test_free_list_spans_never_overlap_and_all_come_back(steps):
+    spans, held = FreeList(100), []
+    for step in steps:
+        if isinstance(step, int):
+            try:
+                start = spans.take(step)
+            except WorkspaceError:
+                continue
+            assert 0 <= start <= 100 - step
+            assert all(start + step <= other or other + size <= start for other, size in held)
+            held.append((start, step))
+        elif held:
+            spans.give(*held.pop(0 if step == "give first" else -1))
+    for span in held:
+        spans.give(*span)
+    assert spans.take(100) == 0
+
+
+class _Owner:
+    pass
+
+
+def test_a_view_keeps_the_owner_and_the_last_one_frees_it():
+    memory = np.arange(24, dtype=np.uint8)
+    owner = _Owner()
+    gone = weakref.ref(owner)
+    tensor = bytes_at(memory.ctypes.data, (2, 4), (12, 1), torch.device("cpu"), owner)
+    assert tensor.tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    tensor[1, 2] = 99
+    assert memory[14] == 99
+    view = tensor[1:].view(torch.int32)
+    del owner, tensor
+    gc.collect()
+    assert gone() is not None
+    del view
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (3, 2, 1), (0, 4)])
+def test_bytes_of_every_rank_become_a_typed_tensor(shape):
+    count = torch.Size(shape).numel()
+    memory = np.arange(2 * 8, dtype=np.float32)  # two ranks, 8 elements apart
+    raw = bytes_at(memory.ctypes.data, (2, 4 * count), (32, 1), torch.device("cpu"), memory)
+    typed = view_as(raw, shape, torch.float32)
+    assert tuple(typed.shape) == (2, *shape)
+    expected = torch.from_numpy(memory).reshape(2, 8)[:, :count].reshape(2, *shape)
+    assert torch.equal(typed, expected)

@@ -415,8 +415,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, device: torch.devic
         raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    if isinstance(process_group, int):  # torch's GroupMember.NON_GROUP_MEMBER
-        raise GroupError("the calling rank must be a member of the process group; it is not. Call only on members.")
+    _require_member(process_group)
     if process_group is None:
         return solo_group(device)
     with _lock:
@@ -458,7 +457,13 @@ def synchronize(group: dist.ProcessGroup | None = None) -> None:
 
 def default_name(group: dist.ProcessGroup | None) -> str:
     """The name under which operators carry ``group``; see :func:`group_named`."""
+    _require_member(group)
     return "" if group is None else group.group_name
+
+
+def _require_member(group: dist.ProcessGroup | None) -> None:
+    if isinstance(group, int):  # torch's GroupMember.NON_GROUP_MEMBER: what new_group returns to the others
+        raise GroupError("the calling rank must be a member of the process group; it is not. Call only on members.")
 
 
 __all__ = [

@@ -219,6 +219,13 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     case = Case(shape, group)
     owner = group_of(group)
     configs = list(candidates(shape.tokens, shape.rows))
+
+    def timed(config: GemvAllReduceConfig, samples: int) -> float:
+        return measure(
+            lambda i: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
+            period=len(case.weights), samples=samples, group=group,
+        ).median_us  # fmt: skip
+
     y = case.x.new_empty(shape.tokens, shape.rows)
     ready = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]
     works = torch.ones(len(configs), device=case.device)
@@ -234,26 +241,15 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
         if not usable:
             continue
         try:
-            error = torch.tensor(case.error(0, config), device=case.device)
+            worst = torch.tensor(case.error(0, config), device=case.device)
         except OutOfResources:  # on every rank alike, before anything was launched
             continue
-        dist.all_reduce(error, op=dist.ReduceOp.MAX, group=group)
-        if not error.item() <= tolerance(shape):
-            print(f"gemv_all_reduce {shape}, {config}: wrong by {error.item():.1e}", flush=True)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+        if not worst.item() <= tolerance(shape):
+            print(f"gemv_all_reduce {shape}, {config}: wrong by {worst.item():.1e}", flush=True)
             continue
-        timing = measure(
-            lambda i, config=config: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
-            period=len(case.weights), samples=7, group=group,
-        )  # fmt: skip
-        found.append((timing.median_us, str(config)))
+        found.append((timed(config, 7), str(config)))
     found.sort()
     # The fastest of many is partly the luckiest: time the best again.
-    again = []
-    for _, text in found[:6]:
-        config = GemvAllReduceConfig.parse(text)
-        timing = measure(
-            lambda i, config=config: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
-            period=len(case.weights), samples=25, group=group,
-        )  # fmt: skip
-        again.append((timing.median_us, text))
+    again = [(timed(GemvAllReduceConfig.parse(text), 25), text) for _, text in found[:6]]
     return [*sorted(again), *found[6:]]

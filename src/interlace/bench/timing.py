@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-
 # Long enough for a host to enqueue an all-reduce, two events and a graph.
 _SLEEP_CYCLES = 2_000_000
 
@@ -75,7 +74,7 @@ def _elapsed_us(run: Callable[[], object], group: dist.ProcessGroup | None) -> f
     run()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def summarise(times_us: list[list[float]]) -> Timing:

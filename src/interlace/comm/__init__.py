@@ -9,6 +9,7 @@ from interlace.comm.group import (
     default_name,
     group_named,
     group_of,
+    process_group_named,
     set_deadline,
     synchronize,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "init_process_group",
     "inject",
     "launch",
+    "process_group_named",
     "set_deadline",
     "synchronize",
 ]

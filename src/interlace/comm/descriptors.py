@@ -52,9 +52,7 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
             for held in descriptors:
                 if held not in (-1, fd):
                     os.close(held)
-            raise PeerTimeoutError(
-                operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s
-            ) from error
+            raise PeerTimeoutError(operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s) from error
     return descriptors
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,9 +105,7 @@ class Group:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             peer = missing[0] if missing else -1
             self._declare_broken(what, peer)
-            raise PeerTimeoutError(
-                operator=what, rank=self.rank, peer=peer, deadline_s=self._deadline_s
-            ) from error
+            raise PeerTimeoutError(operator=what, rank=self.rank, peer=peer, deadline_s=self._deadline_s) from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         if sequence > 0:  # everyone has read the exchange before this one
             self._store.delete_key(f"{sequence - 1}/{self.rank}")
@@ -435,11 +433,17 @@ def solo_group(device: torch.device) -> Group:
 
 def group_named(name: str, device: torch.device) -> Group:
     """The group of a process group's name, as operators carry it in graphs; ``""`` is the default group."""
+    return group_of(process_group_named(name), device)
+
+
+def process_group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group of a name; None, which stands for the default group, for ``""``."""
     if not name:
-        return group_of(None, device)
+        return None
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return group_of(_resolve_process_group(name), device)  # type: ignore[arg-type]
+    resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]  # str until torch 2.12
+    return resolve(name)
 
 
 def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:
@@ -474,6 +478,7 @@ __all__ = [
     "default_name",
     "group_named",
     "group_of",
+    "process_group_named",
     "set_deadline",
     "synchronize",
 ]

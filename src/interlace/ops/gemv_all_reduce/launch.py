@@ -7,11 +7,9 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from interlace import tuning
-from interlace.comm import Group, group_named
-from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.errors import GroupError
 from interlace.ops.gemv_all_reduce import reference
@@ -47,9 +45,7 @@ def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_si
     return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason)
 
 
-def run(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str
-) -> torch.Tensor:
+def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
     tokens = x.shape[0] if x.dim() == 2 else 1
     rows, columns = w.shape
@@ -67,28 +63,18 @@ def run(
     )
     chosen: GemvAllReduceConfig | None = GemvAllReduceConfig.parse(config) if config else None
     if impl == "auto" or chosen is None:
-        choice = choose(
-            tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device
-        )
+        choice = choose(tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device)
         impl = choice.impl if impl == "auto" else impl
         chosen = chosen or choice.config
     if impl == "unfused":
         group.check()
-        return reference.gemv_all_reduce(x, w, bias, _process_group(group_name))
+        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     y = x.new_empty([*x.shape[:-1], rows])
     if y.numel():
         launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen, mark)
         with group.running():
             launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return y
-
-
-def _process_group(group_name: str) -> dist.ProcessGroup | None:
-    if not group_name:
-        return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(group_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +127,7 @@ def prepare(
     operator = f"{OPERATOR}.{config.protocol}"
     padded = tiles * config.block_n * block_b
     sizes = (rows, tokens, columns, tiles, x.stride(0), w.stride(0))
+    arguments: tuple[Any, ...]
     if config.protocol == "one_shot":
         slot = round_up(padded, 16)
         workspace = group.workspace(operator, 8 * ranks * slot)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,3 +210,29 @@ def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) ->
     first, hint = capsys.readouterr().err.splitlines()
     assert first == "Error: launch: rank 1 failed: ValueError: no [such] thing"
     assert "--debug" in hint
+
+
+def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA checks, over a machine made up here: two GPUs, of which one cannot reach the other."""
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, major=9, minor=0)
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda i: properties,
+        "get_device_name": lambda i: properties.name,
+        "can_device_access_peer": lambda i, j: (i, j) != (1, 0),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr("interlace.cli.machine.driver_version", lambda: "580.1")
+    monkeypatch.setattr("interlace.cli.machine.nccl_version", lambda: "2.30.3")
+    monkeypatch.setattr(doctor, "_importable", lambda module: False)
+    rows = {row.check: row for row in doctor.check_all()}
+    assert rows["GPU 1"].meaning == "NVIDIA H200, 141 GiB, 132 SMs, sm_90"
+    assert rows["peer access"].status == "missing"
+    assert rows["peer access"].meaning.endswith("0: x x\n1: - x")
+    assert rows["cuda-bindings"].action == "pip install cuda-bindings"
+    assert rows["backend cpu"].status == "ok", "faults of the GPUs do not concern the cpu backend"
+    assert rows["backend cuda"].status == "missing"
+    assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
+    assert "tuned tables" in rows

@@ -164,3 +164,44 @@ def test_written_tables_are_what_tuning_reads(tmp_path: Path, monkeypatch: pytes
     assert found is not None
     assert (found.impl, found.config) == ("fused", "one_shot 4 512 4 1 0 0")
     assert "fused 12.0 us" in found.reason
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Two GPUs that are not there, and ranks that answer without them; what the ranks were asked."""
+    asked: list[tuple[Any, ...]] = []
+
+    def ranks(
+        console: Console, what: str, steps: int, worker: Any, world_size: int, work: Any, dtype: str, tune: bool, *, backend: str
+    ) -> Any:
+        asked.append((steps, world_size, work, dtype, tune, backend))
+        return [[result(tokens=tokens, rows=rows, columns=columns) for tokens, rows, columns in work]] * world_size
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
+    monkeypatch.setattr("interlace.cli.bench.run_ranks", ranks)
+    return asked
+
+
+def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = ["bench", "gemv_all_reduce", "--tokens", "1,4", "--shape", "64x32", "--shape", "16x8", "--json", str(file), "--tune"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert measured == [(4, 2, [(1, 64, 32), (4, 64, 32), (1, 16, 8), (4, 16, 8)], "bfloat16", True, "cuda")]
+    document = json.loads(file.read_text(encoding="utf-8"))
+    assert document.keys() == {"machine", "command", "date", "results"}
+    assert document["machine"] == MACHINE
+    assert done.output.count("physical floor") == 4
+    assert report.markdown([document]).count("| 4 x 16 x 8 |") == 1
+
+
+def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    for tokens in ("1,2", "2,4"):
+        done = CliRunner().invoke(app, ["tune", "gemv_all_reduce", "--tokens", tokens, "--shape", "64x32", "--table", str(file)])
+        assert done.exit_code == 0, done.output
+    table = json.loads(file.read_text(encoding="utf-8"))
+    assert table["operator"] == "gemv_all_reduce"
+    assert [entry["tokens"] for entry in table["entries"]] == [1, 2, 4]
+    assert "gemv_all_reduce.nvidia_h200.json" in done.output

@@ -46,7 +46,7 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
     console.print(
         f"[bold]The down projection of one decoding step[/bold], its weight cut along K over {_ranks(world_size)}:\n"
         f"y \\[{tokens}, N] = sum over ranks of x \\[{tokens}, K/R] @ w \\[N, K/R].T, bfloat16, in one kernel "
-        f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'}).\n"
+        f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'})."
     )
     found = run_ranks(
         console, f"{_ranks(world_size)} on {backend}", len(MODELS), demo_ranks.run_rank, world_size, shapes, tokens, backend=backend
@@ -136,17 +136,17 @@ def _cpu_table(document: dict[str, Any]) -> Table:
 
 def _cuda_table(document: dict[str, Any]) -> Table:
     table = _table(
-        "Bytes: of all ranks, as interlace.costs predicts. Times: the slowest rank's median, in CUDA graphs, weights not in "
-        "the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
+        "Sent: bytes of all ranks together, as interlace.costs predicts. Times: the slowest rank's median in microseconds, in CUDA "
+        "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
     )
-    for heading in ("model", "w [N, K]", "of a rank"):
+    for heading in ("model", "w [N, K]"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("error", "sent", "fused\nus", "unfused\nus", "compute\nus", "fused\nis"):
-        table.add_column(heading, justify="right")
+    for heading in ("error", "sent", "fused", "unfused", "compute", "fused is"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         times = model["ranks"][0]["times_us"]
         table.add_row(
-            *_shape_cells(model),
+            *_shape_cells(model)[:2],
             f"{model['error']:.1e}",
             format_bytes(_total(model, "predicted")["bytes"]),
             *(f"{times[name]:.1f}" for name in ("fused", "unfused", "compute alone")),
@@ -157,7 +157,7 @@ def _cuda_table(document: dict[str, Any]) -> Table:
 
 
 def _table(caption: str) -> Table:
-    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
 
 
 def _shape_cells(model: dict[str, Any]) -> tuple[str, str, str]:

@@ -9,6 +9,11 @@ from typing import Any
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
 _COMPUTE, _EXCHANGE = "#9AA5B1", "#E4E8EC"
 _CAVEAT = "Recorded in Triton's interpreter on the CPU: the order of events is real, the durations say nothing about speed."
+_TITLES = (
+    "Fused: one kernel. A tile's sums leave while other tiles are still being multiplied.",
+    "Unfused: the same work in two steps. Nothing leaves before everything is multiplied.",
+)
+_TITLES_ALONE = ("Fused: one rank has nothing to send.", "Unfused: one rank has nothing to send.")
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
@@ -47,7 +52,7 @@ def _timeline(document: dict[str, Any]) -> Any:
     start = min(rank["fused"]["start"] for rank in ranks)
     for rank in ranks:
         span = rank["fused"]
-        _span(above, rank["rank"], span["start"] - start, span["end"] - start, _COMPUTE, left_part=_EXCHANGE)
+        _span(above, rank["rank"], span["start"] - start, span["end"] - start, _COMPUTE, hatched=len(ranks) > 1)
         _puts(above, rank["rank"], span["puts"], start, len(ranks))
     start = min(rank["unfused"]["start"] for rank in ranks)
     for rank in ranks:
@@ -56,17 +61,18 @@ def _timeline(document: dict[str, Any]) -> Any:
         if span["end"] > span["computed"] and len(ranks) > 1:
             _span(below, rank["rank"], span["computed"] - start, span["end"] - start, _EXCHANGE)
         _puts(below, rank["rank"], span["puts"], start, len(ranks))
-    above.set_title("Fused: one kernel. A tile's sums leave while other tiles are still being multiplied.", loc="left", fontsize=10)
-    below.set_title("Unfused: the same work in two steps. Nothing leaves before everything is multiplied.", loc="left", fontsize=10)
+    for axes, text in zip((above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True):
+        axes.set_title(text, loc="left", fontsize=10)
     below.set_xlabel(f"milliseconds\n{_CAVEAT}", fontsize=9)
     for axes in (above, below):
         _lanes(axes, len(ranks))
-    handles: list[Any] = [
-        Patch(facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"),
-        Patch(facecolor=_COMPUTE, label="multiplies only"),
-        Patch(facecolor=_EXCHANGE, label="sends only"),
-    ]
+    handles: list[Any] = [Patch(facecolor=_COMPUTE, label="multiplies only")]
     if len(ranks) > 1:
+        handles = [
+            Patch(facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"),
+            *handles,
+            Patch(facecolor=_EXCHANGE, label="sends and waits"),
+        ]
         handles += [
             Line2D([], [], color=_COLOURS[rank["rank"]], linestyle="", marker="|", markersize=11, markeredgewidth=2.5,
                    label=f"put to rank {rank['rank']}")
@@ -78,9 +84,9 @@ def _timeline(document: dict[str, Any]) -> Any:
     return figure
 
 
-def _span(axes: Any, lane: int, start: float, end: float, colour: str, left_part: str | None = None) -> None:
-    hatched = {"facecolor": left_part, "edgecolor": colour, "hatch": "////", "linewidth": 0} if left_part else {"color": colour}
-    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **hatched)
+def _span(axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False) -> None:
+    how = {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0} if hatched else {"color": colour}
+    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **how)
 
 
 def _puts(axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int) -> None:

@@ -149,7 +149,8 @@ class Group:
             values = [answer.get(name) for answer in answers]
             if any(value != values[0] for value in values):
                 raise RankMismatchError(
-                    f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
+                    f"{operator}: {name.replace('_', ' ')} must be the same on every rank; "
+                    f"got {_by_rank(values)}. Nothing was computed."
                 )
 
     # Memory

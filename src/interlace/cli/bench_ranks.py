@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from interlace.cli.ranks import advance
+from interlace.errors import BackendError
 
 
 def run_rank(folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: bool) -> list[dict[str, Any]]:
@@ -17,7 +18,12 @@ def run_rank(folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: 
     results = []
     for tokens, rows, columns in shapes:
         shape = operator.Shape(tokens, rows, columns, getattr(torch, dtype))
-        config = GemvAllReduceConfig.parse(operator.tune(shape)[0][1]) if tune else None
+        config = None
+        if tune:
+            found = operator.tune(shape)
+            if not found:
+                raise BackendError(f"gemv_all_reduce {shape}: some configuration must run and be right; none did on this GPU.")
+            config = GemvAllReduceConfig.parse(found[0][1])
         results.append(operator.bench(shape, config))
         advance(folder)
     return results

@@ -171,9 +171,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Two GPUs that are not there, and ranks that answer without them; what the ranks were asked."""
     asked: list[tuple[Any, ...]] = []
 
-    def ranks(
-        console: Console, what: str, steps: int, worker: Any, world_size: int, work: Any, dtype: str, tune: bool, *, backend: str
-    ) -> Any:
+    def ranks(console: Console, what: str, steps: int, worker: Any, world_size: int, *arguments: Any, backend: str) -> Any:
+        work, dtype, tune, header, _ = arguments
+        assert header["machine"] == MACHINE
         asked.append((steps, world_size, work, dtype, tune, backend))
         return [[result(tokens=tokens, rows=rows, columns=columns) for tokens, rows, columns in work]] * world_size
 
@@ -205,3 +205,21 @@ def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path)
     assert table["operator"] == "gemv_all_reduce"
     assert [entry["tokens"] for entry in table["entries"]] == [1, 2, 4]
     assert "gemv_all_reduce.nvidia_h200.json" in done.output
+
+
+def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails at the second shape leaves the first one's result in the file."""
+    from interlace.bench import gemv_all_reduce as operator
+    from interlace.cli import bench_ranks
+
+    def bench(shape: operator.Shape, config: object) -> dict[str, Any]:
+        if shape.tokens == 2:
+            raise ArgumentError("the second shape fails")
+        return result(tokens=shape.tokens)
+
+    monkeypatch.setattr(operator, "bench", bench)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    file = tmp_path / "results.json"
+    with pytest.raises(ArgumentError, match="second shape"):
+        bench_ranks.run_rank(str(tmp_path), [(1, 64, 32), (2, 64, 32)], "bfloat16", False, {"machine": MACHINE}, str(file))
+    assert report.markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |") == 1

@@ -118,8 +118,9 @@ def tune_gemv_all_reduce(
     shape: Shapes = None,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
 ) -> None:
     """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned table."""
     from interlace.cli.bench import run_tune
 
-    run_tune(tokens, shape, world_size, dtype, table)
+    run_tune(tokens, shape, world_size, dtype, table, json_file)

@@ -8,7 +8,7 @@ from typing import Any
 
 from interlace.bench import report
 from interlace.cli import tuned
-from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
+from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
 from interlace.errors import ArgumentError, BackendError
 
 OPERATOR = "gemv_all_reduce"
@@ -19,21 +19,22 @@ _MAX_RANKS = 8
 
 def run(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
     """Measure every shape at every number of tokens; tables on the terminal, everything in ``json_file``."""
-    document = _measure("bench", tokens, shapes, world_size, dtype, tune)
+    document = _measure("bench", tokens, shapes, world_size, dtype, tune, json_file)
     console = make_console()
     for result in document["results"]:
         console.print(report.table(OPERATOR, result))
         console.print()
     console.print(report.machine_line(document["machine"], document["date"]))
     if json_file is not None:
-        write_json(json_file, document)
         console.print(f"All numbers: {json_file}")
 
 
-def run_tune(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path) -> None:
-    """Find the best configuration of every shape and put it in the tuned table."""
+def run_tune(
+    tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path, json_file: Path | None
+) -> None:
+    """Find the best configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
     old = tuned.read(table, OPERATOR)  # before minutes are spent
-    document = _measure("tune", tokens, shapes, world_size, dtype, tune=True)
+    document = _measure("tune", tokens, shapes, world_size, dtype, True, json_file)
     entries = [tuned.entry(result) for result in document["results"]]
     console = make_console()
     for entry in entries:
@@ -83,8 +84,16 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _measure(command: str, tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, tune: bool) -> dict[str, Any]:
-    """Run the ranks; the document that ``--json`` writes."""
+def _measure(
+    command: str,
+    tokens: str,
+    shapes: list[str] | None,
+    world_size: int | None,
+    dtype: str,
+    tune: bool,
+    json_file: Path | None,
+) -> dict[str, Any]:
+    """Run the ranks; the document that ``--json`` writes, which grows shape by shape."""
     sizes = [parse_shape(shape) for shape in shapes or SHAPES]
     counts = parse_tokens(tokens)
     if dtype not in DTYPES:
@@ -99,12 +108,17 @@ def _measure(command: str, tokens: str, shapes: list[str] | None, world_size: in
         )
     from interlace.cli import bench_ranks, machine
 
+    header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    if json_file is not None:
+        write_json(json_file, {**header, "results": []})  # before minutes are spent: it can be written
     world_size = world_size or min(gpus, _MAX_RANKS)
     work = [(count, rows, columns) for rows, columns in sizes for count in counts]
     what = f"{'Tuning' if tune else 'Measuring'} {OPERATOR} on {world_size} GPUs"
-    console = make_console()
-    results = run_ranks(console, what, len(work), bench_ranks.run_rank, world_size, work, dtype, tune, backend="cuda")[0]
-    document = {"machine": machine.describe(), "command": command_line(), "date": now(), "results": results}
-    if not is_first_rank():
-        document["results"] = []
+    file = None if json_file is None else str(json_file.absolute())
+    ranks = run_ranks(
+        make_console(), what, len(work), bench_ranks.run_rank, world_size, work, dtype, tune, header, file, backend="cuda"
+    )
+    document = {**header, "results": ranks[0]}
+    if json_file is not None:
+        write_json(json_file, document)
     return document

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from interlace.cli.ranks import advance
 from interlace.errors import BackendError
 
 
-def run_rank(folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: bool) -> list[dict[str, Any]]:
-    """Benchmark every ``(tokens, rows, columns)``, each with its best configuration if ``tune``; advances once a shape."""
+def run_rank(
+    folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: bool, header: dict[str, Any], file: str | None
+) -> list[dict[str, Any]]:
+    """Benchmark every ``(tokens, rows, columns)``, each with its best configuration if ``tune``; advances once a shape.
+
+    After each shape, rank 0 writes ``header`` and the results so far to ``file``: a long run that is cut off is not lost.
+    """
     from interlace.bench import gemv_all_reduce as operator
     from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
 
@@ -25,5 +33,7 @@ def run_rank(folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: 
                 raise BackendError(f"gemv_all_reduce {shape}: some configuration must run and be right; none did on this GPU.")
             config = GemvAllReduceConfig.parse(found[0][1])
         results.append(operator.bench(shape, config))
+        if file is not None and dist.get_rank() == 0:
+            Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")
         advance(folder)
     return results

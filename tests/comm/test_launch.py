@@ -25,7 +25,13 @@ def temporary(tmp_path, monkeypatch):
 
 
 def _describe(factor):
-    return dist.get_rank(), dist.get_world_size(), factor * torch.ones(2) * dist.get_rank(), os.getpid(), os.environ["TRITON_INTERPRET"]
+    return (
+        dist.get_rank(),
+        dist.get_world_size(),
+        factor * torch.ones(2) * dist.get_rank(),
+        os.getpid(),
+        os.environ["TRITON_INTERPRET"],
+    )
 
 
 def _multiply(rows):
@@ -130,6 +136,15 @@ def test_under_torchrun_nothing_is_started(tmp_path):
     """Torchrun's environment: RANK, WORLD_SIZE, and where to meet."""
     script = tmp_path / "program.py"
     script.write_text(_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+        sys.executable,
+        str(script),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)

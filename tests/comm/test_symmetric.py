@@ -25,7 +25,9 @@ def _put_to_the_next(shape, dtype):
     return fresh, gets, sym.local.flatten().tolist(), sizes, sym.local.data_ptr() == sym.peers[rank].data_ptr()
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((3, 5), torch.float32), (7, torch.bfloat16), ((), torch.int64), ((2, 1, 3), torch.uint8)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 5), torch.float32), (7, torch.bfloat16), ((), torch.int64), ((2, 1, 3), torch.uint8)]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_put_is_an_assignment(ranks, world_size, shape, dtype):
     sizes = (shape,) if isinstance(shape, int) else shape

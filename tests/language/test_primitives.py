@@ -1,0 +1,219 @@
+"""The primitives of ``interlace.language`` between ranks, in kernels that are as small as they can be."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from tests.ops.gemv_all_reduce.calls import error_of
+
+BLOCK = 8
+
+
+def _launch(group, kernel, *args, grid=1, **options):
+    """What an operator does around its kernel: order, health and traffic."""
+    with group.running():
+        kernel[(grid,)](*args, **options)
+
+
+def _symmetric(count, dtype, process_group=None):
+    return interlace.empty_symmetric((count,), dtype=dtype, group=process_group)
+
+
+def _identity():
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    out = torch.zeros(2, dtype=torch.int32)
+    _launch(group, kernels.who_am_i, out, group.context("test"))
+    return out.tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rank_and_world_size(ranks, world_size):
+    assert ranks(world_size).run(_identity) == [[rank, world_size] for rank in range(world_size)]
+
+
+def _ring(faults):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals = _symmetric(BLOCK, torch.float32), _symmetric(1, torch.int32)
+    rows = []
+    group.traffic.reset()
+    with interlace.inject(faults):
+        for epoch in range(1, 4):
+            out = torch.full((BLOCK,), float("nan"))
+            _launch(
+                group, kernels.put_signal_ring, data.address, signals.address, out, group.context("test"), epoch,
+                WORLD_SIZE=group.world_size, BLOCK=BLOCK,
+            )  # fmt: skip
+            rows.append(out.tolist())
+            dist.barrier()  # the ring has no way back: nobody may overwrite what its neighbour still reads
+    traffic = group.traffic
+    return rows, (traffic.messages, traffic.message_bytes, traffic.signals, dict(traffic.bytes_to))
+
+
+@pytest.mark.parametrize("faults", [interlace.Faults(), interlace.Faults(max_delay_s=0.01), interlace.Faults(reorder_puts=True)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_put_signal_and_wait(ranks, world_size, faults):
+    """The signal releases the put before it; both are counted, by destination."""
+    for rank, (rows, traffic) in enumerate(ranks(world_size).run(_ring, faults)):
+        left, right = (rank - 1) % world_size, (rank + 1) % world_size
+        assert rows == [[100.0 * left + i for i in range(BLOCK)]] * 3
+        assert traffic == (3, 3 * 4 * BLOCK, 3, {right: 3 * 4 * BLOCK})
+
+
+def _put_once(kernel_name, args, options):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data = _symmetric(BLOCK, torch.float32)
+    group.traffic.reset()
+    _launch(group, getattr(kernels, kernel_name), data.address, group.context("test"), *args, **options)
+    dist.barrier()
+    result = data.local.tolist(), group.traffic.message_bytes, dict(group.traffic.bytes_to)
+    dist.barrier()
+    return result
+
+
+def test_a_masked_put_touches_and_counts_what_is_in_the_mask(ranks):
+    first, second = ranks(2).run(_put_once, "masked_put", (1,), {"COUNT": 3, "BLOCK": BLOCK})
+    assert first == ([0.0] * BLOCK, 12, {1: 12})
+    assert second == ([1.0, 2.0, 3.0, *[0.0] * (BLOCK - 3)], 0, {})
+
+
+def test_a_put_whose_peer_is_a_tile(ranks):
+    """Each element to its own rank; the element for this rank is no traffic."""
+    for rank, (data, nbytes, bytes_to) in enumerate(ranks(4).run(_put_once, "scatter", (), {"WORLD_SIZE": 4})):
+        assert data[:4] == [10.0 * source + rank for source in range(4)]
+        assert nbytes == 12
+        assert bytes_to == {peer: 4 for peer in range(4) if peer != rank}
+
+
+def _gather():
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals = _symmetric(BLOCK, torch.float32), _symmetric(4, torch.int32)
+    outs = []
+    for epoch in (1, 2):
+        out = torch.full((group.world_size, BLOCK), float("nan"))
+        _launch(
+            group, kernels.gather_by_get, data.address, signals.address, out, group.context("test"), epoch,
+            WORLD_SIZE=group.world_size, BLOCK=BLOCK,
+        )  # fmt: skip
+        outs.append(out)
+        dist.barrier()
+    return outs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_barrier_and_get(ranks, world_size):
+    for outs in ranks(world_size).run(_gather):
+        for epoch, out in enumerate(outs, 1):
+            expected = 100.0 * torch.arange(world_size)[:, None] + torch.arange(BLOCK)[None, :] + epoch
+            assert torch.equal(out, expected)
+
+
+def _words(keep, faults):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    words = _symmetric(4 * BLOCK, torch.int64)
+    outs = []
+    with interlace.inject(faults):
+        for epoch in (1, 2, 3):
+            out = torch.full((BLOCK,), float("nan"))
+            _launch(
+                group, kernels.sum_words, words.address, out, group.context("test"), torch.tensor(epoch, dtype=torch.int32).item(),
+                WORLD_SIZE=group.world_size, KEEP=keep, BLOCK=BLOCK,
+            )  # fmt: skip
+            outs.append(out.tolist())
+            dist.barrier()
+    return outs
+
+
+@pytest.mark.parametrize("faults", [interlace.Faults(), interlace.Faults(max_delay_s=0.005, reorder_puts=True)])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_packed_words_prove_their_own_arrival(ranks, world_size, keep, faults):
+    expected = [float(sum(rank + 1 + i for rank in range(world_size))) for i in range(BLOCK)]
+    assert ranks(world_size).run(_words, keep, faults) == [[expected] * 3] * world_size
+
+
+def _four_puts(order, fence, epochs):
+    """Epochs for which the reader saw a tile of an earlier one."""
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals, answers = _symmetric(4 * BLOCK, torch.int32), _symmetric(1, torch.int32), _symmetric(1, torch.int32)
+    wrong = []
+    with interlace.inject(interlace.Faults(seed=group.rank, reorder_puts=True)):
+        for epoch in range(1, epochs + 1):
+            out = torch.zeros(4 * BLOCK, dtype=torch.int32)
+            _launch(
+                group, kernels.four_puts_and_a_signal, data.address, signals.address, answers.address, out, group.context("test"),
+                epoch, ORDER=order, FENCE=fence, BLOCK=BLOCK,
+            )  # fmt: skip
+            if group.rank == 1 and not bool((out == epoch).all()):
+                wrong.append(epoch)
+            dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize(("order", "fence"), [("release", False), ("relaxed", True)])
+def test_a_release_or_a_fence_orders_the_puts_before_it(ranks, order, fence):
+    assert ranks(2).run(_four_puts, order, fence, 40) == [[], []]
+
+
+def test_a_relaxed_signal_without_a_fence_is_caught(ranks):
+    """A kernel that is wrong on purpose: if the faults could not show it, the tests above would prove nothing."""
+    _, wrong = ranks(2).run(_four_puts, "relaxed", False, 40)
+    assert wrong
+
+
+def _expired_wait():
+    from tests.language import kernels
+
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    data, signals = _symmetric(BLOCK, torch.float32, process_group), _symmetric(1, torch.int32, process_group)
+    interlace.set_deadline(0.5, process_group)
+    error, out = None, torch.zeros(BLOCK)
+    if group.rank == 1:  # its left neighbour, rank 0, does not come
+        arguments = data.address, signals.address, out, group.context("ring"), 5
+        error = error_of(_launch, group, kernels.put_signal_ring, *arguments, WORLD_SIZE=2, BLOCK=BLOCK)
+    dist.barrier()
+    return error, out.tolist()
+
+
+def test_a_wait_ends_at_the_deadline_and_says_so(ranks):
+    (nothing, _), (error, out) = ranks(2).run(_expired_wait)
+    kind, message, fields = error
+    assert nothing is None
+    assert kind == "PeerTimeoutError"
+    assert message.startswith("ring: rank 1 waited 0.5 s for rank 0 (slice 7, epoch 5, and saw epoch 0).")
+    assert (fields["peer"], fields["slice"], fields["wanted"], fields["seen"]) == (0, 7, 5, 0)
+    assert out == [-1.0] * BLOCK  # the kernel went on to its end, and was told
+
+
+def _epochs(start):
+    from interlace.comm.group import MAX_PROGRAMS
+    from tests.language import kernels
+
+    epochs = torch.full((MAX_PROGRAMS,), start, dtype=torch.int32)
+    seen = []
+    for programs in (3, 1, 5):
+        out = torch.zeros(programs, dtype=torch.int32)
+        kernels.next_of_every_program[(programs,)](epochs, out)
+        seen.append(set(out.tolist()))
+    return seen, len(epochs.unique())
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, [1, 2, 3]), ((1 << 24) - 2, [(1 << 24) - 1, (1 << 24) + 2, (1 << 24) + 3])])
+def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, start, expected):
+    """And those whose low 24 bits are zero are left out with their successor, so that parity goes on alternating."""
+    [(seen, distinct)] = ranks(1).run(_epochs, start)
+    assert seen == [{epoch} for epoch in expected]
+    assert distinct == 1

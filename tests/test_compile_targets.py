@@ -1,0 +1,95 @@
+"""Every kernel of every operator compiles for every GPU that is supported, without a GPU.
+
+In processes of their own, without TRITON_INTERPRET: there a kernel would be a Python function. A kernel without a case
+here fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+
+# Argument types that an argument's name implies: the same names mean the same in every kernel.
+_INTEGERS = ("call", "half", "slot", "results_offset", "N", "B", "K", "tiles", "stride_x", "stride_w")
+_TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", "data": "i64", "signals": "i64", **dict.fromkeys(_INTEGERS, "i32")}
+
+
+def _cases(kernel):
+    """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
+    return {
+        "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
+        "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
+    }[kernel]()
+
+
+def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
+    tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
+    sizes = {"BLOCK_N": block_n, "BLOCK_B": block_b, "BLOCK_K": block_k, "EVEN": even, "EVEN_K": even, "PRECISION": "ieee"}
+    return _TYPES | tensors, sizes | more
+
+
+def _gemv_all_reduce_one_shot():
+    yield _gemv_all_reduce("bf16", 4, 1, 512, True, ONE_TILE=True, WORLD_SIZE=4)
+    yield _gemv_all_reduce("fp32", 4, 1, 512, False, ONE_TILE=False, WORLD_SIZE=8)
+    yield _gemv_all_reduce("fp16", 32, 16, 128, False, ONE_TILE=True, WORLD_SIZE=2)
+    types, constants = _gemv_all_reduce("bf16", 32, 2, 128, True, ONE_TILE=False, WORLD_SIZE=1)
+    yield types, constants | {"bias": None}
+
+
+def _gemv_all_reduce_two_phase():
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
+    yield _gemv_all_reduce("fp32", 16, 64, 64, False, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
+    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
+    yield types, constants | {"bias": None}
+
+
+def _grid_kernels():
+    """Every kernel that is launched: a public JITFunction whose first statements ask for a program's index."""
+    import importlib
+    import pkgutil
+
+    import interlace.ops
+    from triton.runtime.jit import JITFunction
+
+    for package in pkgutil.iter_modules(interlace.ops.__path__):
+        if not package.ispkg:
+            continue
+        module = importlib.import_module(f"interlace.ops.{package.name}.kernel")
+        for name, value in vars(module).items():
+            local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
+            if local and not name.startswith("_") and "tl.program_id(" in value.src:
+                yield value
+
+
+def compile_all(target_name: str) -> int:
+    """Compile every case of every kernel for a target; how many there were."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget(*TARGETS[target_name])
+    count = 0
+    for kernel in _grid_kernels():
+        for types, constants in _cases(kernel.__name__):
+            signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+            source = ASTSource(kernel, signature, constants)
+            compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+            binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
+            assert len(binary) > 0
+            print(kernel.__name__, target_name, len(binary), flush=True)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compile, not remember
+    code = f"from tests.test_compile_targets import compile_all; assert compile_all({target!r}) > 0"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]

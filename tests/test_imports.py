@@ -1,0 +1,54 @@
+"""What importing brings along, each in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def _modules_after(code):
+    """Of torch, triton and numpy, those that are loaded after ``code`` in a new interpreter."""
+    report = "\nimport sys; print(*[m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code + report], check=True, capture_output=True, text=True, timeout=100)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import interlace",
+        "import interlace; interlace.PeerTimeoutError; dir(interlace)",
+        "import interlace.costs.gemv_all_reduce, interlace.costs.machine",
+        "import interlace.units, interlace.errors",
+    ],
+)
+def test_these_need_neither_torch_nor_triton(code):
+    """The models and the command line's help must come up where there is no torch, and at once."""
+    assert _modules_after(code) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import interlace; interlace.launch, interlace.empty_symmetric",
+        "import interlace; interlace.gemv_all_reduce; import torch; torch.ops.interlace.gemv_all_reduce.default",
+        "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), torch.empty(5, 4, device='meta'))",
+    ],
+)
+def test_operators_are_registered_without_triton(code):
+    """Triton reads TRITON_INTERPRET when it is imported: before the first call nobody knows what it must be."""
+    loaded = _modules_after(code)
+    assert "torch" in loaded
+    assert "triton" not in loaded
+
+
+def test_every_public_name_can_be_had():
+    code = "import interlace; [getattr(interlace, name) for name in interlace.__all__]"
+    assert "torch" in _modules_after(code)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import interlace
+
+    with pytest.raises(AttributeError, match=r"^module 'interlace' has no attribute 'gemm_all_the_things'$"):
+        _ = interlace.gemm_all_the_things

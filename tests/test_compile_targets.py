@@ -53,8 +53,9 @@ def _grid_kernels():
     import importlib
     import pkgutil
 
-    import interlace.ops
     from triton.runtime.jit import JITFunction
+
+    import interlace.ops
 
     for package in pkgutil.iter_modules(interlace.ops.__path__):
         if not package.ispkg:

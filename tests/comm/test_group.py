@@ -111,5 +111,5 @@ def test_an_unknown_device():
 
 @pytest.mark.parametrize(("name", "value"), [("max_delay_s", -0.1), ("die_after_puts", -1)])
 def test_faults_that_cannot_be(name, value):
-    with pytest.raises(ArgumentError, match=f"^{name} must not be negative; got {value}"):
+    with pytest.raises(ArgumentError, match=rf"^{name} must not be negative; got {value}\.$"):
         Faults(**{name: value})

@@ -89,13 +89,13 @@ def test_a_launch_ends_after_its_time(temporary):
     [
         (0, "cpu", ArgumentError, "launch: world_size must be at least 1; got 0."),
         (2, "tpu", ArgumentError, "launch: backend must be auto, cuda or cpu; got 'tpu'."),
-        (99, "cuda", BackendError, f"launch: backend cuda must have a GPU for each of 99 ranks; got {torch.cuda.device_count()}. Use backend='cpu'."),
+        (99, "cuda", BackendError, "launch: backend cuda must have a GPU for each of 99 ranks; got N. Use backend='cpu'."),
     ],
 )  # fmt: skip
 def test_launches_that_cannot_be(world_size, backend, error, message):
     with pytest.raises(error) as caught:
         interlace.launch(_never, world_size, backend=backend)
-    assert str(caught.value) == message
+    assert str(caught.value) == message.replace("got N", f"got {torch.cuda.device_count()}")
 
 
 def _launch_within(world_size):

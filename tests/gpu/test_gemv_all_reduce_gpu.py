@@ -12,12 +12,9 @@ import torch.distributed as dist
 import interlace
 from interlace import GemvAllReduceConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
-WORLD_SIZE = min(4, torch.cuda.device_count())
+WORLD_SIZE = min(4, max(2, torch.cuda.device_count()))  # fewer than two: launch says what is missing
 
 ONE_TOKEN = [
     GemvAllReduceConfig("one_shot", 4, 512, 4),

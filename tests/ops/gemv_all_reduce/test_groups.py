@@ -154,7 +154,7 @@ def _dies(protocol, pids):
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_dies_within_a_kernel(tmp_path, protocol):
     """The caller of launch is told which rank ended, and every process is gone: none waits out its deadline."""
-    with pytest.raises(LaunchError, match="rank 1 ended without a result: .*SIGKILL") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL") as caught:
         interlace.launch(_dies, 2, protocol, str(tmp_path), backend="cpu", timeout_s=60)
     assert caught.value.rank == 1
     for rank in range(2):

@@ -34,6 +34,16 @@ def test_different_exchanges_do_not_mix(ranks):
     assert [error[:2] for error in ranks(2).run(_different_exchanges)] == [("RankMismatchError", message)] * 2
 
 
+def test_marks_of_calls():
+    """One for each call, none of them zero, none equal to those of the 126 calls before, all above the epoch's bits."""
+    group = group_module.Group(None, torch.device("cpu"))
+    marks = [group.agree("multiply", columns=columns) for columns in range(300)]
+    assert [group.agree("multiply", columns=columns) for columns in range(300)] == marks
+    assert all(mark % 2**24 == 0 and 0 < mark < 2**31 for mark in marks)
+    assert all(len(set(marks[i : i + 127])) == 127 for i in range(300 - 127))
+    assert group.agree("divide", columns=0) != group.agree("multiply", columns=0)
+
+
 def _absent_from_exchange():
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
@@ -93,7 +103,7 @@ def test_deadlines_that_are_none(monkeypatch, text, message):
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6])
 def test_set_deadline_refuses_what_never_or_always_expires(seconds):
     group = group_module.Group(None, torch.device("cpu"))
-    with pytest.raises(ArgumentError, match="^a deadline must be above 0 and below a million seconds; got "):
+    with pytest.raises(ArgumentError, match=r"^a deadline must be above 0 and below a million seconds; got "):
         group.deadline_s = seconds
     assert group.deadline_s == 30.0
 

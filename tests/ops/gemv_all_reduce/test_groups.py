@@ -1,5 +1,6 @@
 """``gemv_all_reduce`` on several groups, as its memory grows and goes, and when a peer fails."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -181,16 +182,21 @@ def _different_calls(calls):
     group = dist.new_group()
     for call in calls:
         run_one(call, group)
-    interlace.set_deadline(1.0, group)
+    interlace.set_deadline(0.5, group)
     error = error_of(run_one, calls[dist.get_rank()], group)
     dist.barrier()
     return error
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_different_calls_that_each_were_agreed_on(ranks, protocol):
+@pytest.mark.parametrize("change", [{"rows": 12}, {"bias": True}, {"tokens": 2}], ids=["rows", "bias", "tokens"])
+def test_different_calls_that_each_were_agreed_on(ranks, protocol, change):
     """No rank takes the other call's data for its own; whoever sees it at its own epoch says what happened."""
-    calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (8, 12)]
-    errors = ranks(2).run(_different_calls, calls)
-    assert [kind for kind, _, _ in errors] == ["PeerTimeoutError"] * 2
-    assert any(fields["different_call"] for _, _, fields in errors)
+    call = Call(1, 8, 16, config=_config(protocol))
+    outcomes = ranks(2).run(_different_calls, [call, dataclasses.replace(call, **change)])
+    for rank, (kind, _, fields) in enumerate(outcomes):
+        assert kind == "PeerTimeoutError"
+        assert (fields["rank"], fields["peer"], fields["wanted"]) == (rank, 1 - rank, 3)
+    assert any(fields["different_call"] for _, _, fields in outcomes)
+    for _, message, fields in outcomes:
+        assert fields["different_call"] == ("The peer made a different call; this group is broken now." in message)

@@ -187,7 +187,7 @@ def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
 def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
     """Configurations worth measuring."""
     if tokens == 1:
-        tiles = [(2, 512, 1), (2, 1024, 1), (4, 256, 1), (4, 512, 1), (8, 256, 1), (8, 512, 1), (2, 1024, 2), (4, 512, 2),
+        tiles = [(8, 128, 1), (16, 128, 2), (2, 512, 1), (2, 1024, 1), (4, 256, 1), (4, 512, 1), (8, 256, 1), (8, 512, 1), (2, 1024, 2), (4, 512, 2),
                  (8, 256, 2), (8, 512, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 256, 4)]  # fmt: skip
         for block_n, block_k, warps in tiles:
             count = math.ceil(rows / block_n)

@@ -187,8 +187,10 @@ def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
 def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
     """Configurations worth measuring."""
     if tokens == 1:
-        tiles = [(8, 128, 1), (16, 128, 2), (2, 512, 1), (2, 1024, 1), (4, 256, 1), (4, 512, 1), (8, 256, 1), (8, 512, 1), (2, 1024, 2), (4, 512, 2),
-                 (8, 256, 2), (8, 512, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4), (16, 256, 4)]  # fmt: skip
+        one_warp = [(8, 128), (16, 128), (2, 512), (2, 1024), (4, 256), (4, 512), (8, 256), (8, 512)]
+        two_warps = [(16, 128), (2, 1024), (4, 512), (8, 256), (8, 512)]
+        four_warps = [(4, 512), (4, 1024), (8, 512), (8, 1024), (16, 256)]
+        tiles = [(*tile, warps) for warps, those in ((1, one_warp), (2, two_warps), (4, four_warps)) for tile in those]
         for block_n, block_k, warps in tiles:
             count = math.ceil(rows / block_n)
             for share in (1, 2, 4):

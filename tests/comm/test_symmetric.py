@@ -1,6 +1,7 @@
 """``empty_symmetric``: one more dimension, whose index is the rank."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -141,3 +142,22 @@ def test_ranks_that_disagree_are_told_and_get_nothing(ranks, shapes, dtypes, mes
 def test_negative_sizes_are_refused():
     with pytest.raises(ArgumentError, match=r"^empty_symmetric: sizes must not be negative; got \(2, -1\)\.$"):
         interlace.empty_symmetric((2, -1), dtype=torch.float32)
+
+
+def _too_large():
+    sym = interlace.empty_symmetric((4,), dtype=torch.float32)
+    before = len(os.listdir("/proc/self/fd")), _mappings()
+    error = error_of(interlace.empty_symmetric, (65 * 2**30,), dtype=torch.uint8)
+    after = len(os.listdir("/proc/self/fd")), _mappings()
+    dist.barrier()
+    sym.peers[1 - dist.get_rank()].fill_(1.0)  # the group goes on
+    dist.barrier()
+    return error, before, after, sym.local.sum().item()
+
+
+def test_what_does_not_fit_leaves_nothing_behind(ranks):
+    for error, before, after, total in ranks(2).run(_too_large):
+        assert error[0] == "WorkspaceError"
+        assert "must fit in the address range reserved for a rank; 69.8 GB more do not." in error[1]
+        assert after == before
+        assert total == 4.0

@@ -59,7 +59,12 @@ class CpuHeap(Heap):
         except BaseException:
             os.close(fd)
             raise
-        offset = self._offsets.take(size)
+        try:
+            offset = self._offsets.take(size)
+        except WorkspaceError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
         for rank, descriptor in enumerate(descriptors):
             place = self._base + rank * self.stride + offset
             _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)

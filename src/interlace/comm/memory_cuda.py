@@ -80,7 +80,13 @@ class CudaHeap(Heap):
             os.close(fd)
             _call(cu.cuMemRelease(own))
             raise
-        offset = self._offsets.take(size)
+        try:
+            offset = self._offsets.take(size)
+        except WorkspaceError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _call(cu.cuMemRelease(own))
+            raise
         for rank, descriptor in enumerate(descriptors):
             physical = own if rank == self._group.rank else _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
             os.close(descriptor)

@@ -33,6 +33,8 @@ _SEEN = tl.constexpr(context.RECORD_SEEN)
 
 # Looks at a signal between two looks at the clock and at the group's health.
 _LOOKS = tl.constexpr(4 if interpreting() else 128)
+# Epoch cells written at a time: a few a thread on a GPU, all at once where every step of Python counts.
+_CELLS = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)
 _TAG = tl.constexpr(0xFFFFFFFF)
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _RELEASE = tl.constexpr("release")
@@ -115,8 +117,8 @@ def advance_epoch(epochs, epoch):
     second launch, and no program can see a cell change before it has read its own.
     """
     programs = tl.num_programs(0)
-    for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * 128):
-        cells = first + programs * tl.arange(0, 128)
+    for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * _CELLS):
+        cells = first + programs * tl.arange(0, _CELLS)
         tl.store(epochs + cells, epoch, mask=cells < _MAX_PROGRAMS)
 
 

@@ -1,0 +1,52 @@
+"""The tuned tables that are shipped, and how a call finds its entry."""
+
+import importlib.resources
+import json
+
+import pytest
+
+from interlace import GemvAllReduceConfig, tuning
+
+TABLES = sorted(
+    file.name for file in (importlib.resources.files("interlace.tuning") / "tables").iterdir() if file.name.endswith(".json")
+)
+H200 = "NVIDIA H200"
+
+
+def point(tokens=1, rows=8192, columns=2048, world_size=4, dtype="bfloat16"):
+    return tuning.Point(world_size, dtype, {"tokens": tokens, "rows": rows, "columns": columns})
+
+
+def nearest(**sizes):
+    return tuning.nearest("gemv_all_reduce", H200, point(**sizes))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_entry_of_a_table_can_be_run(name):
+    """A configuration that does not parse would fail in the first call that finds it."""
+    operator, _, gpu = name.removesuffix(".json").partition(".")
+    table = json.loads((importlib.resources.files("interlace.tuning") / "tables" / name).read_text(encoding="utf-8"))
+    assert table["operator"] == operator
+    assert {device.lower().replace(" ", "_") for device in table["machine"]["gpus"]} == {gpu}
+    for entry in table["entries"]:
+        assert str(GemvAllReduceConfig.parse(entry["config"])) == entry["config"]
+        assert entry["impl"] in ("fused", "unfused")
+        found = nearest(**{name: entry[name] for name in ("tokens", "rows", "columns", "world_size", "dtype")})
+        assert (found.impl, found.config) == (entry["impl"], entry["config"])
+
+
+def test_a_size_between_takes_the_nearer_entry():
+    assert nearest(tokens=3).config == nearest(tokens=4).config  # log2(4/3) < log2(3/2)
+    assert "tokens 8" in nearest(tokens=7).reason
+
+
+def test_other_regimes_find_nothing():
+    """More than a factor of four away, another dtype width, or another GPU: a default is better than a wrong lesson."""
+    assert nearest(rows=8192 * 64) is None
+    assert nearest(dtype="float32") is None
+    assert tuning.nearest("gemv_all_reduce", "Another GPU", point()) is None
+
+
+def test_another_dtype_of_the_same_width_and_another_number_of_ranks_borrow():
+    assert nearest(dtype="float16").config == nearest().config
+    assert nearest(world_size=8).config == nearest().config

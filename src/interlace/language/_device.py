@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-# Measured with GEMV + AllReduce on four H200s: none, 40 and more are slower (docs/decisions/0005).
+# Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike (docs/decisions/0005).
 _PAUSE_NS = 20
 
 

@@ -6,11 +6,13 @@ only to processes of its own user (``SO_PEERCRED``), and takes none from others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from interlace.errors import BackendError, PeerTimeoutError
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
     from interlace.comm.group import Group
 
 
-def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
+@contextlib.contextmanager
+def exchanged_descriptors(group: Group, what: str, fd: int) -> Iterator[list[int]]:
     """Every rank's descriptor, duplicated into this process, in rank order (this rank's own is ``fd``). Collective.
 
-    The caller closes them. Afterwards every rank holds all of them, so each may close its own.
+    All of them, ``fd`` too, are closed at the end of the ``with`` block, or if the exchange fails. Within the block every
+    rank holds all of them, so each may close its own.
 
     Raises:
         PeerTimeoutError: a peer did not join before the group's deadline.
@@ -30,8 +34,18 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
     """
     descriptors = [-1] * group.world_size
     descriptors[group.rank] = fd
-    if group.world_size == 1:
-        return descriptors
+    try:
+        if group.world_size > 1:
+            _exchange(group, what, descriptors)
+        yield descriptors
+    finally:
+        for held in descriptors:
+            if held != -1:
+                os.close(held)
+
+
+def _exchange(group: Group, what: str, descriptors: list[int]) -> None:
+    """Send this rank's of ``descriptors`` to all peers, and fill in theirs, -1 so far."""
     end = time.monotonic() + group.deadline_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"interlace-{secrets.token_hex(16)}"
@@ -40,7 +54,7 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
         names = group.exchange(what, name)  # from here on, everyone listens
         for rank, peer_name in enumerate(names):
             if rank != group.rank:
-                _send(peer_name, group.rank, fd, rank)
+                _send(peer_name, group.rank, descriptors[group.rank], rank)
         try:
             while -1 in descriptors:
                 listener.settimeout(max(0.001, end - time.monotonic()))
@@ -49,11 +63,7 @@ def exchange_descriptor(group: Group, what: str, fd: int) -> list[int]:
                     descriptors[sender] = received
         except TimeoutError as error:
             missing = descriptors.index(-1)
-            for held in descriptors:
-                if held not in (-1, fd):
-                    os.close(held)
             raise PeerTimeoutError(operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s) from error
-    return descriptors
 
 
 def _send(name: str, rank: int, fd: int, peer: int) -> None:

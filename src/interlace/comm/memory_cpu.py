@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.descriptors import exchange_descriptor
+from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, FreeList, Heap
 from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
@@ -55,20 +55,14 @@ class CpuHeap(Heap):
         fd = os.memfd_create("interlace")
         try:
             os.ftruncate(fd, size)
-            descriptors = exchange_descriptor(self._group, "empty_symmetric", fd)
-        except BaseException:
+        except OSError:
             os.close(fd)
             raise
-        try:
+        with exchanged_descriptors(self._group, "empty_symmetric", fd) as descriptors:
             offset = self._offsets.take(size)
-        except WorkspaceError:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise
-        for rank, descriptor in enumerate(descriptors):
-            place = self._base + rank * self.stride + offset
-            _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-            os.close(descriptor)
+            for rank, descriptor in enumerate(descriptors):
+                place = self._base + rank * self.stride + offset
+                _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
         return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
 
     def _unmap(self, offset: int, size: int) -> None:

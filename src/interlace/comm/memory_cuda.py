@@ -9,12 +9,11 @@ memory does not do the exchange.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm.descriptors import exchange_descriptor
+from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, FreeList, Heap
 from interlace.errors import BackendError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
@@ -75,25 +74,19 @@ class CudaHeap(Heap):
         own = _call(result)
         fd = int(_call(cu.cuMemExportToShareableHandle(own, self._handle_type, 0)))
         try:
-            descriptors = exchange_descriptor(self._group, "empty_symmetric", fd)
-        except BaseException:
-            os.close(fd)
-            _call(cu.cuMemRelease(own))
-            raise
-        try:
-            offset = self._offsets.take(size)
-        except WorkspaceError:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            _call(cu.cuMemRelease(own))
-            raise
-        for rank, descriptor in enumerate(descriptors):
-            physical = own if rank == self._group.rank else _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
-            os.close(descriptor)
-            place = self._base + rank * self.stride + offset
-            _call(cu.cuMemMap(place, size, 0, physical, 0))
-            _call(cu.cuMemRelease(physical))  # the mapping keeps the memory
-            self._allow(place, size)
+            with exchanged_descriptors(self._group, "empty_symmetric", fd) as descriptors:
+                offset = self._offsets.take(size)
+                for rank, descriptor in enumerate(descriptors):
+                    place = self._base + rank * self.stride + offset
+                    if rank == self._group.rank:
+                        _call(cu.cuMemMap(place, size, 0, own, 0))
+                    else:
+                        physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+                        _call(cu.cuMemMap(place, size, 0, physical, 0))
+                        _call(cu.cuMemRelease(physical))
+                    self._allow(place, size)
+        finally:
+            _call(cu.cuMemRelease(own))  # mappings keep the memory
         mine = self._base + self._group.rank * self.stride + offset
         _call(cu.cuMemsetD8(mine, 0, size))
         torch.cuda.synchronize(self.device)

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from interlace import tuning
 from interlace.bench import report
 from interlace.cli import tuned
 from interlace.cli.app import app
@@ -148,11 +149,10 @@ def test_tables_of_other_machines_and_operators_are_refused(tmp_path: Path) -> N
 
 
 def test_written_tables_are_what_tuning_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from interlace import tuning
 
     (tmp_path / "tables").mkdir()
     table = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result())])
-    file = tmp_path / "tables" / tuned.file_name("gemv_all_reduce", "NVIDIA H200")
+    file = tmp_path / "tables" / tuning.file_name("gemv_all_reduce", "NVIDIA H200")
     file.write_text(json.dumps(table), encoding="utf-8")
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     tuning._table.cache_clear()

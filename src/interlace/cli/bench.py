@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from interlace import tuning
 from interlace.bench import report
 from interlace.cli import tuned
 from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
@@ -45,7 +46,7 @@ def run_tune(
     write_json(table, tuned.merge(old, OPERATOR, document["machine"], entries))
     console.print(f"Tuned table: {table}")
     if document["machine"]["gpus"]:
-        name = tuned.file_name(OPERATOR, document["machine"]["gpus"][0])
+        name = tuning.file_name(OPERATOR, document["machine"]["gpus"][0])
         if table.name != name:
             console.print(f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
+from interlace import tuning
 from interlace.cli.console import command_line, make_console, now, write_json
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
@@ -284,13 +285,9 @@ def _compiler() -> list[Row]:
 
 
 def _tables(gpu: str) -> Row:
-    name = gpu.lower().replace(" ", "_")
+    ending = tuning.file_name("", gpu)
     folder = importlib.resources.files("interlace.tuning") / "tables"
-    fitting = (
-        sorted(file.name.split(".")[0] for file in folder.iterdir() if file.name.endswith(f".{name}.json"))
-        if folder.is_dir()
-        else []
-    )
+    fitting = sorted(file.name.split(".")[0] for file in folder.iterdir() if file.name.endswith(ending)) if folder.is_dir() else []
     if fitting:
         return Row("tuned tables", OK, f"for {gpu}: {', '.join(fitting)}")
     meaning = f"none for {gpu}: default configurations are used, and impl='auto' is always fused"

@@ -20,11 +20,6 @@ WHAT_UNFUSED_RUNS = "cuBLAS + NCCL"
 """The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
 
 
-def file_name(operator: str, gpu: str) -> str:
-    """The name under which ``interlace.tuning`` looks for the table of a GPU."""
-    return f"{operator}.{gpu.lower().replace(' ', '_')}.json"
-
-
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """The table's entry for one benchmark result."""
     summary = summarise(result)

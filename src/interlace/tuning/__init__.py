@@ -63,14 +63,18 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
     return Entry(str(entry["impl"]), str(entry["config"]), reason)
 
 
+def file_name(operator: str, device_name: str) -> str:
+    """The name of ``operator``'s table for a GPU, as ``torch.cuda.get_device_name`` calls it."""
+    return f"{operator}.{device_name.lower().replace(' ', '_')}.json"
+
+
 def _width(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
 @functools.cache
 def _table(operator: str, device_name: str) -> list[dict[str, Any]]:
-    name = device_name.lower().replace(" ", "_")
-    file = importlib.resources.files("interlace.tuning") / "tables" / f"{operator}.{name}.json"
+    file = importlib.resources.files("interlace.tuning") / "tables" / file_name(operator, device_name)
     if not file.is_file():
         return []
     entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["entries"]

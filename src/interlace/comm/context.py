@@ -28,3 +28,4 @@ RECORD_SEEN: Final = 5
 RECORD_LENGTH: Final = 8
 
 EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call
+EPOCH_MASK: Final = (1 << EPOCH_BITS) - 1

@@ -257,15 +257,14 @@ class Group:
         if record[ctx.RECORD_CODE]:
             operator = int(record[ctx.RECORD_OPERATOR])
             wanted, seen = int(record[ctx.RECORD_WANTED]), int(record[ctx.RECORD_SEEN])
-            epochs = (1 << ctx.EPOCH_BITS) - 1
             raise PeerTimeoutError(
                 operator=self._operators[operator],
                 rank=self.rank,
                 peer=int(record[ctx.RECORD_PEER]),
                 slice=int(record[ctx.RECORD_SLICE]),
-                wanted=wanted & epochs,
-                seen=seen & epochs,
-                different_call=wanted != seen and (wanted - seen) & epochs == 0,
+                wanted=wanted & ctx.EPOCH_MASK,
+                seen=seen & ctx.EPOCH_MASK,
+                different_call=wanted != seen and (wanted - seen) & ctx.EPOCH_MASK == 0,
                 deadline_s=self._deadline_s,
             )
 

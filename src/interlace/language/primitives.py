@@ -36,6 +36,8 @@ _LOOKS = tl.constexpr(4 if interpreting() else 128)
 # Epoch cells written at a time: a few a thread on a GPU, all at once where every step of Python counts.
 _CELLS = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)
 _TAG = tl.constexpr(0xFFFFFFFF)
+_EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
+_FAR_AHEAD = tl.constexpr(1 << (context.EPOCH_BITS - 1))
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _RELEASE = tl.constexpr("release")
 
@@ -93,7 +95,7 @@ def next_epoch(epochs):
     the high bits they could equal memory that was never written.
     """
     epoch = tl.load(epochs + tl.program_id(0)) + 1
-    return epoch + tl.where((epoch & 0xFFFFFF) == 0, 2, 0)
+    return epoch + tl.where((epoch & _EPOCH_MASK) == 0, 2, 0)
 
 
 @triton.jit
@@ -209,7 +211,7 @@ def wait(ptr, epoch, peer, slice, group, mask):
 def _is_behind(seen, epoch):
     """Epochs are compared by difference, since they may wrap; one that is far ahead belongs to another call."""
     ahead = seen - epoch
-    return (ahead < 0) | (ahead >= 1 << 23)
+    return (ahead < 0) | (ahead >= _FAR_AHEAD)
 
 
 @triton.jit

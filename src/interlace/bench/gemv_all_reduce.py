@@ -14,7 +14,7 @@ import torch.distributed as dist
 from interlace.bench.timing import Timing, measure
 from interlace.comm import group_of
 from interlace.comm.group import MAX_PROGRAMS
-from interlace.costs.gemv_all_reduce import floor_link_bytes
+from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
@@ -150,7 +150,7 @@ def bench(shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.P
     times["our exchange alone"] = measure(fused(*empty, group), period=len(case.weights), group=group)
     owner.synchronize()
     link_bytes = floor_link_bytes(tokens=shape.tokens, rows=shape.rows, itemsize=shape.dtype.itemsize, world_size=owner.world_size)
-    memory_bytes = shape.dtype.itemsize * (shape.rows * shape.columns + shape.tokens * (shape.columns + shape.rows))
+    memory_bytes = floor_memory_bytes(tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize)
     return {
         "tokens": shape.tokens,
         "rows": shape.rows,
@@ -175,8 +175,7 @@ def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
     y = case.x.new_empty(case.shape.tokens, case.shape.rows)
 
     def call(i: int) -> None:
-        launch = prepare(solo, case.x, case.weight(i), None, y, config)
-        launch.kernel[launch.grid](*launch.arguments, **launch.options)
+        prepare(solo, case.x, case.weight(i), None, y, config)()
 
     return call
 

@@ -29,6 +29,11 @@ class Cost:
     signals: int
 
 
+def floor_memory_bytes(*, tokens: int, rows: int, columns: int, itemsize: int) -> int:
+    """The weight and x read once, the output written once."""
+    return itemsize * (rows * columns + tokens * columns + tokens * rows)
+
+
 def floor_link_bytes(*, tokens: int, rows: int, itemsize: int, world_size: int) -> int:
     """The least bytes that must leave a rank in any all-reduce of the output in its dtype (reduce-scatter, all-gather)."""
     return 2 * tokens * rows * itemsize * (world_size - 1) // world_size
@@ -58,7 +63,7 @@ def fused(
     """
     peers = world_size - 1
     flops = 2 * tokens * rows * columns
-    memory_bytes = itemsize * (rows * columns + tokens * columns + tokens * rows)
+    memory_bytes = floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
     token_tiles = ceil_div(tokens, block_tokens)
     row_tiles = ceil_div(rows, block_n)
     tiles = token_tiles * row_tiles if tokens and rows else 0

@@ -37,7 +37,8 @@ def explain(operator: str, x: torch.Tensor, w: torch.Tensor, *, group: dist.Proc
 
 
 def _gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, world_size: int) -> str:
-    from interlace.ops.gemv_all_reduce.launch import OPERATOR, choose
+    from interlace.ops.gemv_all_reduce.config import OPERATOR
+    from interlace.ops.gemv_all_reduce.launch import choose
     from interlace.ops.gemv_all_reduce.validate import validate
 
     validate(x, w, None, "auto", None)

@@ -8,6 +8,7 @@ from interlace.comm import MAX_PROGRAMS
 from interlace.errors import ArgumentError
 from interlace.units import next_power_of_2
 
+OPERATOR = "gemv_all_reduce"
 PROTOCOLS = ("one_shot", "two_phase")
 
 # Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two signals (8 tokens of

@@ -13,10 +13,9 @@ from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.errors import GroupError
 from interlace.ops.gemv_all_reduce import reference
-from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig, block_tokens, default_config
+from interlace.ops.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig, block_tokens, default_config
 from interlace.units import ceil_div, next_power_of_2, round_up
 
-OPERATOR = "gemv_all_reduce"
 MAX_RANKS = 8
 
 
@@ -73,7 +72,7 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
     if y.numel():
         launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen, mark)
         with group.running():
-            launch.kernel[launch.grid](*launch.arguments, **launch.options)
+            launch()
     return y
 
 
@@ -85,6 +84,10 @@ class Launch:
     grid: tuple[int]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+
+    def __call__(self) -> None:
+        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
+        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def prepare(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
-
-OPERATOR = "gemv_all_reduce"
+from interlace.ops.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
 
 
 def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: object) -> None:

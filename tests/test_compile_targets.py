@@ -15,8 +15,8 @@ import pytest
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 
 # Argument types that an argument's name implies: the same names mean the same in every kernel.
-_INTEGERS = ("call", "half", "slot", "results_offset", "N", "B", "K", "tiles", "stride_x", "stride_w")
-_TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", "data": "i64", "signals": "i64", **dict.fromkeys(_INTEGERS, "i32")}
+_INTEGERS = ("call", "half", "slot", "N", "B", "K", "tiles", "stride_x", "stride_w")
+_TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTEGERS, "i32")}
 
 
 def _cases(kernel):
@@ -34,17 +34,17 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
 
 
 def _gemv_all_reduce_one_shot():
-    yield _gemv_all_reduce("bf16", 4, 1, 512, True, ONE_TILE=True, WORLD_SIZE=4)
-    yield _gemv_all_reduce("fp32", 4, 1, 512, False, ONE_TILE=False, WORLD_SIZE=8)
-    yield _gemv_all_reduce("fp16", 32, 16, 128, False, ONE_TILE=True, WORLD_SIZE=2)
-    types, constants = _gemv_all_reduce("bf16", 32, 2, 128, True, ONE_TILE=False, WORLD_SIZE=1)
+    yield _gemv_all_reduce("bf16", 4, 1, 512, True, ONE_TILE=True, VALUES=1, WORLD_SIZE=4)
+    yield _gemv_all_reduce("fp32", 4, 1, 512, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8)
+    yield _gemv_all_reduce("fp16", 32, 16, 128, False, ONE_TILE=True, VALUES=2, WORLD_SIZE=2)
+    types, constants = _gemv_all_reduce("bf16", 32, 2, 128, True, ONE_TILE=False, VALUES=2, WORLD_SIZE=1)
     yield types, constants | {"bias": None}
 
 
 def _gemv_all_reduce_two_phase():
-    yield _gemv_all_reduce("bf16", 64, 16, 128, True, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
-    yield _gemv_all_reduce("fp32", 16, 64, 64, False, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
-    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
+    yield _gemv_all_reduce("fp32", 16, 64, 64, False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
+    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
     yield types, constants | {"bias": None}
 
 

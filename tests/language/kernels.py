@@ -70,6 +70,25 @@ def sum_words(words, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constex
 
 
 @triton.jit
+def sum_pairs(words, values, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum over ranks of ``values [BLOCK, 2]``, two to a word; and the right neighbour's words by themselves."""
+    group = il.join(ctx)
+    me = il.rank(group)
+    place = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
+    both = place[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    part = tl.load(values + both)
+    slots = il.pointer(words, tl.int64)
+    for peer in range(WORLD_SIZE):
+        il.put_packed(slots + me * BLOCK + place, part, epoch, peer, group, VALUES=2)
+    own = part if KEEP else None
+    total = il.sum_packed(slots + place, own, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE, VALUES=2)
+    tl.store(out + both, total)
+    right = (me + 1) % WORLD_SIZE
+    alone = il.get_packed(slots + right * BLOCK + place, epoch, right, 0, group, place >= 0, VALUES=2)
+    tl.store(out + 2 * BLOCK + both, alone)
+
+
+@triton.jit
 def four_puts_and_a_signal(
     data, signals, acknowledgements, out, ctx, epoch, ORDER: tl.constexpr, FENCE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -142,6 +142,51 @@ def test_packed_words_prove_their_own_arrival(ranks, world_size, keep, faults):
     assert ranks(world_size).run(_words, keep, faults) == [[expected] * 3] * world_size
 
 
+def _pairs(values, keep):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    words = _symmetric(4 * BLOCK, torch.int64)
+    out = torch.full((2, BLOCK, 2), float("nan"))
+    _launch(
+        group, kernels.sum_pairs, words.address, values[group.rank].contiguous(), out, group.context("test"), 1 << 23,
+        WORLD_SIZE=group.world_size, KEEP=keep, BLOCK=BLOCK,
+    )  # fmt: skip
+    dist.barrier()
+    return out
+
+
+def _round_to_12_digits(values):
+    """Of the significand, in float64: to nearest, ties to even."""
+    mantissa, exponent = torch.frexp(values.double())
+    return torch.ldexp(torch.round(torch.ldexp(mantissa, torch.tensor(12))), exponent - 12)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_values_in_a_word_are_rounded_alike_on_every_rank(ranks, world_size, keep):
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(world_size, BLOCK, 2, generator=generator) * 10.0 ** torch.randint(-30, 30, (BLOCK, 2), generator=generator)
+    rounded = _round_to_12_digits(values)
+    expected = torch.zeros(BLOCK, 2)
+    for rank in range(world_size):
+        expected += rounded[rank].float()  # float32 in rank order
+    for rank, (total, right) in enumerate(ranks(world_size).run(_pairs, values, keep)):
+        assert torch.equal(total, expected)
+        assert torch.equal(right.double(), rounded[(rank + 1) % world_size])
+
+
+def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
+    """Halves pass exactly, subnormal ones too; infinities and NaNs of any payload stay what they are."""
+    tiny, huge = torch.finfo(torch.float16).smallest_normal / 1024, torch.finfo(torch.bfloat16).max
+    exact = torch.tensor([[1 + 2**-10, -tiny], [huge, -huge], [float("inf"), float("-inf")], [0.0, 65504.0]])
+    nans = torch.tensor([[0x7FFFFFFF, 0x7F800001], [-1, 0x7FC00000]], dtype=torch.int32).view(torch.float32)
+    values = torch.cat([exact, nans, torch.ones(2, 2)])
+    for _, alone in ranks(2).run(_pairs, values.expand(2, BLOCK, 2), False):
+        assert torch.equal(alone[:4], exact)
+        assert alone[4:6].isnan().all()
+
+
 def _four_puts(order, fence, epochs):
     """Epochs for which the reader saw a tile of an earlier one."""
     from tests.language import kernels

@@ -186,31 +186,24 @@ def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
 def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
     """Configurations worth measuring."""
     if tokens == 1:
-        one_warp = [(8, 128), (16, 128), (2, 512), (2, 1024), (4, 256), (4, 512), (8, 256), (8, 512)]
-        two_warps = [(16, 128), (2, 1024), (4, 512), (8, 256), (8, 512)]
-        four_warps = [(4, 512), (4, 1024), (8, 512), (8, 1024), (16, 256)]
-        tiles = [(*tile, warps) for warps, those in ((1, one_warp), (2, two_warps), (4, four_warps)) for tile in those]
-        for block_n, block_k, warps in tiles:
-            count = math.ceil(rows / block_n)
-            for share in (1, 2, 4):
-                programs = math.ceil(count / share)
-                if programs > MAX_PROGRAMS or (share > 1 and programs < 512):
-                    continue
-                for registers in (0, 64) if block_n * block_k == 2048 * warps // 2 else (0,):
-                    yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0, registers)
+        one_warp = [(2, 512), (4, 512), (2, 1024), (4, 1024)]
+        two_warps = [(4, 512), (8, 512), (4, 1024), (2, 2048)]
+        four_warps = [(8, 512), (16, 256), (16, 512), (8, 1024), (4, 2048)]
+        for warps, tiles in ((1, one_warp), (2, two_warps), (4, four_warps)):
+            for block_n, block_k in tiles:
+                count = math.ceil(rows / block_n)
+                for share in (1, 2):
+                    programs = math.ceil(count / share)
+                    if programs <= MAX_PROGRAMS and (share == 1 or programs >= 1024):
+                        yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0)
         return
-    for protocol, block_n, (block_k, warps, stages) in itertools.product(
-        ("one_shot", "two_phase"),
-        (16, 32, 64, 128),
-        ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 4, 5), (128, 8, 4), (256, 4, 3), (256, 8, 3)),
-    ):
-        if protocol == "one_shot" and (tokens > 16 or block_n * tokens > 1024):
-            continue
-        if protocol == "two_phase" and (tokens < 8 or block_n < 32):
-            continue
-        count = math.ceil(rows / block_n)
-        for programs in (0, 128) if protocol == "two_phase" and count > 128 else (0,):
-            yield GemvAllReduceConfig(protocol, block_n, block_k, warps, stages, programs)
+    if tokens <= 16:
+        for block_n, (block_k, stages) in itertools.product((32, 64), ((128, 5), (256, 3))):
+            yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)
+    if tokens >= 8:
+        for block_k, warps, stages in ((64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 5), (128, 8, 4), (256, 4, 3)):
+            yield GemvAllReduceConfig("two_phase", 64, block_k, warps, stages)
+        yield GemvAllReduceConfig("two_phase", 32, 128, 4, 5)
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
@@ -252,5 +245,5 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
         found.append((timed(config, 7), str(config)))
     found.sort()
     # The fastest of many is partly the luckiest: time the best again.
-    again = [(timed(GemvAllReduceConfig.parse(text), 25), text) for _, text in found[:6]]
-    return [*sorted(again), *found[6:]]
+    again = [(timed(GemvAllReduceConfig.parse(text), 25), text) for _, text in found[:4]]
+    return [*sorted(again), *found[4:]]

@@ -48,7 +48,6 @@ def _one_shape(folder: str, group: Group, rows: int, columns: int, tokens: int, 
         itemsize=x.element_size(),
         block_n=config.block_n,
         block_tokens=block_tokens(tokens),
-        programs=prepare(group, x, w, None, torch.empty_like(y), config).grid[0],
     )
     found: dict[str, Any] = {
         "rank": group.rank,

@@ -7,7 +7,7 @@ import dataclasses
 from interlace.units import ceil_div
 
 WORD_BYTES = 8
-"""A packed word: a float32 and its epoch."""
+"""A packed word: one value of 4 bytes, or two of 20 bits, and their epoch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,6 @@ def fused(
     itemsize: int,
     block_n: int,
     block_tokens: int,
-    programs: int,
 ) -> Cost:
     """Cost of the fused kernel on ``rank``.
 
@@ -59,28 +58,28 @@ def fused(
         columns: of this rank's shard, K/R.
         itemsize: bytes of an element of x, w and y.
         block_n, block_tokens: rows and tokens of a tile.
-        programs: of the launch; each takes the tiles congruent to its index.
     """
     peers = world_size - 1
     flops = 2 * tokens * rows * columns
     memory_bytes = floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
     token_tiles = ceil_div(tokens, block_tokens)
     row_tiles = ceil_div(rows, block_n)
-    tiles = token_tiles * row_tiles if tokens and rows else 0
+    if not tokens or not rows:
+        return Cost(flops, memory_bytes, 0, 0, 0)
+    paired = itemsize == 2 and block_tokens > 1
+    row_bytes = WORD_BYTES * (ceil_div(tokens, 2) if paired else tokens)
+    link_bytes, messages = 0, 0
+    if paired:  # a word to every peer that says which call this is
+        link_bytes, messages = peers * WORD_BYTES, peers
     if protocol == "one_shot":
-        return Cost(flops, memory_bytes, peers * tokens * rows * WORD_BYTES, peers * tiles, 0)
+        return Cost(flops, memory_bytes, link_bytes + peers * rows * row_bytes, messages + peers * token_tiles * row_tiles, 0)
     owned = ceil_div(block_n, world_size)
-    link_bytes = messages = 0
     for tile in range(row_tiles):
         here = min(block_n, rows - tile * block_n)
         for owner in range(world_size):
             share = max(0, min(owned, here - owner * owned))  # rows of this tile that the owner reduces
-            if not share:
-                continue
-            if owner == rank:
-                link_bytes += peers * share * tokens * itemsize  # the sum, to everyone
-                messages += peers * token_tiles
-            else:
-                link_bytes += share * tokens * 4  # a float32 part, to the owner
-                messages += token_tiles
-    return Cost(flops, memory_bytes, link_bytes, messages, 2 * programs * peers if tiles else 0)
+            copies = peers if owner == rank else 1  # sums to everyone, parts to their owner
+            if share:
+                link_bytes += copies * share * row_bytes
+                messages += copies * token_tiles
+    return Cost(flops, memory_bytes, link_bytes, messages, 0)

@@ -230,33 +230,100 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     return wait(ptr + peers, epoch, peers, tl.program_id(0), group, others)
 
 
-# Packed words: a 4-byte value and its epoch in one 8-byte store, which arrives whole. No signal, no fence.
+# Packed words: values and their epoch in one 8-byte store, which arrives whole. No signal, no fence.
 
 
 @triton.jit
-def put_packed(ptr, value, epoch, peer, group, mask=None):
-    """Store float32 values, each with ``epoch``, as int64 words in ``peer``'s copy of ``ptr``.
+def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr = 1):
+    """Store float32 values with ``epoch`` as int64 words in ``peer``'s copy of ``ptr``.
 
     Words need no order among themselves or with anything else: each carries the proof of its own arrival.
-    They cost twice the bytes of a :func:`put`, and save the signal's round trip.
+    One value a word costs twice the bytes of a :func:`put`, and two cost as many; both save the signal's round trip.
+
+    Args:
+        value: float32 tile of the shape of ``ptr``; with two values a word, ``[*shape, 2]``.
+        VALUES: 1: all 32 bits of the value and of the epoch. 2: each value rounded to 20 bits (sign, 8 of exponent, 11 of
+            mantissa, so that values of float16 and bfloat16 are kept exactly), and 24 bits of the epoch, without its mark.
     """
-    word = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (epoch.to(tl.int64) & _TAG)
+    if VALUES == 1:
+        word = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (epoch.to(tl.int64) & _TAG)
+    else:
+        tl.static_assert(VALUES == 2, "put_packed: a word holds one value or two")
+        first, second = tl.split(_round_to_20_bits(value))
+        pair = (first.to(tl.int64) << 32) | ((second.to(tl.int64) & _TAG) << 12)
+        word = pair | (epoch.to(tl.int64) & _EPOCH_MASK)
     put(ptr, word, peer, group, mask)
 
 
 @triton.jit
-def sum_packed(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr):
+def _round_to_20_bits(value):
+    """The bits of float32 values, the low 12 zero; to nearest, ties to even. A NaN stays one."""
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FF + ((bits >> 12) & 1)) & -0x1000
+    return tl.where(value != value, 0x7FC00000, rounded)
+
+
+@triton.jit
+def _unpack(word, VALUES: tl.constexpr):
+    """The float32 values of int64 words; two a word in a dimension of their own, the last."""
+    first = (word >> 32).to(tl.int32)
+    if VALUES == 1:
+        return first.to(tl.float32, bitcast=True)
+    else:
+        second = (word >> 12).to(tl.int32)
+        return (tl.join(first, second) & -0x1000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _carries(word, epoch, VALUES: tl.constexpr):
+    return (_tag(word, VALUES) == epoch) if VALUES == 1 else (_tag(word, VALUES) == (epoch & _EPOCH_MASK))
+
+
+@triton.jit
+def _tag(word, VALUES: tl.constexpr):
+    return word.to(tl.int32) if VALUES == 1 else word.to(tl.int32) & _EPOCH_MASK
+
+
+@triton.jit
+def get_packed(ptr, epoch, peer, slice, group, mask, VALUES: tl.constexpr = 1):
+    """Wait for a tile of packed words, and unpack it.
+
+    Args:
+        ptr: 2-D int64 tile: where the words arrive.
+        peer: tile that broadcasts with ``ptr``: the ranks that put them, for the error.
+        slice, mask, VALUES: as in :func:`sum_packed`.
+
+    Returns:
+        The values (float32 tile); NaN after the deadline, or once the group is broken.
+    """
+    return _sum_words(ptr, None, 0, peer + tl.zeros(ptr.shape, tl.int32), epoch, slice, group, mask, 1, VALUES)
+
+
+@triton.jit
+def sum_packed(
+    ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr, VALUES: tl.constexpr = 1
+):  # fmt: skip
     """Wait for one tile of packed words from every rank and add them: float32, in rank order.
 
     Args:
         ptr: 2-D int64 tile: where rank 0's words arrive; rank s's arrive at ``ptr + s * stride``.
         own: float32 tile: this rank's part, kept in registers; or None if it was put like the others'.
         slice: scalar: what is awaited, for the error.
-        mask: tile; words outside it are not awaited and count as zero.
+        mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
+        VALUES: in a word, as they were put. Two: ``own`` and the result are ``[*shape, 2]``.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
+    first = tl.zeros(ptr.shape, tl.int32)
+    return _sum_words(ptr, own, stride, first, epoch, slice, group, mask, WORLD_SIZE, VALUES)
+
+
+@triton.jit
+def _sum_words(
+    ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """The sum over s of the words at ``ptr + s * stride``, which rank ``first + s`` puts there."""
     # A tile smaller than the program is held several times over, each copy loaded by another thread. While words arrive,
     # copies differ, and threads that judge by their own would part ways. So copies get a dimension of their own: then the
     # sum that decides is over all of them, and every thread has the same answer.
@@ -266,25 +333,29 @@ def sum_packed(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.const
     # As a tile: the interpreter turns a scalar condition into integers when it meets a mask.
     me = rank(group) + copy * 0
     wanted = mask[:, :, None] & (copy >= 0)
+    if own is not None and VALUES == 2:
+        own = _round_to_20_bits(own).to(tl.float32, bitcast=True)  # what the others got: all ranks add the same
     looks = 0
     missing = 1
     expired = 0
     start = tl.zeros([], tl.int64)
-    total = tl.zeros(copy.shape, tl.float32)
+    total = _unpack(tl.zeros(copy.shape, tl.int64), VALUES)
     while missing > 0:
         # All ranks' words are loaded before the first is looked at: one round trip a look, not one a rank.
-        total = tl.zeros(copy.shape, tl.float32)
+        total = _unpack(tl.zeros(copy.shape, tl.int64), VALUES)
         absent = tl.zeros(copy.shape, tl.int32)
-        for source in tl.static_range(WORLD_SIZE):
+        for source in tl.static_range(SOURCES):
+            awaited = wanted if own is None else wanted & (me != source)
+            word = tl.load(here + source * stride, mask=awaited, other=0, volatile=True)
+            here_now = _carries(word, epoch, VALUES)
+            absent += (awaited & (here_now == 0)).to(tl.int32)
+            value = _unpack(tl.where(here_now, word, 0), VALUES)
             if own is None:
-                word = tl.load(here + source * stride, mask=wanted, other=0, volatile=True)
-                absent += (wanted & (word.to(tl.int32) != epoch)).to(tl.int32)
-                total += (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+                total += value
+            elif VALUES == 1:
+                total += tl.where(me == source, own[:, :, None], value)
             else:
-                awaited = wanted & (me != source)
-                word = tl.load(here + source * stride, mask=awaited, other=0, volatile=True)
-                absent += (awaited & (word.to(tl.int32) != epoch)).to(tl.int32)
-                total += tl.where(me == source, own[:, :, None], (word >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+                total += tl.where((me == source)[:, :, :, None], own[:, :, None, :], value)
         missing = tl.sum(tl.ravel(absent))
         looks += 1
         if missing > 0:
@@ -294,10 +365,11 @@ def sum_packed(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.const
             expired = _over(start, group)
         missing = missing * (1 - expired)
     if expired > 0:
-        _report_missing_words(here, stride, epoch, slice, group, wanted, WORLD_SIZE)
+        _report_missing_words(here, stride, first[:, :, None] + copy * 0, epoch, slice, group, wanted, SOURCES, VALUES)
     # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops another result.
     total = tl.where((expired == 0) & (missing == 0) & (looks > 0) & (start >= 0), total, float("nan"))
-    return tl.sum(tl.where(copy == 0, total, 0.0), 2)
+    counted = copy == 0 if VALUES == 1 else (copy == 0)[:, :, :, None]
+    return tl.sum(tl.where(counted, total, 0.0), 2)
 
 
 # Giving up
@@ -343,17 +415,19 @@ def _report(group, peer, slice, wanted, seen):
 
 
 @triton.jit
-def _report_missing_words(here, stride, epoch, slice, group, mask, WORLD_SIZE: tl.constexpr):
-    me = rank(group) + tl.zeros(mask.shape, tl.int32)
+def _report_missing_words(
+    here, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
     late = 1 << 30
     seen = 0
-    for step in tl.static_range(WORLD_SIZE):
-        source = WORLD_SIZE - 1 - step
-        awaited = mask & (me != source)
-        tag = tl.load(here + source * stride, mask=awaited, other=0, volatile=True).to(tl.int32)
-        absent = awaited & (tag != epoch)
-        if tl.sum(tl.ravel(absent.to(tl.int32))) > 0:
-            late = source
-            seen = tl.min(tl.ravel(tl.where(absent, tag, 2147483647)))
-    if late < WORLD_SIZE:
+    for step in tl.static_range(SOURCES):
+        source = SOURCES - 1 - step
+        awaited = mask & (first + source != rank(group))
+        word = tl.load(here + source * stride, mask=awaited, other=0, volatile=True)
+        absent = awaited & (_carries(word, epoch, VALUES) == 0)
+        peer = tl.min(tl.ravel(tl.where(absent, first + source, 1 << 30)))
+        if peer < late:
+            late = peer
+            seen = tl.min(tl.ravel(tl.where(absent & (first + source == peer), _tag(word, VALUES), 2147483647)))
+    if late < (1 << 30):
         _report(group, late, slice, epoch, seen)

@@ -43,13 +43,16 @@ class Call:
         """The largest error that the kernel's arithmetic allows, element by element.
 
         Products of the inputs are exact or rounded once in float32; K R products and the bias are added in float32 in
-        some order: at most ``(K R + 2) u`` times the sum of their absolute values. The result is then rounded to its
-        dtype. The CPU backend truncates to bfloat16: a whole unit in the last place instead of half of one.
+        some order: at most ``(K R + 2) u`` times the sum of their absolute values. Two values in a word keep 12 significant
+        bits each, a relative error of at most 2**-12 in every rank's part. The result is then rounded to its dtype. The CPU
+        backend truncates to bfloat16: a whole unit in the last place instead of half of one.
         """
         u = torch.finfo(torch.float32).eps / 2
         steps = self.columns * world_size + 2
         exact = self.expected(world_size).abs()
         accumulated = steps * u / (1 - steps * u) * self._sum(world_size, torch.abs)
+        if DTYPES[self.dtype].itemsize == 2 and (self.tokens or 1) > 1:
+            accumulated += 2**-12 * (accumulated + self._sum_of_parts(world_size))
         out = torch.finfo(DTYPES[self.dtype])
         rounding = out.eps if self.dtype == "bfloat16" else out.eps / 2
         return accumulated + rounding * (exact + accumulated) + out.smallest_normal * out.eps
@@ -60,6 +63,11 @@ class Call:
             x, w, bias = self.inputs(rank)
             total += change(x.double()) @ change(w.double()).T
         return total if bias is None else total + change(bias.double())
+
+    def _sum_of_parts(self, world_size):
+        """Of the absolute values of each rank's product."""
+        parts = (self.inputs(rank)[:2] for rank in range(world_size))
+        return sum((x.double() @ w.double().T).abs() for x, w in parts)
 
     def check(self, results: list[torch.Tensor]) -> None:
         """Every rank has the same bits, and they are as right as the arithmetic allows."""

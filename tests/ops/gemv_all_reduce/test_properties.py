@@ -11,7 +11,6 @@ import interlace
 from interlace import GemvAllReduceConfig
 from interlace.costs.gemv_all_reduce import fused
 from interlace.ops.gemv_all_reduce.config import block_tokens
-from interlace.units import ceil_div
 from tests.ops.gemv_all_reduce.calls import DTYPES, Call, check_all, run_one
 
 
@@ -29,7 +28,6 @@ def _with_traffic(calls):
 def _cost(call, rank, world_size):
     config, tokens = call.config, 1 if call.tokens is None else call.tokens
     tile_tokens = block_tokens(tokens)
-    tiles = ceil_div(call.rows, config.block_n) * ceil_div(tokens, tile_tokens)
     return fused(
         protocol=config.protocol,
         rank=rank,
@@ -40,7 +38,6 @@ def _cost(call, rank, world_size):
         itemsize=DTYPES[call.dtype].itemsize,
         block_n=config.block_n,
         block_tokens=tile_tokens,
-        programs=min(tiles, config.max_programs or tiles),
     )
 
 

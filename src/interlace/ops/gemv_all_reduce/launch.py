@@ -127,25 +127,21 @@ def prepare(
     }
     if config.max_registers:
         options["maxnreg"] = config.max_registers
+    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    values = options["VALUES"] = 2 if x.element_size() == 2 and block_b > 1 else 1
     operator = f"{OPERATOR}.{config.protocol}"
-    padded = tiles * config.block_n * block_b
-    sizes = (rows, tokens, columns, tiles, x.stride(0), w.stride(0))
-    arguments: tuple[Any, ...]
+    padded = tiles * config.block_n * block_b // values
     if config.protocol == "one_shot":
-        slot = round_up(padded, 16)
-        workspace = group.workspace(operator, 8 * ranks * slot)
-        arguments = (
-            x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
-            mark, workspace.half_bytes // 8, slot, *sizes,
-        )  # fmt: skip
+        launched, slot, results = kernel.gemv_all_reduce_one_shot, round_up(padded, 16), 0
         options["ONE_TILE"] = programs == tiles
-        return Launch(kernel.gemv_all_reduce_one_shot, (programs,), arguments, options)
-    owned = ceil_div(config.block_n, ranks)
-    partial_bytes = round_up(4 * ranks * tiles * owned * block_b, 256)
-    workspace = group.workspace(operator, partial_bytes + y.element_size() * padded, 2 * MAX_PROGRAMS * ranks)
+    else:
+        owned = ceil_div(config.block_n, ranks)
+        launched, slot, results = kernel.gemv_all_reduce_two_phase, round_up(tiles * owned * block_b // values, 16), padded
+        options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
+    # 16 words in front say which call this is.
+    workspace = group.workspace(operator, 8 * (16 + ranks * slot + results))
     arguments = (
-        x, w, bias, y, workspace.data.address, workspace.signals.address, workspace.epochs, group.context(operator),
-        mark, workspace.half_bytes, partial_bytes, *sizes,
+        x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
+        mark, workspace.half_bytes // 8, slot, rows, tokens, columns, tiles, x.stride(0), w.stride(0),
     )  # fmt: skip
-    options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
-    return Launch(kernel.gemv_all_reduce_two_phase, (programs,), arguments, options)
+    return Launch(launched, (programs,), arguments, options)

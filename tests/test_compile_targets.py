@@ -42,9 +42,9 @@ def _gemv_all_reduce_one_shot():
 
 
 def _gemv_all_reduce_two_phase():
-    yield _gemv_all_reduce("bf16", 64, 16, 128, True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
-    yield _gemv_all_reduce("fp32", 16, 64, 64, False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
-    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, ONE_TILE=True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
+    yield _gemv_all_reduce("fp32", 16, 64, 64, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
+    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
     yield types, constants | {"bias": None}
 
 

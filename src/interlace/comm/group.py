@@ -35,7 +35,7 @@ class Workspace:
     Attributes:
         data: symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
         signals: symmetric int32, each written by one rank only, and only to grow.
-        epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of calls so far, once per program.
+        epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of the next call, once per program.
     """
 
     data: Block
@@ -187,7 +187,7 @@ class Group:
             half_bytes=half_bytes,
             signals=self.allocate(4 * signal_count),
             signal_count=signal_count,
-            epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+            epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
         )
         self._workspaces[operator] = new
         if old is not None and old.captured:

@@ -47,16 +47,16 @@ _RELEASE = tl.constexpr("release")
 
 @triton.jit
 def join(ctx):
-    """Read what the primitives need to know of the group; call it once, at the top of the kernel.
+    """Read what the primitives need to know of the group; call it once, near the top of the kernel.
 
     Args:
         ctx: the operator's context (``Group.context(operator)``).
 
     Returns:
-        ``group``: the context, this rank, and the bytes between two ranks' copies. In registers from the start: read where
-        they are needed, after a stream of weights has passed through the caches, each would cost a trip to memory.
+        ``group``: the context, this rank, and the bytes between two ranks' copies. Volatile, so that the compiler does not
+        move the loads to where the primitives need them: there they would cost a trip to memory.
     """
-    return ctx, tl.load(ctx + _RANK).to(tl.int32), tl.load(ctx + _STRIDE_BYTES)
+    return ctx, tl.load(ctx + _RANK, volatile=True).to(tl.int32), tl.load(ctx + _STRIDE_BYTES, volatile=True)
 
 
 @triton.jit
@@ -89,13 +89,11 @@ def peer_pointer(ptr, peer, group):
 
 @triton.jit
 def next_epoch(epochs):
-    """The number of this call (int32 scalar, from 1): this program's cell plus one.
+    """The number of this call (int32 scalar, from 1), as this program's cell says.
 
-    Numbers whose low 24 bits are zero are left out, in pairs, so that parity goes on alternating: with a call's mark in
-    the high bits they could equal memory that was never written.
+    One trip to memory, as for :func:`join`. Call both once the kernel's first loads are under way: then it costs nothing.
     """
-    epoch = tl.load(epochs + tl.program_id(0)) + 1
-    return epoch + tl.where((epoch & _EPOCH_MASK) == 0, 2, 0)
+    return tl.load(epochs + tl.program_id(0), volatile=True)
 
 
 @triton.jit
@@ -113,15 +111,18 @@ def mark(epoch, call):
 
 @triton.jit
 def advance_epoch(epochs, epoch):
-    """Record that this program is done with ``epoch``; the last thing a kernel does.
+    """Say that this program is done with ``epoch``: its cell then holds the next one. The last thing a kernel does.
 
     The programs of a launch share out all cells, so that a later launch of any grid finds them equal: no atomic, no
-    second launch, and no program can see a cell change before it has read its own.
+    second launch, and no program can see a cell change before it has read its own. Numbers whose low 24 bits are zero are
+    left out, in pairs, so that parity goes on alternating: with a call's mark in the high bits they could equal memory
+    that was never written.
     """
+    following = epoch + tl.where(((epoch + 1) & _EPOCH_MASK) == 0, 3, 1)
     programs = tl.num_programs(0)
     for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * _CELLS):
         cells = first + programs * tl.arange(0, _CELLS)
-        tl.store(epochs + cells, epoch, mask=cells < _MAX_PROGRAMS)
+        tl.store(epochs + cells, following, mask=cells < _MAX_PROGRAMS)
 
 
 # One-sided transfers

@@ -23,19 +23,21 @@ def _multiply(weight, value):
 
 
 @triton.jit
-def _one_token(x, w, K, whole, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+def _load_last(x, w, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """The last ``BLOCK_K`` columns or fewer of weight and token: first to be loaded, last to be used."""
+    k = (K - 1) // BLOCK_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    value = tl.load(x + k) if EVEN_K else tl.load(x + k, mask=k < K, other=0.0)
+    return _load_weight(w, k, K, not EVEN_K), value
+
+
+@triton.jit
+def _one_token(x, w, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """``sum over k of w[:, k] * x[k]``, without the matrix unit; w is a tile of pointers to rows."""
-    k = tl.arange(0, BLOCK_K)
-    if not EVEN_K:
-        # Loaded first and used last: a step of its own would wait for memory once more.
-        last = _load_weight(w, whole + k, K, True)
-        last_value = tl.load(x + whole + k, mask=whole + k < K, other=0.0)
     accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, whole, BLOCK_K):
-        accumulator += _multiply(_load_weight(w, start + k, K, False), tl.load(x + start + k))
-    if not EVEN_K:
-        accumulator += _multiply(last, last_value)
-    return tl.sum(accumulator, 1)[:, None]
+    for start in range(0, (K - 1) // BLOCK_K * BLOCK_K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        accumulator += _multiply(_load_weight(w, k, K, False), tl.load(x + k))
+    return tl.sum(accumulator + _multiply(last[0], last[1]), 1)[:, None]
 
 
 @triton.jit
@@ -51,27 +53,44 @@ def _add_product(accumulator, x, w, k, K, PRECISION: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
-def partial_product(
-    x, w, rows, tokens, N, B, K, stride_x, stride_w,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+def _several_tokens(
+    x, w, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """This rank's part of one tile: ``sum over k of w[rows, k] * x[tokens, k]``, float32 ``[BLOCK_N, BLOCK_B]``.
-
-    Rows and tokens outside the matrix repeat the last one; whoever stores the tile masks them.
-    """
-    w = w + tl.minimum(rows, N - 1).to(tl.int64) * stride_w
+    """``sum over k of w[:, k] * x[:, k]``, by the matrix unit; x and w are tiles of pointers to rows."""
+    k = tl.arange(0, BLOCK_K)
     whole = K if EVEN_K else K // BLOCK_K * BLOCK_K
+    accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    for start in range(0, whole, BLOCK_K):
+        accumulator = _add_product(accumulator, x, w, start + k, K, PRECISION, False)
+    if not EVEN_K:
+        accumulator = _add_product(accumulator, x, w, whole + k, K, PRECISION, True)
+    return accumulator
+
+
+@triton.jit
+def _part(
+    tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """This rank's part of one tile, ``sum over k of w[rows, k] * x[tokens, k]``, float32 ``[BLOCK_N, BLOCK_B]``; then the
+    epoch and the group.
+
+    Those are asked for once the first weights are under way: the compiler waits for them at once, as for whatever all
+    threads share. Rows and tokens outside the matrix repeat the last one; whoever stores the tile masks them.
+    """
+    rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+    w = w + tl.minimum(rows, N - 1).to(tl.int64) * stride_w
     if BLOCK_B == 1:
-        return _one_token(x + tl.minimum(tl.sum(tokens), B - 1) * stride_x, w, K, whole, BLOCK_N, BLOCK_K, EVEN_K)
+        x = x + tl.minimum(tl.sum(tokens), B - 1) * stride_x
+        last = _load_last(x, w, K, BLOCK_K, EVEN_K)
+        epoch, group = il.next_epoch(epochs), il.join(ctx)
+        part = _one_token(x, w, last, K, BLOCK_N, BLOCK_K)
     else:
         x = x + tl.minimum(tokens, B - 1) * stride_x
-        k = tl.arange(0, BLOCK_K)
-        accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
-        for start in range(0, whole, BLOCK_K):
-            accumulator = _add_product(accumulator, x, w, start + k, K, PRECISION, False)
-        if not EVEN_K:
-            accumulator = _add_product(accumulator, x, w, whole + k, K, PRECISION, True)
-        return accumulator
+        epoch, group = il.next_epoch(epochs), il.join(ctx)
+        part = _several_tokens(x, w, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
+    return part, epoch, group
 
 
 @triton.jit
@@ -155,36 +174,37 @@ def gemv_all_reduce_one_shot(
     ``(10, e) (20, e)``, rank 1's slot 0 ``(1, e) (2, e)``; both compute ``[11, 22]``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
+    if ONE_TILE:
+        part, epoch, group = _part(
+            program, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
+        )
+    else:
+        epoch, group = il.next_epoch(epochs), il.join(ctx)
     me = il.rank(group)
+    stamp = il.mark(epoch, call)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     slots = calls + 16
     if (VALUES == 2) & (program == 0):
         _announce(calls, stamp, group, WORLD_SIZE)
     if ONE_TILE:
-        # One tile a program: the own part stays in registers.
+        # The own part stays in registers.
+        part = _in_words(part, VALUES)
         rows, tokens, mask = _tile(program, N, B, BLOCK_N, BLOCK_B, EVEN)
         place, there = _words(program, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
-        part = partial_product(
-            x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
-        )
-        part = _in_words(part, VALUES)
         for step in tl.static_range(1, WORLD_SIZE):
             il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
         total = il.sum_packed(slots + place, part, slot, stamp, program, group, there, WORLD_SIZE, VALUES)
         _store_output(y, bias, _out_of_words(total, VALUES), rows, tokens, mask, N)
     else:
-        # Several tiles a program: all are sent before the first is waited for.
+        # All tiles are sent before the first is waited for.
         for tile in range(program, tiles, programs):
-            rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-            place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
-            part = partial_product(
-                x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
+            part, epoch, group = _part(
+                tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
             )
             part = _in_words(part, VALUES)
+            rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+            place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
             for step in tl.static_range(1, WORLD_SIZE + 1):
                 il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
         for tile in range(program, tiles, programs):
@@ -200,7 +220,7 @@ def gemv_all_reduce_one_shot(
 @triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles"])
 def gemv_all_reduce_two_phase(
     x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
-    WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr, VALUES: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr, VALUES: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
     OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
 ):  # fmt: skip
@@ -216,41 +236,33 @@ def gemv_all_reduce_two_phase(
     ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back; rank 0 sends 2 and gets 22.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
+    if ONE_TILE:
+        part, epoch, group = _part(
+            program, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
+        )
+    else:
+        epoch, group = il.next_epoch(epochs), il.join(ctx)
     stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    me = il.rank(group)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     slots = calls + 16
     results = slots + WORLD_SIZE * slot
     if (VALUES == 2) & (program == 0):
         _announce(calls, stamp, group, WORLD_SIZE)
-    # Rows of a tile by owner, and where they lie in the owner's slots.
-    line = tl.arange(0, BLOCK_N)
-    owner = (line // OWNED)[:, None]
-    mine = tl.arange(0, BLOCK_OWNED)
+    if ONE_TILE:
+        _send_part(program, part, slots, slot, stamp, group, N, B, EVEN, VALUES, OWNED)
+    else:
+        for tile in range(program, tiles, programs):
+            part, epoch, group = _part(
+                tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
+            )
+            _send_part(tile, part, slots, slot, stamp, group, N, B, EVEN, VALUES, OWNED)
     for tile in range(program, tiles, programs):
-        rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-        place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
-        part = partial_product(
-            x, w, rows, tokens, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_K, BLOCK_B, EVEN_K, PRECISION
-        )
-        target = slots + me * slot + _owned_words(tile, line % OWNED, OWNED, BLOCK_B // VALUES)
-        il.put_packed(target, _in_words(part, VALUES), stamp, owner, group, there, VALUES)
-    for tile in range(program, tiles, programs):
-        rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
-        rows = tl.min(rows) + me * OWNED + mine
-        place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
-        there = there & ((mine < OWNED) & (me * OWNED + mine < BLOCK_N))[:, None]
-        here = slots + _owned_words(tile, mine, OWNED, BLOCK_B // VALUES)
-        total = il.sum_packed(here, None, slot, stamp, tile, group, there, WORLD_SIZE, VALUES)
-        total = _out_of_words(total, VALUES)
-        if bias is not None:
-            total += tl.load(bias + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
-        value = _in_words(total.to(y.dtype.element_ty).to(tl.float32), VALUES)
-        for step in tl.static_range(1, WORLD_SIZE + 1):
-            il.put_packed(results + place, value, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
+        _send_sum(
+            tile, y, bias, slots, slot, results, stamp, group, N, B,
+            WORLD_SIZE, EVEN, VALUES, BLOCK_N, BLOCK_B, OWNED, BLOCK_OWNED,
+        )  # fmt: skip
+    owner = (tl.arange(0, BLOCK_N) // OWNED)[:, None]
     for tile in range(program, tiles, programs):
         rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
         place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
@@ -259,6 +271,40 @@ def gemv_all_reduce_two_phase(
     if (VALUES == 2) & (program == 0):
         _agree(calls, stamp, group, WORLD_SIZE)
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _send_part(
+    tile, part, slots, slot, stamp, group, N, B, EVEN: tl.constexpr, VALUES: tl.constexpr, OWNED: tl.constexpr
+):  # fmt: skip
+    """Put each row of a partial tile at the row's owner."""
+    rows, tokens, mask = _tile(tile, N, B, part.shape[0], part.shape[1], EVEN)
+    place, there = _words(tile, rows, N, B, part.shape[0], part.shape[1], EVEN, VALUES)
+    line = tl.arange(0, part.shape[0])
+    target = slots + il.rank(group) * slot + _owned_words(tile, line % OWNED, OWNED, part.shape[1] // VALUES)
+    il.put_packed(target, _in_words(part, VALUES), stamp, (line // OWNED)[:, None], group, there, VALUES)
+
+
+@triton.jit
+def _send_sum(
+    tile, y, bias, slots, slot, results, stamp, group, N, B,
+    WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
+):  # fmt: skip
+    """Add up the rows of a tile that this rank owns, and put the results at every peer."""
+    me = il.rank(group)
+    mine = tl.arange(0, BLOCK_OWNED)
+    rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
+    rows = tl.min(rows) + me * OWNED + mine
+    place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
+    there = there & ((mine < OWNED) & (me * OWNED + mine < BLOCK_N))[:, None]
+    here = slots + _owned_words(tile, mine, OWNED, BLOCK_B // VALUES)
+    total = _out_of_words(il.sum_packed(here, None, slot, stamp, tile, group, there, WORLD_SIZE, VALUES), VALUES)
+    if bias is not None:
+        total += tl.load(bias + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
+    value = _in_words(total.to(y.dtype.element_ty).to(tl.float32), VALUES)
+    for step in tl.static_range(1, WORLD_SIZE + 1):
+        il.put_packed(results + place, value, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
 
 
 @triton.jit

@@ -115,8 +115,9 @@ def prepare(
         x = x.contiguous()
     options = {
         "WORLD_SIZE": ranks,
+        "ONE_TILE": programs == tiles,
         "EVEN": rows % config.block_n == 0 and tokens % block_b == 0,
-        "EVEN_K": columns % config.block_k == 0,
+        "EVEN_K": columns > 0 and columns % config.block_k == 0,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
         "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
         "BLOCK_N": config.block_n,
@@ -133,7 +134,6 @@ def prepare(
     padded = tiles * config.block_n * block_b // values
     if config.protocol == "one_shot":
         launched, slot, results = kernel.gemv_all_reduce_one_shot, round_up(padded, 16), 0
-        options["ONE_TILE"] = programs == tiles
     else:
         owned = ceil_div(config.block_n, ranks)
         launched, slot, results = kernel.gemv_all_reduce_two_phase, round_up(tiles * owned * block_b // values, 16), padded

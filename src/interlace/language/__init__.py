@@ -1,5 +1,6 @@
 """GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``."""
 
+from interlace.language.counting import arrive_last
 from interlace.language.primitives import (
     advance_epoch,
     barrier,
@@ -22,6 +23,7 @@ from interlace.language.primitives import (
 
 __all__ = [
     "advance_epoch",
+    "arrive_last",
     "barrier",
     "fence",
     "get",

@@ -1,0 +1,26 @@
+"""What kernels read about each table and where signals lie: numbers that host and device must agree on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# One record a table, int64 [tables, FIELDS] on the device.
+ADDRESS: Final = 0  # of the table's first row
+STRIDE: Final = 1  # elements between two rows
+WIDTH: Final = 2
+COLUMN: Final = 3  # of the output, where the table's columns start
+OWN_COLUMN: Final = 4  # the same among this rank's columns
+FIRST_KEY: Final = 5  # rows of the tables before this one: a row's number among all rows of this rank
+TARGET: Final = 6  # address of what the backward pass writes: the gradient, or the table itself; 0 for nothing
+TARGET_STRIDE: Final = 7
+STATE: Final = 8  # address of Adagrad's state
+TARGET_FIRST: Final = 9  # number of the first distinct row of this table (sparse gradients)
+FIELDS: Final = 10
+
+MAX_RANKS: Final = 8
+
+# int32 signals of a rank, the same at all protocols; what follows HEADER depends on the protocol.
+GRANTED: Final = 0  # [source]: the buffer of that rank may be written
+DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
+COUNTER: Final = 2 * MAX_RANKS  # programs that have finished their remote work; local
+HEADER: Final = 4 * MAX_RANKS

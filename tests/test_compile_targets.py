@@ -22,9 +22,34 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", "data": "i64", "signa
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
     }[kernel]()
+
+
+_EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
+_EMBEDDING_SIZES = ("call", "taken", "slots", "B", "chunk", "T", "column_groups")
+_EMBEDDING_TYPES = {
+    **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
+    **dict.fromkeys(_EMBEDDING_ADDRESSES, "i64"), **dict.fromkeys(_EMBEDDING_SIZES, "i32"),
+}  # fmt: skip
+
+
+def _embedding_all_to_all_forward():
+    """Each protocol and order, table and output dtype, kind of index; whole and partly filled vectors; one rank."""
+    import triton.language as tl
+
+    def case(protocol, index, dtype, out, width, whole, align, bags, unroll, **more):
+        types = _EMBEDDING_TYPES | {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        sizes = {"BAGS": bags, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "SLICE_BLOCKS": 8, "WORLD_SIZE": 4}
+        flags = {"PROTOCOL": protocol, "LOCAL_FIRST": False, "MEAN": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
+        return types, flags | sizes | more
+
+    yield case("direct", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
+    yield case("direct", "i32", tl.float16, tl.float32, 128, False, 1, 8, 2, LOCAL_FIRST=True, WORLD_SIZE=3)
+    yield case("direct", "i64", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 8, MEAN=True, weights=None, WORLD_SIZE=1)
+    yield case("sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8)
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):

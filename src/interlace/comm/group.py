@@ -150,7 +150,7 @@ class Group:
         """
         key = (operator, *arguments.items())
         if key not in self._gathered:
-            self._gathered[key] = self.exchange(operator, dict(arguments))
+            self._gathered[key] = self.exchange(f"{operator} (getting to know the ranks)", dict(arguments))
         return self._gathered[key]
 
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:

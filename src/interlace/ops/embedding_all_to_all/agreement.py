@@ -32,6 +32,7 @@ def agree(
     widths: tuple[int, ...],
     dtype: str | None,
     output_dtype: str | None,
+    grad_enabled: bool,
     trains: bool,
 ) -> Agreed:
     """Every rank's widths, and the output's dtype; exchanged once per distinct arguments. Traced calls too are collective.
@@ -43,8 +44,17 @@ def agree(
     group = group_named(group_name, torch.device(device))
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
-    answers = group.gather(OPERATOR, name=name, widths=widths, dtype=dtype, output_dtype=output_dtype, trains=trains)
-    for what in ("name", "output_dtype"):
+    # With grad_enabled, a rank without tables asks again too when the others change between training and evaluation.
+    answers = group.gather(
+        OPERATOR,
+        name=name,
+        widths=widths,
+        dtype=dtype,
+        output_dtype=output_dtype,
+        grad_enabled=grad_enabled,
+        trains=trains,
+    )
+    for what in ("name", "output_dtype", "grad_enabled"):
         _require_same(what.replace("_", " "), [answer[what] for answer in answers])
     dtypes = [answer["dtype"] for answer in answers]
     _require_same("the dtype of weights", dtypes, where=[bool(answer["widths"]) for answer in answers])

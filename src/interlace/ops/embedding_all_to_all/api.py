@@ -60,8 +60,8 @@ def embedding_all_to_all(
             :class:`interlace.optim.RowWiseAdagrad`. All are repeatable bit by bit.
         batch_size: B; needed only on a rank without tables.
         name: tells calls apart whose tables differ on some ranks only. Ranks learn each other's widths once for each
-            ``name`` and widths of their own; two sets of tables that look the same on one rank, but not on another,
-            must have different names.
+            ``name`` and own widths and dtype; two sets of tables that look the same on one rank (none at all, say), but not on
+            another, must have different names.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or ``"auto"``: what was measured to
             be faster. An explicit choice is never replaced.
@@ -102,6 +102,7 @@ def embedding_all_to_all(
         tuple(int(weight.shape[1]) for weight in weights),
         str(weights[0].dtype) if weights else None,
         None if output_dtype is None else str(output_dtype),
+        torch.is_grad_enabled(),
         torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
     )
     # A rank without trainable tables takes part in the backward pass because of this.

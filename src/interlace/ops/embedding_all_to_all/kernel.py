@@ -111,10 +111,10 @@ def _fill_nan(address, count, dtype: tl.constexpr):
         tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)
 
 
-@triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots"])
+@triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups"])
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
-    B, chunk, T, columns,
+    B, chunk, T, column_groups,
     WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, LOCAL_FIRST: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr,
@@ -146,7 +146,7 @@ def embedding_all_to_all_forward(
     flags = il.pointer(signals, tl.int32)
     numbers = il.pointer(grants, tl.int32)
     blocks = (chunk + BAGS - 1) // BAGS
-    columns = tl.multiple_of(columns, ALIGN)
+    columns = column_groups * ALIGN  # a product that the compiler knows the divisor of
     own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
     own = il.pointer(own_address, OUT)
     if program == 0:

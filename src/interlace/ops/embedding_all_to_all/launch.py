@@ -145,7 +145,7 @@ def refuse_bad_values(call: Call) -> None:
         ArgumentError: on every rank.
     """
     wrong = check_values(call.weights, call.indices, call.offsets, call.layout.batch)
-    for rank, found in enumerate(call.group.exchange(OPERATOR, wrong)):
+    for rank, found in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
         if found is not None:
             raise ArgumentError(f"{OPERATOR}: on rank {rank}, {found} Nothing was computed.")
 
@@ -198,7 +198,7 @@ def prepare(
         on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
         None if call.scale is None else call.scale.contiguous(), buffers, workspace.data.address, workspace.signals.address,
         0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator), counts, mark, buffer_bytes,
-        taken, slots, layout.batch, layout.chunk, len(call.weights), layout.columns,
+        taken, slots, layout.batch, layout.chunk, len(call.weights), layout.columns // align,
     )  # fmt: skip
     options = {
         "WORLD_SIZE": ranks,

@@ -11,6 +11,7 @@ import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
@@ -57,6 +58,7 @@ class Call:
 
     Attributes:
         dtype: of the output, and so of the gradients that travel.
+        alone: whether this rank computes without its peers, whatever the group.
     """
 
     weights: Sequence[torch.Tensor]
@@ -70,9 +72,12 @@ class Call:
     group_name: str
     impl: str
     config: str
+    alone: bool = False
 
     @property
     def group(self) -> Group:
+        if self.alone:
+            return solo_group(group_named(self.group_name, self.indices.device).device)
         return group_named(self.group_name, self.indices.device)
 
     @property
@@ -224,7 +229,9 @@ def forward_records(call: Call) -> tuple[list[list[int]], int]:
     layout, first = call.layout, call.layout.first_column(call.rank)
     own = layout.table_columns(call.rank)
     rows = [
-        entry(weight, column=first + column, own_column=column, first_key=0)
+        entry(
+            width=weight.shape[1], column=first + column, own_column=column, address=weight.data_ptr(), stride=weight.stride(0)
+        )
         for weight, column in zip(call.weights, own, strict=True)
     ]
     itemsize = min(call.table_dtype.itemsize, call.dtype.itemsize)

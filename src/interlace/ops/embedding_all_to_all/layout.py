@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 
-from interlace.units import ceil_div
+from interlace.units import ceil_div, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,15 @@ class Layout:
         return max(map(len, self.widths))
 
     @classmethod
-    def of(cls, counts: list[int], widths: list[int], batch: int) -> Layout:
+    def of(cls, counts: Sequence[int], widths: Sequence[int], batch: int) -> Layout:
         """From each rank's number of tables and all widths in one list: how operators carry it through graphs."""
         rest = iter(widths)
         return cls(tuple(tuple(itertools.islice(rest, count)) for count in counts), batch)
+
+
+def dense_places(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Where each table's dense gradient begins in one tensor of all, in elements, and where the last one ends."""
+    places = [0]
+    for count, width in zip(rows, widths, strict=True):
+        places.append(places[-1] + round_up(count * width, 64))
+    return places

@@ -11,11 +11,10 @@ WIDTH: Final = 2
 COLUMN: Final = 3  # of the output, where the table's columns start
 OWN_COLUMN: Final = 4  # the same among this rank's columns
 FIRST_KEY: Final = 5  # rows of the tables before this one: a row's number among all rows of this rank
-TARGET: Final = 6  # address of what the backward pass writes: the gradient, or the table itself; 0 for nothing
+TARGET: Final = 6  # bytes from the call's target (0 in updates) to what the backward pass writes; -1 for nothing
 TARGET_STRIDE: Final = 7
 STATE: Final = 8  # address of Adagrad's state
-TARGET_FIRST: Final = 9  # number of the first distinct row of this table (sparse gradients)
-FIELDS: Final = 10
+FIELDS: Final = 9
 
 MAX_RANKS: Final = 8
 
@@ -24,3 +23,7 @@ GRANTED: Final = 0  # [source]: the buffer of that rank may be written
 DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
 COUNTER: Final = 2 * MAX_RANKS  # programs that have finished their remote work; local
 HEADER: Final = 4 * MAX_RANKS
+
+MAX_TABLES: Final = 4096
+"""Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table, then by a signal for each
+table and source."""

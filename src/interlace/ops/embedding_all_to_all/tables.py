@@ -56,23 +56,22 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def entry(
-    weight: torch.Tensor,
     *,
+    width: int,
     column: int,
     own_column: int,
-    first_key: int,
-    target: torch.Tensor | None = None,
-    state: torch.Tensor | None = None,
-    target_first: int = 0,
+    address: int = 0,
+    stride: int = 0,
+    first_key: int = 0,
+    target: int = -1,
+    target_stride: int = 0,
+    state: int = 0,
 ) -> list[int]:
-    """The record of one table; see ``record``."""
+    """The record of one table; see ``record`` for the fields."""
     fields = [0] * record.FIELDS
-    fields[record.ADDRESS], fields[record.STRIDE], fields[record.WIDTH] = weight.data_ptr(), weight.stride(0), weight.shape[1]
+    fields[record.ADDRESS], fields[record.STRIDE], fields[record.WIDTH] = address, stride, width
     fields[record.COLUMN], fields[record.OWN_COLUMN], fields[record.FIRST_KEY] = column, own_column, first_key
-    if target is not None:
-        fields[record.TARGET], fields[record.TARGET_STRIDE] = target.data_ptr(), target.stride(0)
-    fields[record.STATE] = 0 if state is None else state.data_ptr()
-    fields[record.TARGET_FIRST] = target_first
+    fields[record.TARGET], fields[record.TARGET_STRIDE], fields[record.STATE] = target, target_stride, state
     return fields
 
 

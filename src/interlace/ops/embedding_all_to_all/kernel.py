@@ -466,7 +466,7 @@ def embedding_all_to_all_backward(
                         partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=(held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
                     )
                     tl.debug_barrier()
-                    for each in tl.static_range(RUNS):
+                    for each in range(0, RUNS):
                         chosen = held & (size > RUN_LOOKUPS) & (lane == each)
                         if tl.max(chosen.to(tl.int32), 0) > 0:
                             begin = tl.sum(tl.where(chosen, opening, 0), 0)

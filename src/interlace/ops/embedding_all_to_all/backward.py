@@ -135,12 +135,12 @@ def gradient(
         own = _exchanged(call, grad)
         if not sparse:
             _store_dense(call, own, values, rows, trainable)
-            return values, none, none
+            return values, none, torch.empty_like(none)
         call, grad = _alone(call), own
     target = Target("store", sparse, values.data_ptr(), places, strides, [0] * len(rows), rows, table_dtype)
     _launch(call, grad, target, config, sorted_lookups)
     if sorted_lookups is None:
-        return values, none, none
+        return values, none, torch.empty_like(none)
     return values, *_distinct_rows(call, sorted_lookups, rows)
 
 
@@ -177,7 +177,7 @@ def _distinct_rows(call: Call, found: Sorted, rows: Sequence[int]) -> tuple[torc
     first_keys = [sum(rows[:table]) for table in range(len(rows) + 1)]
     limits = on_device(call.group, [first_keys])[0]
     if not count:
-        return limits[:0], torch.zeros_like(limits)
+        return torch.empty_like(limits[:0]), torch.zeros_like(limits)
     begins = torch.searchsorted(found.keys, limits.to(found.keys.dtype))
     numbers = torch.cat([found.segment_of, found.segment_of[-1:] + 1])[begins]
     return found.keys[found.segments[:-1].clamp(max=count - 1)].long(), numbers.long()

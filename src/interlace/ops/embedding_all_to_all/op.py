@@ -1,8 +1,8 @@
 """``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
 
 Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks; ``counts``, each rank's number of
-tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``dtype``, of the output; ``anchor``, a tensor that makes the
-output require a gradient on ranks whose own tables do not.
+tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``pooling``, the mode (torch's own functionalisation has an
+argument of that name); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-_LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str mode, ScalarType dtype"
+_LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
 _HOW = "str group_name, str impl, str config"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(

@@ -42,6 +42,7 @@ def agree(
         ArgumentError: no rank has a table, and nobody says what dtype the output has.
     """
     group = group_named(group_name, torch.device(device))
+    group.check()
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
     # With grad_enabled, a rank without tables asks again too when the others change between training and evaluation.

@@ -188,6 +188,7 @@ def _distinct_rows(call: Call, found: Sorted, rows: Sequence[int]) -> tuple[torc
 
 def _launch(call: Call, grad: torch.Tensor, target: Target, config: EmbeddingAllToAllConfig, found: Sorted | None) -> None:
     group, layout = call.group, call.layout
+    group.check()
     mark = group.agree(
         _NAME,
         the_global_batch=layout.batch,

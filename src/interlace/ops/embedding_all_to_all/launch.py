@@ -116,6 +116,7 @@ class Call:
 def run(call: Call, check: bool) -> torch.Tensor:
     """The forward pass: ``[samples of this rank, columns]``."""
     group, layout = call.group, call.layout
+    group.check()
     mark = call.agree(check)
     if check:
         refuse_bad_values(call)
@@ -123,7 +124,6 @@ def run(call: Call, check: bool) -> torch.Tensor:
     if layout.batch == 0 or layout.columns == 0:
         return call.indices.new_empty(shape, dtype=call.dtype)
     if call.impl == "unfused":
-        group.check()
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
         pooled = reference.pool(call.weights, call.indices, call.offsets, call.scale, call.mode, layout.batch, call.dtype)
         process_group = process_group_named(call.group_name)

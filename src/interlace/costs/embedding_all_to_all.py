@@ -109,7 +109,9 @@ def backward_floor_memory_bytes(
     own = sum(widths[rank])
     mine = samples(batch, len(widths))[rank]
     travelled = mine * (sum(map(sum, widths)) - own) + (batch - mine) * own
-    rows = sum(count * (row_accesses * width * itemsize + state_bytes) for count, width in zip(distinct_rows, widths[rank], strict=True))
+    rows = sum(
+        count * (row_accesses * width * itemsize + state_bytes) for count, width in zip(distinct_rows, widths[rank], strict=True)
+    )
     return gradient_itemsize * (travelled + batch * own) + 4 * sum(lookups) + rows
 
 

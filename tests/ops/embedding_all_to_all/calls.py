@@ -109,7 +109,9 @@ class Call:
             assert y.dtype == self.out
             assert y.shape == expected[mine].shape, self
             error = (y.double() - expected[mine]).abs()
-            assert (error <= bound[mine]).all(), f"{self}: rank {rank} is wrong by {(error / bound[mine]).max():.3g} times the bound"
+            assert (error <= bound[mine]).all(), (
+                f"{self}: rank {rank} is wrong by {(error / bound[mine]).max():.3g} times the bound"
+            )
 
 
 def run_one(call: Call, group: dist.ProcessGroup | None = None, **more) -> torch.Tensor:

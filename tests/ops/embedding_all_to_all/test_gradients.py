@@ -197,7 +197,8 @@ def _interleaved(call):
         for _ in range(4):
             tables = [table.requires_grad_() for table in call.tables(rank)]
             outputs = [
-                interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config) for _ in range(3)
+                interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config)
+                for _ in range(3)
             ]
             for factor, y in enumerate(outputs):
                 y.backward(upstream(call, rank) * (factor + 1))

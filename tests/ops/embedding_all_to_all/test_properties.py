@@ -103,9 +103,10 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
 
 def test_costs_of_a_worked_example():
     """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags, slices of 2 blocks."""
-    common = dict(
-        widths=((4, 4), (8,)), batch=5, itemsize=4, output_itemsize=4, index_itemsize=8, block_bags=2, slice_blocks=2,
-    )  # fmt: skip
+    common = {
+        "widths": ((4, 4), (8,)), "batch": 5, "itemsize": 4, "output_itemsize": 4, "index_itemsize": 8,
+        "block_bags": 2, "slice_blocks": 2,
+    }  # fmt: skip
     direct = forward(protocol="direct", rank=0, lookups=(10, 0), **common)
     assert direct.flops == 10 * 4
     assert direct.memory_bytes == 10 * 16 + 8 * (10 + 10 + 1) + 3 * 16 * 4

@@ -68,7 +68,9 @@ def test_blocks_of_every_size(ranks):
     """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time than a bag has."""
     cuts = [(1, 1, 1, 1), (16, 4, 2, 1), (2, 8, 7, 3)]
     calls = [
-        Call(((4, 12), (6,)), 9, config=_config(protocol, block_bags=bags, unroll=unroll, max_programs=programs, slice_blocks=blocks))
+        Call(
+            ((4, 12), (6,)), 9, config=_config(protocol, block_bags=bags, unroll=unroll, max_programs=programs, slice_blocks=blocks)
+        )
         for protocol in PROTOCOLS
         for bags, unroll, programs, blocks in cuts
     ]
@@ -87,7 +89,11 @@ def test_auto_and_unfused_need_no_configuration(ranks, impl):
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_nothing_to_do(ranks, impl):
     """No samples, no lookups, no tables at all."""
-    empty = [Call(((4,), (4,)), 0, impl=impl), Call(((4,), (4,)), 5, most=0, impl=impl), Call(((), ()), 5, output_dtype="float32", impl=impl)]
+    empty = [
+        Call(((4,), (4,)), 0, impl=impl),
+        Call(((4,), (4,)), 5, most=0, impl=impl),
+        Call(((), ()), 5, output_dtype="float32", impl=impl),
+    ]
     check_all(empty, ranks(2).run(run, empty))
 
 

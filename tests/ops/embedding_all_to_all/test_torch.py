@@ -38,9 +38,7 @@ def _opcheck_backward():
     trains, rows = [True] * len(tables), [len(table) for table in tables]
     gradient, update = torch.ops.interlace.embedding_all_to_all_gradient, torch.ops.interlace.embedding_all_to_all_update
     found = [
-        torch.library.opcheck(
-            gradient.default, (grad, indices, offsets, None, *layout, rows, trains, torch.float32, sparse, *how)
-        )
+        torch.library.opcheck(gradient.default, (grad, indices, offsets, None, *layout, rows, trains, torch.float32, sparse, *how))
         for sparse in (False, True)
     ]
     more = (*layout, trains, "RowWiseAdagrad", 0.1, 1e-3, *how)

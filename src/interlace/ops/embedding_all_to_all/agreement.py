@@ -24,7 +24,6 @@ class Agreed:
     trains: bool
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
 def agree(
     group_name: str,
     device: str,
@@ -69,6 +68,10 @@ def agree(
         output_dtype=found[0].removeprefix("torch."),
         trains=any(answer["trains"] for answer in answers),
     )
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds.
+agree._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checks_indices(wanted: bool | None, device: torch.device) -> bool:

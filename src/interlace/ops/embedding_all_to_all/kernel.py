@@ -336,7 +336,7 @@ def _push(
     counts = tl.load(owners + 2 * peers, mask=peers < WORLD_SIZE, other=0)
     line, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
     mine = _owned(me, B, chunk)
-    for table in range(0, tables_most):
+    for table in range(tables_most):
         for step in tl.static_range(1, WORLD_SIZE):
             owner = (me + step) % WORLD_SIZE
             if table < tl.load(owners + 2 * owner):
@@ -432,7 +432,7 @@ def embedding_all_to_all_backward(
         arrived = 1
         first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
         while first < count:
-            for tile in range(0, TICKET):
+            for tile in range(TICKET):
                 run = first + tile * RUNS + lane
                 held = run < count
                 start = _run_of(runs, run, count)
@@ -466,7 +466,7 @@ def embedding_all_to_all_backward(
                         partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=(held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
                     )
                     tl.debug_barrier()
-                    for each in range(0, RUNS):
+                    for each in range(RUNS):
                         chosen = held & (size > RUN_LOOKUPS) & (lane == each)
                         if tl.max(chosen.to(tl.int32), 0) > 0:
                             begin = tl.sum(tl.where(chosen, opening, 0), 0)

@@ -104,7 +104,7 @@ class Call:
         bags = max(1, len(self.weights) * self.layout.batch)
         return choose(
             tables=self.layout.most_tables,
-            width=max((max(widths, default=1) for widths in self.layout.widths)),
+            width=max(max(widths, default=1) for widths in self.layout.widths),
             batch=self.layout.batch,
             pooling_factor=next_power_of_2(ceil_div(self.indices.shape[0], bags)),
             dtype=self.table_dtype,
@@ -229,9 +229,7 @@ def forward_records(call: Call) -> tuple[list[list[int]], int]:
     layout, first = call.layout, call.layout.first_column(call.rank)
     own = layout.table_columns(call.rank)
     rows = [
-        entry(
-            width=weight.shape[1], column=first + column, own_column=column, address=weight.data_ptr(), stride=weight.stride(0)
-        )
+        entry(width=weight.shape[1], column=first + column, own_column=column, address=weight.data_ptr(), stride=weight.stride(0))
         for weight, column in zip(call.weights, own, strict=True)
     ]
     itemsize = min(call.table_dtype.itemsize, call.dtype.itemsize)
@@ -250,5 +248,3 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
-
-

@@ -1,8 +1,8 @@
 """``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
 
 Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks; ``counts``, each rank's number of
-tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``pooling``, the mode (torch's own functionalisation has an
-argument of that name); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
+tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``pooling``, the mode (torch's functionalisation has an
+argument of that name already); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ def _call(
     rank: int,
     mode: str,
     dtype: torch.dtype,
-    how: tuple[str, str, str],
+    how: Sequence[str],
 ) -> Any:
     from interlace.ops.embedding_all_to_all.launch import Call
 
     batch, counts, widths = layout
+    group_name, impl, config = how
     columns = Layout.of(counts, widths, batch)
-    return Call(weights, indices.contiguous(), offsets.contiguous(), scale, columns, rank, mode, dtype, *how)
+    numbers = indices.contiguous(), offsets.contiguous()
+    return Call(weights, *numbers, scale, columns, rank, mode, dtype, group_name, impl, config)
 
 
 def _run(
@@ -235,9 +237,7 @@ def _sparse(
         part = slice(ends[table], ends[table + 1])
         numbers = (keys[part] - first)[None]
         size = (count, width)
-        found.append(
-            torch.sparse_coo_tensor(numbers, values[part, :width], size, is_coalesced=True, check_invariants=False)
-        )
+        found.append(torch.sparse_coo_tensor(numbers, values[part, :width], size, is_coalesced=True, check_invariants=False))
         first += count
     return found
 

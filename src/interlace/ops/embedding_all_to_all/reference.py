@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 
 def pool(
-    weights: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     scale: torch.Tensor | None,
@@ -46,19 +48,15 @@ def exchange_gradient(
     return _all_to_all(packed, from_each, to_each, group).view(sum(samples), columns[rank])
 
 
-def row_gradients(
-    gradient: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor | None, mode: str
-) -> torch.Tensor:
-    """Of one table: ``gradient [batch, width]`` and its ``offsets [batch + 1]`` -> float32 ``[lookups, width]``, one row a lookup."""
+def row_gradients(gradient: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor | None, mode: str) -> torch.Tensor:
+    """Of one table: ``gradient [batch, width]``, ``offsets [batch + 1]`` -> float32 ``[lookups, width]``, one row a lookup."""
     lengths = offsets.diff()
     per_bag = gradient.float() / lengths.clamp(min=1)[:, None] if mode == "mean" else gradient.float()
     per_lookup = per_bag.repeat_interleave(lengths, 0)
     return per_lookup if scale is None else per_lookup * scale.float()[:, None]
 
 
-def _all_to_all(
-    packed: torch.Tensor, from_each: list[int], to_each: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _all_to_all(packed: torch.Tensor, from_each: list[int], to_each: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return packed
     received = packed.new_empty(sum(from_each))

@@ -137,7 +137,8 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
             _validate_states(weights, gradient.states)
     elif gradient not in ("dense", "sparse"):
         raise ArgumentError(
-            f"{OPERATOR}: gradient must be 'dense', 'sparse', interlace.optim.SGD or interlace.optim.RowWiseAdagrad; got {gradient!r}."
+            f"{OPERATOR}: gradient must be 'dense', 'sparse', interlace.optim.SGD or interlace.optim.RowWiseAdagrad; "
+            f"got {gradient!r}."
         )
 
 
@@ -149,8 +150,6 @@ def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Ten
     for table, (weight, state) in enumerate(zip(weights, states, strict=True)):
         name = f"{OPERATOR}: RowWiseAdagrad's states[{table}]"
         if list(state.shape) != [weight.shape[0]] or state.dtype != torch.float32 or not state.is_contiguous():
-            raise ArgumentError(
-                f"{name} must be contiguous float32 [{weight.shape[0]}]; got {state.dtype} {list(state.shape)}."
-            )
+            raise ArgumentError(f"{name} must be contiguous float32 [{weight.shape[0]}]; got {state.dtype} {list(state.shape)}.")
         if state.device != weight.device:
             raise ArgumentError(f"{name} must be on the device of its table, {weight.device}; got {state.device}.")

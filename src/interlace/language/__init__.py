@@ -20,11 +20,13 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
+from interlace.language.tiles import complete_tiles, put_tile
 
 __all__ = [
     "advance_epoch",
     "arrive_last",
     "barrier",
+    "complete_tiles",
     "fence",
     "get",
     "join",
@@ -35,6 +37,7 @@ __all__ = [
     "put",
     "put_packed",
     "put_signal",
+    "put_tile",
     "rank",
     "signal",
     "sum_packed",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import EmbeddingAllToAllConfig
-from interlace.costs.embedding_all_to_all import forward
+from interlace.costs.embedding_all_to_all import backward, forward
 from tests.ops.embedding_all_to_all.calls import DTYPES, SMALL, Call, check_all, run_one
 
 PROTOCOLS = ["direct", "sliced"]
@@ -68,6 +68,8 @@ configs = st.builds(
     block_bags=st.sampled_from([1, 2, 8]),
     unroll=st.integers(1, 3),
     max_programs=st.integers(1, 4),
+    push_programs=st.integers(1, 3),
+    push_rows=st.sampled_from([1, 2, 16]),
     slice_blocks=st.integers(1, 3),
 )
 
@@ -101,6 +103,41 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     check()
 
 
+def _backward_traffic(calls):
+    """What each call's backward pass sent, and how many distinct rows of each table were looked up."""
+    traffic, rank = interlace.group_of().traffic, dist.get_rank()
+    answers = []
+    for call in calls:
+        indices, offsets, scale = call.lookups(rank)
+        tables = [table.requires_grad_() for table in call.tables(rank)]
+        y = interlace.embedding_all_to_all(
+            tables, indices, offsets, per_sample_weights=scale, batch_size=call.batch, config=call.config,
+            output_dtype=call.out, name=f"trained {call.widths} {call.dtype} {call.output_dtype}",
+        )  # fmt: skip
+        traffic.reset()
+        if y.requires_grad:
+            y.backward(torch.ones_like(y))
+        answers.append((traffic.message_bytes, traffic.messages, traffic.signals))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_backward_passes_cost_what_is_predicted(ranks, world_size):
+    @settings(max_examples=6 if world_size == 2 else 3)
+    @given(batch=st.lists(_calls(world_size), min_size=1, max_size=3))
+    def check(batch):
+        for rank, answers in enumerate(ranks(world_size).run(_backward_traffic, batch)):
+            for call, answer in zip(batch, answers, strict=True):
+                cost = backward(
+                    rank=rank, widths=call.widths, batch=call.batch, lookups=lookups_of(call, rank),
+                    distinct_rows=[0] * len(call.widths[rank]), itemsize=DTYPES[call.dtype].itemsize,
+                    gradient_itemsize=call.out.itemsize, push_rows=call.config.push_rows,
+                )  # fmt: skip
+                assert answer == (cost.link_bytes, cost.messages, cost.signals), (rank, call)
+
+    check()
+
+
 def test_costs_of_a_worked_example():
     """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags, slices of 2 blocks."""
     common = {
@@ -111,6 +148,13 @@ def test_costs_of_a_worked_example():
     assert direct.flops == 10 * 4
     assert direct.memory_bytes == 10 * 16 + 8 * (10 + 10 + 1) + 3 * 16 * 4
     assert (direct.link_bytes, direct.messages, direct.signals) == (2 * 8 * 4 + 4, 1 + 2 * 1, 1 + 1)
+    # Rank 0 sends 3 samples' 8 columns of one table; reads them and 5 samples' own 8; receives 2 samples' own 8; 4 distinct rows.
+    back = backward(
+        rank=0, widths=((4, 4), (8,)), batch=5, lookups=(10, 0), distinct_rows=(4, 0), itemsize=2, gradient_itemsize=4,
+        push_rows=2, row_accesses=2, state_bytes=8,
+    )  # fmt: skip
+    assert back.memory_bytes == 4 * (3 * 8 + 2 * 8 + 5 * 8) + 4 * 10 + 4 * (2 * 4 * 2 + 8)
+    assert (back.link_bytes, back.messages, back.signals) == (3 * 8 * 4, 2, 1 + 1)
     sliced = forward(protocol="sliced", rank=1, lookups=(3,), **common)
     assert (sliced.link_bytes, sliced.messages, sliced.signals) == (3 * 8 * 4 + 4, 1 + 2, 1 + 1)
 

@@ -113,7 +113,7 @@ def _fill_nan(address, count, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups"])
 def embedding_all_to_all_forward(
-    tables, indices, offsets, weights, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
+    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
     B, chunk, T, column_groups,
     WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, LOCAL_FIRST: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
@@ -189,9 +189,16 @@ def embedding_all_to_all_forward(
                             il.put(target + place, tl.load(kept + place, mask=mask, cache_modifier=".cg"), dest, group, mask)
                         il.fence(group)
                         il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
+                elif PROTOCOL == "tiles":
+                    # Whole blocks: what lies beyond the destination's samples is cut off, or is behind its output.
+                    column = tl.load(tables + table * _FIELDS + _COLUMN).to(tl.int32)
+                    corner = [dest, tl.sum(tl.where(peers == dest, number, 0)), block * BAGS, column]
+                    il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, WIDTH]))
                 else:
                     il.put(target + place, total, dest, group, mask)
         if PROTOCOL != "sliced":
+            if PROTOCOL == "tiles":
+                il.complete_tiles()
             if granted:
                 if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
                     il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)

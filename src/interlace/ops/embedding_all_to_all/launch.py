@@ -11,8 +11,10 @@ import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
+from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig, default_config
@@ -198,21 +200,29 @@ def prepare(
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
+    widths = widths_of(layout.widths[call.rank])
+    protocol, tiles = config.protocol, None
+    if protocol == "tiles":
+        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the same places.
+        fits = widths["WHOLE"] and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        protocol = "tiles" if fits and group.backend == "cuda" else "direct"
+    if protocol == "tiles":
+        tiles = describe_outputs(group, layout, call.dtype, buffers, buffer_bytes, [config.block_bags, widths["WIDTH"]])
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = (
         on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
-        None if call.scale is None else call.scale.contiguous(), buffers, workspace.data.address, workspace.signals.address,
+        None if call.scale is None else call.scale.contiguous(), tiles, buffers, workspace.data.address, workspace.signals.address,
         0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator), counts, mark, buffer_bytes,
         taken, slots, layout.batch, layout.chunk, len(call.weights), layout.columns // align,
     )  # fmt: skip
     options = {
         "WORLD_SIZE": ranks,
-        "PROTOCOL": config.protocol,
+        "PROTOCOL": protocol,
         "LOCAL_FIRST": config.order == "local_first",
         "MEAN": call.mode == "mean",
         "DTYPE": triton_dtype(call.table_dtype),
         "OUT": triton_dtype(call.dtype),
-        **widths_of(layout.widths[call.rank]),
+        **widths,
         "BAGS": config.block_bags,
         "UNROLL": config.unroll,
         "ALIGN": align,
@@ -222,6 +232,18 @@ def prepare(
     if config.max_registers:
         options["maxnreg"] = config.max_registers
     return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
+
+
+def describe_outputs(
+    group: Group, layout: Layout, dtype: torch.dtype, buffers: int, buffer_bytes: int, block: list[int]
+) -> Any:
+    """A tensor descriptor of every rank's every buffer: ``[rank, buffer, sample, column]``, in blocks of bags by columns."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape = [layout.world_size, BUFFERS + 1, layout.chunk, layout.columns]
+    strides = [group.stride // dtype.itemsize, buffer_bytes // dtype.itemsize, layout.columns, 1]
+    base = view_as(bytes_at(buffers, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
+    return TensorDescriptor(base, shape, strides, [1, 1, *block])
 
 
 def forward_records(call: Call) -> tuple[list[list[int]], int]:

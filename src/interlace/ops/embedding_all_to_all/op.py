@@ -2,7 +2,7 @@
 
 Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks; ``counts``, each rank's number of
 tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``pooling``, the mode (torch's functionalisation has an
-argument of that name already); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
+argument of that name); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
 """
 
 from __future__ import annotations

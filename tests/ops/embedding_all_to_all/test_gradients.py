@@ -125,7 +125,7 @@ def test_updates_match_float64(ranks, impl, kind):
 @pytest.mark.parametrize("kind", ["dense", "sparse", "adagrad"])
 def test_one_row_that_every_bag_uses(ranks, kind):
     """Its sum is cut into runs, which any program may add; runs of several such rows lie side by side."""
-    call = Call(((4, 3), (8,)), 40, most=6, hot=True, config=dataclasses.replace(SMALL, run_lookups=8, max_programs=3))
+    call = Call(((4, 3), (8,)), 40, most=6, hot=True, config=SMALL)
     for rank, (results, _) in enumerate(ranks(2).run(train, call, kind)):
         before = call.tables(rank)
         for table, (value, magnitude) in enumerate(exact(call, rank)):
@@ -155,7 +155,11 @@ def _equal(one, other):
 def test_results_repeat_bit_by_bit(ranks, kind):
     """Under delays and reordered puts, on other grids and with other blocks: only ``run_lookups`` may change bits."""
     call = Call(((4, 3), (8,)), 20, rows=3, most=6)
-    configs = [SMALL, dataclasses.replace(SMALL, block_bags=1, unroll=3, max_programs=1, push_programs=1, push_rows=16), SMALL]
+    configs = [
+        SMALL,
+        dataclasses.replace(SMALL, block_runs=1, run_unroll=3, update_programs=1, push_programs=1, push_rows=16),
+        SMALL,
+    ]
     for results in ranks(2).run(_repeats, call, kind, configs, timeout_s=90):
         assert all(_equal(result, results[0]) for result in results)
 

@@ -137,3 +137,14 @@ def test_views_and_strided_tables(ranks):
     outcomes = ranks(2).run(_views, call)
     assert all(unchanged for unchanged, _ in outcomes)
     call.check([y for _, y in outcomes])
+
+
+def test_explain_names_the_configuration():
+    tables, indices = [torch.zeros(9, 16), torch.zeros(9, 24)], torch.zeros(20, dtype=torch.int64)
+    text = interlace.explain("embedding_all_to_all", tables, indices, torch.arange(9) * 20 // 8)
+    assert text.startswith(
+        "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 lookups a bag, on 1 rank: "
+        "fused (direct remote_first 8 "
+    )
+    with pytest.raises(interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"):
+        interlace.explain("embedding_all_to_all", tables, indices)

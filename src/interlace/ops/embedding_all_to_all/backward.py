@@ -15,7 +15,7 @@ from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAl
 from interlace.ops.embedding_all_to_all.launch import Call, Launch, triton_dtype, widths_of
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 from interlace.ops.embedding_all_to_all.tables import alignment, entry, on_device
-from interlace.units import next_power_of_2
+from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
@@ -228,8 +228,7 @@ def prepare(
     lookups = call.indices.shape[0]
     widths = widths_of(layout.widths[call.rank])
     slots = 2 * (lookups // config.run_lookups + 1)
-    tile = next_power_of_2(config.block_bags)
-    takers = min(config.max_programs, MAX_PROGRAMS - pushers, max(1, -(-lookups // (tile * _TICKET))))
+    takers = min(config.update_programs, MAX_PROGRAMS - pushers, max(1, ceil_div(lookups, config.block_runs * _TICKET)))
     partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
     arrivals = torch.zeros(slots + 1, dtype=torch.int32, device=device)
     arguments = (
@@ -247,17 +246,15 @@ def prepare(
         "DTYPE": triton_dtype(target.dtype),
         "OUT": triton_dtype(call.dtype),
         **widths,
-        "RUNS": tile,
-        "UNROLL": min(config.unroll, 4),
+        "RUNS": config.block_runs,
+        "UNROLL": config.run_unroll,
         "ALIGN": align,
         "ROWS": config.push_rows,
         "PIECE": next_power_of_2(max(max(each, default=1) for each in layout.widths)),
         "RUN_LOOKUPS": config.run_lookups,
         "TICKET": _TICKET,
-        "num_warps": config.num_warps,
+        "num_warps": config.update_warps,
     }
-    if config.max_registers:
-        options["maxnreg"] = config.max_registers
     return Launch(kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found))
 
 

@@ -42,9 +42,11 @@ def choose(
         tables, width: of the rank that has most, and of the widest table.
         pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a kernel.
     """
-    config = default_config(width=width, itemsize=dtype.itemsize, world_size=world_size)
+    config = default_config(width=width, itemsize=dtype.itemsize)
     if device.type == "cpu":
-        small = dataclasses.replace(config, max_programs=8, push_programs=2, block_bags=8, push_rows=16)
+        small = dataclasses.replace(
+            config, max_programs=8, block_bags=8, push_programs=2, push_rows=16, update_programs=4, block_runs=8
+        )
         return Choice(small, "the cpu backend exists to run the kernels; no time measured on it means anything")
     sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
     point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
@@ -234,9 +236,7 @@ def prepare(
     return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
 
 
-def describe_outputs(
-    group: Group, layout: Layout, dtype: torch.dtype, buffers: int, buffer_bytes: int, block: list[int]
-) -> Any:
+def describe_outputs(group: Group, layout: Layout, dtype: torch.dtype, buffers: int, buffer_bytes: int, block: list[int]) -> Any:
     """A tensor descriptor of every rank's every buffer: ``[rank, buffer, sample, column]``, in blocks of bags by columns."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -189,21 +189,26 @@ def _distinct_rows(call: Call, found: Sorted, rows: Sequence[int]) -> tuple[torc
 def _launch(call: Call, grad: torch.Tensor, target: Target, config: EmbeddingAllToAllConfig, found: Sorted | None) -> None:
     group, layout = call.group, call.layout
     group.check()
-    mark = group.agree(
-        _NAME,
-        the_global_batch=layout.batch,
-        widths=layout.widths,
-        dtype=str(call.dtype),
-        mode=call.mode,
-        impl=call.impl,
-        config=call.config,
-    )
+    mark = agree(call)
     if layout.batch == 0 or layout.columns == 0:
         return
     found = sort_lookups(call, target.rows, config.run_lookups) if found is None else found
     launch = prepare(group, call, grad.contiguous(), target, config, found, mark)
     with group.running():
         launch()
+
+
+def agree(call: Call) -> int:
+    """The mark of this call's backward pass; see ``Group.agree``."""
+    return call.group.agree(
+        _NAME,
+        the_global_batch=call.layout.batch,
+        widths=call.layout.widths,
+        dtype=str(call.dtype),
+        mode=call.mode,
+        impl=call.impl,
+        config=call.config,
+    )
 
 
 def prepare(

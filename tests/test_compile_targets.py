@@ -22,9 +22,59 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "embedding_all_to_all_backward": _embedding_all_to_all_backward,
+        "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
     }[kernel]()
+
+
+_EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
+_EMBEDDING_SIZES = ("call", "taken", "slots", "B", "chunk", "T", "column_groups")
+_EMBEDDING_TYPES = {
+    **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
+    **dict.fromkeys(_EMBEDDING_ADDRESSES, "i64"), **dict.fromkeys(_EMBEDDING_SIZES, "i32"),
+}  # fmt: skip
+
+
+def _embedding_all_to_all_forward():
+    """Each protocol and order, table and output dtype, kind of index; whole and partly filled vectors; one rank."""
+    import triton.language as tl
+
+    def case(protocol, index, dtype, out, width, whole, align, bags, unroll, **more):
+        types = _EMBEDDING_TYPES | {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        sizes = {"BAGS": bags, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "SLICE_BLOCKS": 8, "WORLD_SIZE": 4}
+        flags = {"PROTOCOL": protocol, "LOCAL_FIRST": False, "MEAN": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
+        return types, {"tiles": None} | flags | sizes | more
+
+    yield case("direct", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
+    yield case("direct", "i32", tl.float16, tl.float32, 128, False, 1, 8, 2, LOCAL_FIRST=True, WORLD_SIZE=3)
+    yield case("direct", "i64", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 8, MEAN=True, weights=None, WORLD_SIZE=1)
+    yield case("sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8)
+    types, constants = case("tiles", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
+    del constants["tiles"]
+    yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
+
+
+def _embedding_all_to_all_backward():
+    """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
+    import triton.language as tl
+
+    pointers = dict.fromkeys(("bags", "segment_of", "segments", "runs", "run_count", "tickets", "arrivals"), "*i32")
+    addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
+    sizes = dict.fromkeys(("own_groups", "tables_most"), "i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
+
+    def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):
+        types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"keys": f"*{key}"}
+        blocks = {"RUNS": runs, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "ROWS": 8, "PIECE": width, "RUN_LOOKUPS": 128}
+        flags = {"PUSHERS": 64, "UPDATE": update, "BY_SEGMENT": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
+        return types, flags | blocks | {"TICKET": 4, "WORLD_SIZE": 4} | more
+
+    yield case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 4, 2, scale=None)
+    yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
+    yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8)
+    yield case("store", "i32", tl.float32, tl.float16, 64, False, 8, 4, 1, scale=None, WORLD_SIZE=1, PUSHERS=0)
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
@@ -77,6 +127,8 @@ def compile_all(target_name: str) -> int:
     count = 0
     for kernel in _grid_kernels():
         for types, constants in _cases(kernel.__name__):
+            if target.backend == "hip" and any(kind.startswith("tensordesc") for kind in types.values()):
+                continue  # descriptors are NVIDIA's
             signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
             source = ASTSource(kernel, signature, constants)
             compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace import nn
+    from interlace import nn, optim
     from interlace.comm import (
         Faults,
         Group,
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         RankMismatchError,
         WorkspaceError,
     )
+    from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
+    from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.ops.explain import explain
     from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
     from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
@@ -55,17 +57,20 @@ _PUBLIC = {
     "PeerTimeoutError": "interlace.errors",
     "RankMismatchError": "interlace.errors",
     "WorkspaceError": "interlace.errors",
+    "embedding_all_to_all": "interlace.ops.embedding_all_to_all.api",
+    "EmbeddingAllToAllConfig": "interlace.ops.embedding_all_to_all.config",
     "explain": "interlace.ops.explain",
     "gemv_all_reduce": "interlace.ops.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
 }
 
-_MODULES = ("nn",)
+_MODULES = ("nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "EmbeddingAllToAllConfig",
     "Faults",
     "GemvAllReduceConfig",
     "Group",
@@ -78,6 +83,7 @@ __all__ = [
     "Traffic",
     "WorkspaceError",
     "__version__",
+    "embedding_all_to_all",
     "empty_symmetric",
     "explain",
     "gemv_all_reduce",
@@ -85,6 +91,7 @@ __all__ = [
     "inject",
     "launch",
     "nn",
+    "optim",
     "set_deadline",
     "synchronize",
 ]

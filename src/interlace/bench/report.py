@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = Mapping[str, Any]
 
-_COMPUTE_WORDS = ("GEMV", "cuBLAS")
+_COMPUTE_WORDS = ("GEMV", "cuBLAS", "bag", "update")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,11 @@ class Summary:
     def over_compute(self) -> float:
         """Fused time as a multiple of the fastest compute alone: 1.0 is communication for free."""
         return self.fused_us / self.compute[1]
+
+    @property
+    def hidden_percent(self) -> float:
+        """How much of the communication's own time disappears behind the compute."""
+        return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])
 
 
 def is_pair(name: str) -> bool:
@@ -86,12 +91,12 @@ def summarise(result: Result) -> Summary:
 
 
 def title(operator: str, result: Result) -> str:
-    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``."""
+    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``; other operators' results name their shape."""
+    where = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
+    if "shape" in result:
+        return f"{operator}: {result['shape']}, {where}"
     tokens, rows, columns = result["tokens"], result["rows"], result["columns"]
-    return (
-        f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {result['dtype']}, "
-        f"{_count(result['world_size'], 'rank')}"
-    )
+    return f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {where}"
 
 
 def table(operator: str, result: Result) -> Table:
@@ -116,23 +121,27 @@ def table(operator: str, result: Result) -> Table:
             "" if name == "fused" else _against(summary.fused_us, time["median_us"]),
             style="bold green" if name == "fused" else "bold" if name in best else None,
         )
+    for name, time in result.get("before", {}).items():
+        view.add_row(f"{name}, not in any of these", f"{time['median_us']:.2f}", "", "", "", style="dim")
     view.add_row("physical floor", f"{summary.floor_us:.2f}", "", "", _against(summary.fused_us, summary.floor_us), style="dim")
     view.caption = (
-        f"relative error {result['relative_error']:.1e}; configuration {result['config']}; impl='auto' runs {result['auto']} here"
+        f"{summary.hidden_percent:.0f} % of the communication hidden; relative error {result['relative_error']:.1e}; "
+        f"configuration {result['config']}; impl='auto' runs {result['auto']} here"
     )
     return view
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     """All results of several files as one Markdown table, with a line on each machine; for README and documentation."""
-    lines, machines = [], []
+    lines, machines, named = [], [], False
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
         if machine not in machines:
             machines.append(machine)
         for result in document["results"]:
             summary = summarise(result)
-            shape = f"{result['tokens']} x {result['rows']} x {result['columns']}"
+            shape = result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
+            named = named or "shape" in result
             cells = [
                 shape,
                 str(result["world_size"]),
@@ -147,8 +156,8 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
     heading = [
-        "| tokens x N x K/R | ranks | dtype | fused us | best unfused us | fused is | compute alone us | fused / compute "
-        "| floor us | auto |",
+        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | fused us | best unfused us | fused is "
+        "| compute alone us | fused / compute | floor us | auto |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     return "\n".join([*heading, *lines, "", *machines]) + "\n"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
 from interlace.comm.memory import Block, Heap, SoloHeap
+from interlace.comm.outputs import OutputPool
 from interlace.errors import ArgumentError, BackendError, GroupError, PeerTimeoutError, RankMismatchError, WorkspaceError
 from interlace.units import NS_PER_S, next_power_of_2
 
@@ -56,6 +57,7 @@ class Group:
         device: where this rank's kernels run.
         backend: ``"cuda"`` or ``"cpu"``.
         traffic: what this rank's kernels sent; counted on the CPU backend only.
+        outputs: symmetric memory that operators return as tensors.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -66,6 +68,8 @@ class Group:
         self._operators: list[str] = []
         self._contexts: dict[str, torch.Tensor] = {}
         self._agreed: dict[tuple[Hashable, ...], int] = {}
+        self._gathered: dict[tuple[Hashable, ...], list[dict[str, Any]]] = {}
+        self.outputs = OutputPool(self)
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
@@ -138,6 +142,17 @@ class Group:
             self._agreed[key] = mark
         return mark
 
+    def gather(self, operator: str, **arguments: Hashable) -> list[dict[str, Any]]:
+        """Every rank's ``arguments`` (JSON), in rank order: what ranks may differ in but must know of each other.
+
+        Exchanged once per distinct arguments of *this* rank and then remembered. So where arguments change from one call to
+        the next, they must change on every rank; include something that does, such as a name.
+        """
+        key = (operator, *arguments.items())
+        if key not in self._gathered:
+            self._gathered[key] = self.exchange(f"{operator} (getting to know the ranks)", dict(arguments))
+        return self._gathered[key]
+
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are the same on every rank.
 
@@ -209,6 +224,8 @@ class Group:
         self._workspaces.clear()
         self._retained.clear()
         self._agreed.clear()
+        self._gathered.clear()
+        self.outputs.release()
 
     def context(self, operator: str) -> torch.Tensor:
         """The ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]`` on the device."""
@@ -311,6 +328,16 @@ class Group:
             if last_capturing == capturing:
                 stream.wait_stream(last)
         self._last_stream = stream
+
+    def capture_id(self) -> int | None:
+        """Which CUDA graph the current stream is captured in; None if in none."""
+        if not self._capturing():
+            return None
+        from cuda.bindings import driver
+
+        # Error, status, id; what follows differs between versions.
+        answer = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(self.device).cuda_stream)
+        return int(answer[2])
 
     def _capturing(self) -> bool:
         return self.backend == "cuda" and torch.cuda.is_current_stream_capturing()

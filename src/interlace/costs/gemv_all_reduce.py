@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from interlace.costs.cost import Cost
 from interlace.units import ceil_div
 
 WORD_BYTES = 8
 """A packed word: one value of 4 bytes, or two of 20 bits, and their epoch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Work and traffic of one rank.
-
-    Attributes:
-        flops: multiplications and additions of the product.
-        memory_bytes: this GPU's memory reads and writes: weight, x, and the output.
-        link_bytes: bytes of puts that leave this rank.
-        messages: puts, counted once for each peer that a put of a program reaches.
-        signals: signals that leave this rank.
-    """
-
-    flops: int
-    memory_bytes: int
-    link_bytes: int
-    messages: int
-    signals: int
 
 
 def floor_memory_bytes(*, tokens: int, rows: int, columns: int, itemsize: int) -> int:

@@ -1,5 +1,6 @@
 """GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``."""
 
+from interlace.language.counting import arrive_last
 from interlace.language.primitives import (
     advance_epoch,
     barrier,
@@ -20,10 +21,13 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
+from interlace.language.tiles import complete_tiles, put_tile
 
 __all__ = [
     "advance_epoch",
+    "arrive_last",
     "barrier",
+    "complete_tiles",
     "fence",
     "get",
     "get_packed",
@@ -35,6 +39,7 @@ __all__ = [
     "put",
     "put_packed",
     "put_signal",
+    "put_tile",
     "rank",
     "signal",
     "sum_packed",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from interlace.errors import ArgumentError
+from interlace.units import ceil_div, next_power_of_2
 
 
-def explain(operator: str, x: torch.Tensor, w: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> str:
+def explain(operator: str, *arguments: Any, group: dist.ProcessGroup | None = None) -> str:
     """Say what ``impl="auto"`` would run for these arguments, and why. Nothing is computed or sent.
 
     Args:
-        operator: ``"gemv_all_reduce"``.
-        x: as the operator takes it: ``[K/R]`` or ``[B, K/R]``.
-        w: as the operator takes it: ``[N, K/R]``.
+        operator: ``"gemv_all_reduce"`` or ``"embedding_all_to_all"``.
+        arguments: the operator's tensors as it takes them: ``x, w``; or ``weights, indices, offsets``, of which this rank's stand
+            for all ranks'.
         group: as the operator takes it; default: the default process group, or this process on its own.
 
     Returns:
@@ -32,8 +35,19 @@ def explain(operator: str, x: torch.Tensor, w: torch.Tensor, *, group: dist.Proc
     """
     if operator not in _OPERATORS:
         raise ArgumentError(f"explain: operator must be one of {', '.join(sorted(_OPERATORS))}; got {operator!r}.")
+    names, choose = _OPERATORS[operator]
+    if len(arguments) != len(names):
+        raise ArgumentError(f"explain: {operator} must have {', '.join(names)}; got {len(arguments)} arguments.")
     world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-    return _OPERATORS[operator](x, w, world_size)
+    return choose(*arguments, world_size)
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, world_size: int) -> str:
@@ -51,9 +65,31 @@ def _gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, world_size: int) -> str:
         device=x.device,
     )
     how = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    what = f"{OPERATOR} of x {list(x.shape)} and w {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
-    return f"{what}, on {ranks}: {how}, because {choice.reason}."
+    what = f"{OPERATOR} of x {list(x.shape)} and w {list(w.shape)}, {_name(x.dtype)}"
+    return f"{what}, on {_ranks(world_size)}: {how}, because {choice.reason}."
 
 
-_OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], str]] = {"gemv_all_reduce": _gemv_all_reduce}
+def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, world_size: int) -> str:
+    from interlace.ops.embedding_all_to_all.config import OPERATOR
+    from interlace.ops.embedding_all_to_all.launch import choose
+    from interlace.ops.embedding_all_to_all.validate import batch_of, validate
+
+    validate(weights, indices, offsets, None, "sum", None, "dense", "auto", None)
+    if not weights:
+        raise ArgumentError("explain: weights must have a table; got none.")
+    batch = batch_of(len(weights), offsets, None)
+    width, dtype = max(weight.shape[1] for weight in weights), weights[0].dtype
+    lookups = next_power_of_2(ceil_div(indices.shape[0], max(1, len(weights) * batch)))
+    choice = choose(
+        tables=len(weights), width=width, batch=batch, pooling_factor=lookups, dtype=dtype, world_size=world_size,
+        device=indices.device,
+    )  # fmt: skip
+    tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
+    what = f"{OPERATOR} of {tables} a rank, at most {width} wide, {_name(dtype)}, batch {batch}, about {lookups} lookups a bag"
+    return f"{what}, on {_ranks(world_size)}: fused ({choice.config}), because {choice.reason}."
+
+
+_OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "gemv_all_reduce": (("x", "w"), _gemv_all_reduce),
+    "embedding_all_to_all": (("weights", "indices", "offsets"), _embedding_all_to_all),
+}

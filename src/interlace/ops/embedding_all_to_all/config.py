@@ -1,0 +1,110 @@
+"""How ``embedding_all_to_all`` cuts its work; chosen by the tuned table, or given by the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.comm import MAX_PROGRAMS
+from interlace.errors import ArgumentError
+from interlace.units import next_power_of_2
+
+OPERATOR = "embedding_all_to_all"
+PROTOCOLS = ("direct", "tiles", "sliced")
+ORDERS = ("remote_first", "local_first")
+MAX_WIDTH = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingAllToAllConfig:
+    """One way to run the fused kernels. Every rank of a call must use the same one.
+
+    Attributes:
+        protocol: ``"direct"`` (vectors go from registers straight to their final place), ``"tiles"`` (the same through tensor
+            descriptors, where a rank's tables are all as wide and that is a power of two), or ``"sliced"`` (slices are
+            staged, then put, fenced and flagged one by one, as a network wants it).
+        order: ``"remote_first"`` or ``"local_first"``.
+        block_bags: bags of one table and destination that a program pools at a time; a power of two.
+        unroll: lookups of a bag whose rows are in flight together.
+        num_warps: warps a program.
+        max_programs: programs at most, each taking several blocks; on the GPU, about as many as are resident at once.
+        max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
+        slice_blocks: blocks that one signal announces, under ``"sliced"``.
+        push_programs: programs of the backward pass that send gradients, beside ``update_programs`` that apply them.
+        push_rows: samples of one table that such a program sends at a time; a power of two.
+        update_programs: programs that apply gradients; may be more than are resident.
+        block_runs: runs of lookups of one row that a program adds at a time; a power of two.
+        run_unroll: lookups of a run whose gradients are in flight together.
+        run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits of sums depend on it.
+        update_warps: warps a program of the backward pass.
+    """
+
+    protocol: str = "direct"
+    order: str = "remote_first"
+    block_bags: int = 4
+    unroll: int = 2
+    num_warps: int = 1
+    max_programs: int = 2112
+    max_registers: int = 0
+    slice_blocks: int = 8
+    push_programs: int = 64
+    push_rows: int = 8
+    update_programs: int = 2112
+    block_runs: int = 4
+    run_unroll: int = 2
+    run_lookups: int = 128
+    update_warps: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS)):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got {getattr(self, name)!r}.")
+        for name, most in (("block_bags", 64), ("num_warps", 32), ("push_rows", 64), ("block_runs", 64), ("update_warps", 32)):
+            value = getattr(self, name)
+            if not 1 <= value <= most or value & (value - 1):
+                raise ArgumentError(f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {most}; got {value}.")
+        for name, least, most in (
+            ("unroll", 1, 32),
+            ("max_programs", 1, MAX_PROGRAMS),
+            ("slice_blocks", 1, 1024),
+            ("push_programs", 1, MAX_PROGRAMS - 1),
+            ("update_programs", 1, MAX_PROGRAMS),
+            ("run_unroll", 1, 32),
+            ("run_lookups", 2, 1 << 20),
+            ("max_registers", 0, 255),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ArgumentError(
+                    f"EmbeddingAllToAllConfig: {name} must be between {least} and {most}; got {getattr(self, name)}."
+                )
+
+    def __str__(self) -> str:
+        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
+        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+
+    @classmethod
+    def parse(cls, text: str) -> EmbeddingAllToAllConfig:
+        """The configuration whose ``str`` is ``text``."""
+        try:
+            protocol, order, *numbers = text.split()
+            return cls(protocol, order, *map(int, numbers))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}.") from None
+
+
+def default_config(*, width: int, itemsize: int) -> EmbeddingAllToAllConfig:
+    """A sound choice where nothing has been measured: a program holds about 4 KB of sums, in registers.
+
+    Args:
+        width: of the widest table.
+        itemsize: bytes of a table's element.
+    """
+    block = next_power_of_2(max(width, 32))
+    warps = max(1, min(4, block // 512))
+    rows = max(1, min(8, 1024 * warps // block))  # of one width: a program holds 4 KB of sums a warp
+    flying = max(1, min(8, 8 * warps // rows * 4 // itemsize))
+    return EmbeddingAllToAllConfig(
+        block_bags=rows, unroll=min(flying, 4), num_warps=warps, push_rows=min(16, 2 * rows),
+        block_runs=rows, run_unroll=min(flying, 2), update_warps=warps,
+    )  # fmt: skip

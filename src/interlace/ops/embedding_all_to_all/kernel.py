@@ -1,0 +1,500 @@
+"""The kernels of ``embedding_all_to_all``; README.md explains the protocol."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.ops.embedding_all_to_all import record
+
+_FIELDS = tl.constexpr(record.FIELDS)
+_ADDRESS = tl.constexpr(record.ADDRESS)
+_STRIDE = tl.constexpr(record.STRIDE)
+_WIDTH = tl.constexpr(record.WIDTH)
+_COLUMN = tl.constexpr(record.COLUMN)
+_OWN_COLUMN = tl.constexpr(record.OWN_COLUMN)
+_FIRST_KEY = tl.constexpr(record.FIRST_KEY)
+_TARGET = tl.constexpr(record.TARGET)
+_TARGET_STRIDE = tl.constexpr(record.TARGET_STRIDE)
+_STATE = tl.constexpr(record.STATE)
+_MAX_RANKS = tl.constexpr(record.MAX_RANKS)
+_DONE = tl.constexpr(record.DONE)
+_COUNTER = tl.constexpr(record.COUNTER)
+_HEADER = tl.constexpr(record.HEADER)
+_MAX_TABLES = tl.constexpr(record.MAX_TABLES)
+
+
+# Forward
+
+
+@triton.jit
+def _vectors(address, dtype: tl.constexpr, ALIGN: tl.constexpr):
+    """Integer addresses, of one or several rows, as pointers; ``ALIGN`` elements from there are aligned."""
+    BYTES: tl.constexpr = ALIGN * (dtype.primitive_bitwidth // 8)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), BYTES)
+
+
+@triton.jit
+def _lookups(indices, start, length, step, UNROLL: tl.constexpr):
+    """The next ``UNROLL`` row numbers of each bag; 0 beyond its end."""
+    found = ()
+    for ahead in tl.static_range(UNROLL):
+        found = found + (tl.load(indices + start + step + ahead, mask=step + ahead < length, other=0).to(tl.int64),)
+    return found
+
+
+@triton.jit
+def pooled(
+    tables, indices, offsets, weights, table, first, count, B,
+    MEAN: tl.constexpr, DTYPE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Sums of the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[BAGS, WIDTH]``, rows in index order.
+
+    Row numbers are a step ahead of rows, and the rows of a step are all under way before the first is added.
+    """
+    entry = tables + table * _FIELDS
+    stride = tl.multiple_of(tl.load(entry + _STRIDE), ALIGN)
+    base = _vectors(tl.load(entry + _ADDRESS), DTYPE, ALIGN)
+    bag = tl.arange(0, BAGS)
+    columns = tl.arange(0, WIDTH)
+    place = offsets + (B.to(tl.int64) * table + first) + bag
+    start = tl.load(place, mask=bag < count, other=0).to(tl.int64)
+    length = (tl.load(place + 1, mask=bag < count, other=0).to(tl.int64) - start).to(tl.int32)
+    longest = tl.max(length, 0)
+    total = tl.zeros([BAGS, WIDTH], tl.float32)
+    row = _lookups(indices, start, length, 0, UNROLL)
+    for step in range(0, longest, UNROLL):
+        following = _lookups(indices, start, length, step + UNROLL, UNROLL)
+        vectors = ()
+        for ahead in tl.static_range(UNROLL):
+            pointers = base + row[ahead][:, None] * stride + columns[None, :]
+            wanted = (step + ahead < length)[:, None]
+            if not WHOLE:
+                wanted = wanted & (columns < tl.multiple_of(tl.load(entry + _WIDTH), ALIGN))[None, :]
+            vectors = vectors + (tl.load(pointers, mask=wanted, other=0.0),)
+        for ahead in tl.static_range(UNROLL):
+            if weights is None:
+                total += vectors[ahead].to(tl.float32)
+            else:
+                scale = tl.load(weights + start + step + ahead, mask=step + ahead < length, other=0.0)
+                total += vectors[ahead].to(tl.float32) * scale.to(tl.float32)[:, None]
+        row = following
+    if MEAN:
+        total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def _place(tables, table, first, count, columns, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr):
+    """Offsets of a block's elements in its owner's output, and their mask."""
+    entry = tables + table * _FIELDS
+    bag, column = tl.arange(0, BAGS), tl.arange(0, WIDTH)
+    corner = columns.to(tl.int64) * first + tl.load(entry + _COLUMN)
+    offsets = tl.multiple_of(corner, ALIGN) + bag[:, None] * columns + column[None, :]
+    mask = (bag < count)[:, None] & (column >= 0)[None, :]
+    if not WHOLE:
+        mask = mask & (column < tl.multiple_of(tl.load(entry + _WIDTH), ALIGN))[None, :]
+    return offsets, mask
+
+
+@triton.jit
+def _owned(dest, B, chunk):
+    """Samples of a rank."""
+    return tl.minimum(chunk, tl.maximum(B - dest * chunk, 0))
+
+
+@triton.jit
+def _fill_nan(address, count, dtype: tl.constexpr):
+    target = il.pointer(address, dtype)
+    lanes = tl.arange(0, 1024)
+    for start in range(0, count, 1024):
+        tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)
+
+
+@triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups"])
+def embedding_all_to_all_forward(
+    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
+    B, chunk, T, column_groups,
+    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, LOCAL_FIRST: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
+    OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+    SLICE_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Pool this rank's ``T`` tables for every sample of the batch, each result straight into its owner's output.
+
+    Protocol: every rank takes a free buffer for its output. Program 0 *grants* it to every source: puts the buffer's number
+    into ``grants[me]`` there and signals; so a rank that is not in this call yet receives nothing. Programs go round over
+    blocks of ``BAGS`` bags of one table and destination: those of the peers, destinations in turn from the neighbour on,
+    once all grants are here; then their own (or the other way round). Under ``direct`` and ``tiles`` the last program to
+    have finished its remote blocks signals every destination. Under ``sliced`` blocks go to ``staging``; the program that
+    completes a slice of ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag. The program of the highest
+    index waits, last of all, until all sources are done. A granted buffer is written by nobody after that: this rank's stream
+    goes on, and the next grant of the buffer comes when its tensor is gone.
+
+    No program waits for one that waits, other than for program 0's grants, which come first of all.
+
+    Example: two ranks with a table of width 1 each, batch 2. Rank 0 pools bags [a0, a1], rank 1 [b0, b1]. Rank 0 writes a1 to
+    column 0 of rank 1's output, then a0 to column 0 of its own; rank 1 b0 to column 1 of rank 0's, then b1. Outputs:
+    ``[[a0, b0]]`` and ``[[a1, b1]]``.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    numbers = il.pointer(grants, tl.int32)
+    blocks = (chunk + BAGS - 1) // BAGS
+    columns = column_groups * ALIGN  # a product that the compiler knows the divisor of
+    own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
+    own = il.pointer(own_address, OUT)
+    if program == 0:
+        il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
+        il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+
+    if LOCAL_FIRST:
+        _pool_local(
+            tables, indices, offsets, weights, own, T * blocks, blocks, me, B, chunk, columns,
+            MEAN, DTYPE, OUT, WHOLE, BAGS, WIDTH, UNROLL, ALIGN,
+        )  # fmt: skip
+    if WORLD_SIZE > 1:
+        granted = il.wait(flags + peers, stamp, peers, 0, group, others)
+        number = il.get(numbers + peers, me, group, others, 0)
+        remote = tl.where(granted, (WORLD_SIZE - 1) * T * blocks, 0)
+        for task in range(program, remote, programs):
+            dest = (me + 1 + task % (WORLD_SIZE - 1)) % WORLD_SIZE
+            table, block = task // (WORLD_SIZE - 1) // blocks, task // (WORLD_SIZE - 1) % blocks
+            mine = _owned(dest, B, chunk)
+            count = tl.minimum(mine - block * BAGS, BAGS)
+            if count > 0:
+                total = pooled(
+                    tables, indices, offsets, weights, table, dest * chunk + block * BAGS, count, B,
+                    MEAN, DTYPE, BAGS, WIDTH, WHOLE, UNROLL, ALIGN,
+                ).to(OUT)  # fmt: skip
+                place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+                buffer = buffers + tl.sum(tl.where(peers == dest, number, 0)).to(tl.int64) * buffer_bytes
+                target = il.pointer(buffer, OUT)
+                if PROTOCOL == "sliced":
+                    kept = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * columns
+                    tl.store(kept + place, total, mask=mask)
+                    first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
+                    members = tl.minimum((mine + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
+                    slot = dest * slots + table * ((blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS) + block // SLICE_BLOCKS
+                    counter = il.peer_pointer(flags + _HEADER + WORLD_SIZE * slots + slot, me, group)
+                    if il.arrive_last(counter, block - first_block, members):
+                        for each in range(first_block, first_block + members):
+                            count = tl.minimum(mine - each * BAGS, BAGS)
+                            place, mask = _place(tables, table, each * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+                            il.put(target + place, tl.load(kept + place, mask=mask, cache_modifier=".cg"), dest, group, mask)
+                        il.fence(group)
+                        il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
+                elif PROTOCOL == "tiles":
+                    # Whole blocks: what lies beyond the destination's samples is cut off, or is behind its output.
+                    column = tl.load(tables + table * _FIELDS + _COLUMN).to(tl.int32)
+                    corner = [dest, tl.sum(tl.where(peers == dest, number, 0)), block * BAGS, column]
+                    il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, WIDTH]))
+                else:
+                    il.put(target + place, total, dest, group, mask)
+        if PROTOCOL != "sliced":
+            if PROTOCOL == "tiles":
+                il.complete_tiles()
+            if granted:
+                if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+                    il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
+    if not LOCAL_FIRST:
+        _pool_local(
+            tables, indices, offsets, weights, own, T * blocks, blocks, me, B, chunk, columns,
+            MEAN, DTYPE, OUT, WHOLE, BAGS, WIDTH, UNROLL, ALIGN,
+        )  # fmt: skip
+    if WORLD_SIZE > 1:
+        if program == programs - 1:
+            arrived = granted
+            if PROTOCOL == "sliced":
+                slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
+                mine = (_owned(me, B, chunk) + BAGS * SLICE_BLOCKS - 1) // (BAGS * SLICE_BLOCKS)
+                lanes = tl.arange(0, 64)
+                for step in range(1, WORLD_SIZE):
+                    source = (me + step) % WORLD_SIZE
+                    expected = tl.load(table_counts + source) * slices
+                    for start in range(0, expected, 64):
+                        slot = start + lanes
+                        awaited = (slot < expected) & (slot % slices < mine)
+                        if tl.sum(awaited.to(tl.int32)) > 0:
+                            here = flags + _HEADER + source * slots + slot
+                            complete = il.wait(here, stamp, source + lanes * 0, start, group, awaited)
+                            arrived = arrived & complete
+            else:
+                complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
+                arrived = arrived & complete
+            if not arrived:
+                _fill_nan(own_address, _owned(me, B, chunk).to(tl.int64) * columns, OUT)
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _pool_local(
+    tables, indices, offsets, weights, own, tasks, blocks, me, B, chunk, columns,
+    MEAN: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr,
+    UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the blocks whose samples are this rank's own."""
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        table, block = task // blocks, task % blocks
+        count = tl.minimum(_owned(me, B, chunk) - block * BAGS, BAGS)
+        if count > 0:
+            total = pooled(
+                tables, indices, offsets, weights, table, me * chunk + block * BAGS, count, B,
+                MEAN, DTYPE, BAGS, WIDTH, WHOLE, UNROLL, ALIGN,
+            )  # fmt: skip
+            place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+            tl.store(own + place, total.to(OUT), mask=mask)
+
+
+# Backward
+
+
+@triton.jit
+def _run_of(runs, run, count):
+    """Where runs begin; past the last one, its end."""
+    return tl.load(runs + tl.minimum(run, count)).to(tl.int64)
+
+
+@triton.jit
+def _gradients(
+    gradient, landing, entry, scale, bags, start, length, B, chunk, me, columns, own_columns,
+    OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Sums of runs of lookups, each of one row: float32 ``[RUNS, WIDTH]``, in the order of the lookups.
+
+    A sample's gradient is where it arrived, or, for this rank's own samples, where autograd left it.
+    """
+    BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
+    column = tl.arange(0, WIDTH)
+    here = tl.load(entry + _COLUMN)
+    there = tl.load(entry + _OWN_COLUMN)
+    width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
+    longest = tl.max(length, 0)
+    total = tl.zeros([RUNS, WIDTH], tl.float32)
+    for step in range(0, longest, UNROLL):
+        addresses = ()
+        for ahead in tl.static_range(UNROLL):
+            bag = tl.load(bags + start + step + ahead, mask=step + ahead < length, other=0)
+            sample = bag % B
+            own = sample // chunk == me
+            mine = gradient + ((sample - me * chunk).to(tl.int64) * columns + here) * BYTES
+            sent = landing + (sample.to(tl.int64) * own_columns + there) * BYTES
+            addresses = addresses + (tl.where(own, mine, sent),)
+        vectors = ()
+        for ahead in tl.static_range(UNROLL):
+            pointers = _vectors(addresses[ahead], OUT, ALIGN)[:, None] + column[None, :]
+            wanted = (step + ahead < length)[:, None]
+            if not WHOLE:
+                wanted = wanted & (column[None, :] < width[:, None])
+            vectors = vectors + (tl.load(pointers, mask=wanted, other=0.0),)
+        for ahead in tl.static_range(UNROLL):
+            if scale is None:
+                total += vectors[ahead].to(tl.float32)
+            else:
+                factor = tl.load(scale + start + step + ahead, mask=step + ahead < length, other=0.0)
+                total += vectors[ahead].to(tl.float32) * factor[:, None]
+    return total
+
+
+@triton.jit
+def _apply(
+    entry, row, total, mask, arrived, target, learning_rate, epsilon,
+    UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Store rows' gradients, or update the rows with them."""
+    column = tl.arange(0, WIDTH)
+    width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
+    stride = tl.multiple_of(tl.load(entry + _TARGET_STRIDE), ALIGN)
+    place = tl.load(entry + _TARGET)
+    mask = mask & (place >= 0)
+    target = _vectors(target + place, DTYPE, ALIGN)[:, None] + row[:, None] * stride[:, None] + column[None, :]
+    if UPDATE == "store":
+        value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))
+        tl.store(target, value.to(DTYPE), mask=mask[:, None] & (column[None, :] < width[:, None]))
+    else:
+        mask = mask & (arrived + row * 0 > 0)
+        cells = mask[:, None] & (column[None, :] < width[:, None])
+        if UPDATE == "adagrad":
+            state = tl.load(entry + _STATE).to(tl.pointer_type(tl.float32)) + row
+            mean = tl.sum(total * total, 1) / width.to(tl.float32)
+            new = tl.load(state, mask=mask, other=0.0) + mean
+            tl.store(state, new, mask=mask)
+            step = learning_rate / (tl.sqrt_rn(new) + epsilon)
+        else:
+            step = learning_rate + tl.zeros(row.shape, tl.float32)
+        weight = tl.load(target, mask=cells, other=0.0).to(tl.float32)
+        tl.store(target, (weight - step[:, None] * total).to(DTYPE), mask=cells)
+
+
+@triton.jit
+def _push(
+    gradient, landing, owners, spans, flags, stamp, group, B, chunk, columns, tables_most, PUSHERS,
+    OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Send every owner this rank's samples' gradients, table by table, and tell when a table's are complete."""
+    program = tl.program_id(0)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    counts = tl.load(owners + 2 * peers, mask=peers < WORLD_SIZE, other=0)
+    line, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
+    mine = _owned(me, B, chunk)
+    for table in range(tables_most):
+        for step in tl.static_range(1, WORLD_SIZE):
+            owner = (me + step) % WORLD_SIZE
+            if table < tl.load(owners + 2 * owner):
+                own_columns = tl.multiple_of(tl.load(owners + 2 * owner + 1), ALIGN)
+                span = spans + 3 * (owner * tables_most + table)
+                here, there, width = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+                for block in range(program, (mine + ROWS - 1) // ROWS, PUSHERS):
+                    row = (line + block * ROWS)[:, None].to(tl.int64)
+                    held = (row < mine) & (column[None, :] < tl.multiple_of(width, ALIGN))
+                    source = _vectors(gradient, OUT, ALIGN) + tl.multiple_of(here, ALIGN) + row * columns + column[None, :]
+                    value = tl.load(source, mask=held, other=0.0, eviction_policy="evict_first")
+                    first = (chunk.to(tl.int64) * me) * own_columns + tl.multiple_of(there, ALIGN)
+                    il.put(il.pointer(landing, OUT) + first + row * own_columns + column[None, :], value, owner, group, held)
+        if il.arrive_last(il.peer_pointer(flags + _HEADER + table, me, group), program, PUSHERS):
+            # Owners' flags for a table follow the counters of all tables.
+            slot = flags + _HEADER + _MAX_TABLES + table * _MAX_RANKS + me
+            il.signal(slot + tl.zeros_like(peers), stamp, peers, group, (table < counts) & (peers != me))
+
+
+@triton.jit
+def _await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
+    """Wait for all ranks' gradients of tables ``first`` to ``last``, that one included."""
+    me = il.rank(group)
+    lane = tl.arange(0, 8 * _MAX_RANKS)
+    source = lane % _MAX_RANKS
+    arrived = 1
+    for start in range(first, last + 1, 8):
+        table = start + lane // _MAX_RANKS
+        awaited = (table <= last) & (source < WORLD_SIZE) & (source != me)
+        complete = il.wait(flags + _HEADER + _MAX_TABLES + start * _MAX_RANKS + lane, stamp, source, start, group, awaited)
+        arrived = tl.where(complete, arrived, 0)
+    return arrived
+
+
+@triton.jit(
+    do_not_specialize=[
+        "gradient", "landing", "landing_here", "target", "signals", "call", "B", "chunk", "T", "column_groups", "own_groups", "tables_most",
+        "learning_rate", "epsilon",
+    ]
+)
+def embedding_all_to_all_backward(
+    tables, owners, spans, keys, bags, scale, segment_of, segments, runs, run_count, tickets, partials, arrivals,
+    gradient, landing, landing_here, target, signals, epochs, ctx, call, B, chunk, T, column_groups, own_groups, tables_most,
+    learning_rate, epsilon,
+    WORLD_SIZE: tl.constexpr, PUSHERS: tl.constexpr, UPDATE: tl.constexpr, BY_SEGMENT: tl.constexpr, DTYPE: tl.constexpr,
+    OUT: tl.constexpr, WHOLE: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, PIECE: tl.constexpr, RUN_LOOKUPS: tl.constexpr, TICKET: tl.constexpr,
+):  # fmt: skip
+    """Send the gradients of this rank's samples to their tables' owners; sum those of this rank's tables by row, and apply.
+
+    The host has sorted this rank's lookups by row (``keys``: a row's number among all rows of the rank), stably. A *segment*
+    is all lookups of one row; it is cut into *runs* of at most ``RUN_LOOKUPS``. Which program takes which runs is left to
+    chance (``tickets``), but a run's sum is in the order of its lookups, and a segment's in the order of its runs: the result
+    is the same bit by bit. The program that completes a segment of several runs adds their ``partials`` and applies the sum.
+
+    Protocol: program 0 grants its landing to every source, with a signal. The first ``PUSHERS`` programs wait for all grants
+    and put each owner's columns of this rank's gradients, table by table, at this rank's samples' rows of the owner's landing
+    ``[B, columns of the owner]``; the last one done with a table signals its owners: ``[table][source]``. The other programs
+    take runs in the order of tables, and wait for a table's signals from all sources before its first run. The program of
+    the highest index waits for all tables, last of all: then nobody writes into the landing any more.
+
+    No program waits for one of a higher index: pushers for program 0's grants, the others for pushers.
+
+    Example: two ranks with a table each, batch 2; gradients ``[[g0, h0]]`` on rank 0 and ``[[g1, h1]]`` on rank 1. Rank 0 keeps
+    g0 where it is and puts h0 to row 0 of rank 1's landing; rank 1 puts g1 to row 1 of rank 0's. If both samples look up
+    row 5 of rank 0's table, its gradient is g0 + g1.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    columns = column_groups * ALIGN
+    if WORLD_SIZE > 1:
+        if program == 0:
+            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+        if program < PUSHERS:
+            granted = il.wait(flags + peers, stamp, peers, 0, group, others)
+            if granted:
+                _push(
+                    gradient, landing, owners, spans, flags, stamp, group, B, chunk, columns, tables_most, PUSHERS,
+                    OUT, WORLD_SIZE, ROWS, PIECE, ALIGN,
+                )  # fmt: skip
+    if program >= PUSHERS:
+        count = tl.load(run_count).to(tl.int32)
+        lane = tl.arange(0, RUNS)
+        one = tl.arange(0, 1)
+        columns_at = tl.arange(0, WIDTH)
+        ready = 0  # tables whose gradients are here
+        arrived = 1
+        first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
+        while first < count:
+            for tile in range(TICKET):
+                run = first + tile * RUNS + lane
+                held = run < count
+                start = _run_of(runs, run, count)
+                length = (_run_of(runs, run + 1, count) - start).to(tl.int32)
+                bag = tl.load(bags + start, mask=held, other=0)
+                table = bag // B
+                if WORLD_SIZE > 1:
+                    last = tl.max(table, 0)
+                    if last >= ready:
+                        arrived = arrived * _await_tables(flags, stamp, group, ready, last, WORLD_SIZE)
+                        ready = last + 1
+                entry = tables + table * _FIELDS
+                total = _gradients(
+                    gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
+                    OUT, RUNS, WIDTH, WHOLE, UNROLL, ALIGN,
+                )  # fmt: skip
+                segment = tl.load(segment_of + start, mask=held, other=0)
+                opening = tl.load(segments + segment, mask=held, other=0).to(tl.int64)
+                size = (tl.load(segments + segment + 1, mask=held, other=0) - opening).to(tl.int32)
+                if BY_SEGMENT:
+                    row = segment.to(tl.int64)
+                else:
+                    row = tl.load(keys + start, mask=held, other=0).to(tl.int64) - tl.load(entry + _FIRST_KEY)
+                whole = size <= RUN_LOOKUPS
+                _apply(entry, row, total, held & whole, arrived, target, learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN)
+                if tl.max((held & (size > RUN_LOOKUPS)).to(tl.int32), 0) > 0:
+                    # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's last, another's first.
+                    parts = (size + RUN_LOOKUPS - 1) // RUN_LOOKUPS
+                    slot = 2 * (start // RUN_LOOKUPS) + (start == opening).to(tl.int64)
+                    tl.store(
+                        partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=(held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
+                    )
+                    tl.debug_barrier()
+                    for each in range(RUNS):
+                        chosen = held & (size > RUN_LOOKUPS) & (lane == each)
+                        if tl.max(chosen.to(tl.int32), 0) > 0:
+                            begin = tl.sum(tl.where(chosen, opening, 0), 0)
+                            pieces = tl.sum(tl.where(chosen, parts, 0), 0)
+                            before = tl.atomic_add(arrivals + 2 * (begin // RUN_LOOKUPS) + 1, 1, sem="acq_rel", scope="gpu")
+                            tl.debug_barrier()
+                            if before == pieces - 1:
+                                sum_of_runs = tl.load(
+                                    partials + (2 * (begin // RUN_LOOKUPS) + 1 + one * 0)[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg"
+                                )
+                                for piece in range(1, pieces):
+                                    place = 2 * ((begin + piece * RUN_LOOKUPS) // RUN_LOOKUPS) + one * 0
+                                    sum_of_runs += tl.load(partials + place[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg")
+                                which = tl.sum(tl.where(chosen, table, 0), 0) + one * 0
+                                where = tl.sum(tl.where(chosen, row, 0), 0) + one * 0
+                                _apply(
+                                    tables + which * _FIELDS, where, sum_of_runs, which >= 0, arrived, target, learning_rate, epsilon,
+                                    UPDATE, DTYPE, WIDTH, ALIGN,
+                                )  # fmt: skip
+            first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
+        if WORLD_SIZE > 1:
+            if program == programs - 1:
+                _await_tables(flags, stamp, group, 0, T - 1, WORLD_SIZE)
+    il.advance_epoch(epochs, epoch)

@@ -1,0 +1,29 @@
+"""What kernels read about each table and where signals lie: numbers that host and device must agree on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# One record a table, int64 [tables, FIELDS] on the device.
+ADDRESS: Final = 0  # of the table's first row
+STRIDE: Final = 1  # elements between two rows
+WIDTH: Final = 2
+COLUMN: Final = 3  # of the output, where the table's columns start
+OWN_COLUMN: Final = 4  # the same among this rank's columns
+FIRST_KEY: Final = 5  # rows of the tables before this one: a row's number among all rows of this rank
+TARGET: Final = 6  # bytes from the call's target (0 in updates) to what the backward pass writes; -1 for nothing
+TARGET_STRIDE: Final = 7
+STATE: Final = 8  # address of Adagrad's state
+FIELDS: Final = 9
+
+MAX_RANKS: Final = 8
+
+# int32 signals of a rank, the same at all protocols; what follows HEADER depends on the protocol.
+GRANTED: Final = 0  # [source]: the buffer of that rank may be written
+DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
+COUNTER: Final = 2 * MAX_RANKS  # programs that have finished their remote work; local
+HEADER: Final = 4 * MAX_RANKS
+
+MAX_TABLES: Final = 4096
+"""Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table, then by a signal for each
+table and source."""

@@ -1,0 +1,5 @@
+"""Updates of embedding tables that are fused into the backward pass of :func:`interlace.embedding_all_to_all`."""
+
+from interlace.ops.embedding_all_to_all.update import SGD, RowWiseAdagrad
+
+__all__ = ["SGD", "RowWiseAdagrad"]

@@ -223,3 +223,75 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ArgumentError, match="second shape"):
         bench_ranks.run_rank(str(tmp_path), [(1, 64, 32), (2, 64, 32)], "bfloat16", False, {"machine": MACHINE}, str(file))
     assert report.markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |") == 1
+
+
+def _study(order: str, percent: int) -> dict[str, Any]:
+    return {
+        "occupancy_percent": percent, "order": order, "programs": 20 * percent,
+        "median_us": 1400.0 - 5 * percent, "p10_us": 1390.0 - 5 * percent, "p90_us": 1420.0 - 5 * percent, "skew_us": 12.0,
+    }  # fmt: skip
+
+
+def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes as they are asked for, the table, and a picture."""
+    asked: list[Any] = []
+
+    def ranks(console: Console, what: str, steps: int, worker: Any, world_size: int, *arguments: Any, backend: str) -> Any:
+        work, dtype, kind, _, _ = arguments
+        asked.append((work, dtype, kind))
+        points = [_study(order, percent) for percent in (25, 50, 75, 100) for order in ("remote_first", "local_first")]
+        found = {"shape": "2 x 9 x 8, B = 6, L = 1", "dtype": dtype, "world_size": 2, "config": "direct", "resident_programs": 2000}
+        return [[{**found, "points": points} for _ in work]] * world_size
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
+    monkeypatch.setattr("interlace.cli.bench.run_ranks", ranks)
+    plot = tmp_path / "study.png"
+    command = [
+        "bench",
+        "embedding_all_to_all",
+        "--shape",
+        "2x9x8",
+        "--lookups",
+        "1,0-4",
+        "--batch",
+        "6",
+        "--study",
+        "--plot",
+        str(plot),
+    ]
+    done = CliRunner().invoke(app, [*command, "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    shape = {"tables": 2, "rows": 9, "width": 8, "batch": 6}
+    assert asked == [([{**shape, "lookups": "1"}, {**shape, "lookups": "0-4"}], "float32", "study")]
+    assert done.output.count("local_first") == 8
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "64x200000"], "--shape must be TxNxD"),
+        (["--lookups", "1,9-3"], "--lookups must be numbers or ranges"),
+        (["--dtype", "int8"], "--dtype must be one of"),
+        (["--plot", "x.png"], "--plot must go with --study"),
+        (["--study", "--backward"], "--study must stand without --backward"),
+    ],
+)
+def test_bad_options_of_embeddings(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "embedding_all_to_all", *options])
+    assert done.exit_code == 1
+    assert message in done.output
+
+
+def test_embedding_results_make_tables_and_entries(tmp_path: Path) -> None:
+    sizes = {"tables": 64, "width": 256, "batch": 4096, "pooling_factor": 32}
+    named = {"operator": "embedding_all_to_all", "shape": "64 x 200000 x 256, B = 4096, L = 20", **sizes}
+    times = dict.fromkeys(("fused", "F.embedding_bag + NCCL + unpack", "our bags + NCCL", "our bags alone", "NCCL alone"), 100.0)
+    measured = {name: {"median_us": time, "p10_us": time, "p90_us": time, "skew_us": 1.0} for name, time in times.items()}
+    found = {**result(), **named, "times": measured}
+    assert report.shape(found) == named["shape"]
+    assert "| shape a rank |" in report.markdown([{"machine": MACHINE, "results": [found]}])
+    assert report.summarise(found).hidden_percent == 100.0
+    table = tuned.merge(None, "embedding_all_to_all", MACHINE, [tuned.entry(found)])
+    assert {name: table["entries"][0][name] for name in sizes} == sizes

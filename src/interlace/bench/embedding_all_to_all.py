@@ -411,7 +411,8 @@ _ROUNDS = 2
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
     """Times of the configurations that were tried and are right, fastest first: the forward pass's settings, then the
-    backward pass's with the best of these. One setting at a time, twice round. Collective."""
+    backward pass's with the best of these. One setting at a time, twice round. Collective.
+    """
     case = Case(shape, group)
     best, forward_us = _descend(case, case.config, FORWARD_AXES, backwards=False)
     best, backward_us = _descend(case, best, BACKWARD_AXES, backwards=True)

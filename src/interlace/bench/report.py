@@ -90,6 +90,11 @@ def summarise(result: Result) -> Summary:
     )
 
 
+def shape(result: Result) -> str:
+    """``"1 x 8192 x 2048"``: tokens, rows and columns; or what the result calls its shape."""
+    return str(result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}")
+
+
 def title(operator: str, result: Result) -> str:
     """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``; other operators' results name their shape."""
     where = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
@@ -131,6 +136,26 @@ def table(operator: str, result: Result) -> Table:
     return view
 
 
+def study_table(operator: str, result: Result) -> Table:
+    """Time against occupancy, in both orders, for a terminal."""
+    from rich.table import Table
+
+    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
+    for heading in ("occupancy", "order", "programs", "median us", "p10 - p90 us", "skew us"):
+        view.add_column(heading, justify="left" if heading == "order" else "right")
+    for point in result["points"]:
+        view.add_row(
+            f"{point['occupancy_percent']} %",
+            str(point["order"]),
+            str(point["programs"]),
+            f"{point['median_us']:.1f}",
+            f"{point['p10_us']:.1f} - {point['p90_us']:.1f}",
+            f"{point['skew_us']:.1f}",
+        )
+    view.caption = f"{result['resident_programs']} programs fit; configuration {result['config']}"
+    return view
+
+
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     """All results of several files as one Markdown table, with a line on each machine; for README and documentation."""
     lines, machines, named = [], [], False
@@ -140,10 +165,9 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             machines.append(machine)
         for result in document["results"]:
             summary = summarise(result)
-            shape = result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
             named = named or "shape" in result
             cells = [
-                shape,
+                shape(result),
                 str(result["world_size"]),
                 str(result["dtype"]),
                 f"**{summary.fused_us:.1f}**",

@@ -102,6 +102,35 @@ def bench_gemv_all_reduce(
     run(tokens, shape, world_size, dtype, json_file, tune)
 
 
+TableShapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="TxNxD", help="Tables, rows and width of each rank, say 64x200000x256; several times."),
+]
+Lookups = Annotated[str, typer.Option(help="Lookups of a bag, separated by commas; 0-60 draws from 0 to 60.")]
+Batch = Annotated[int, typer.Option(min=1, help="Samples of all ranks together.")]
+
+
+@bench_app.command("embedding_all_to_all")
+def bench_embedding_all_to_all(
+    shape: TableShapes = None,
+    lookups: Lookups = "1,8,20,64,0-60",
+    batch: Batch = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass with row-wise Adagrad instead.")] = False,
+    study: Annotated[bool, typer.Option("--study", help="Time against occupancy and order instead.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="With --study: draw it as a PNG.")] = None,
+) -> None:
+    """Embedding + All-to-All: fused, every unfused pair, pooling alone, communication alone, and the physical floor.
+
+    Without --shape: 64 tables of 200,000 x 256 a rank, and 128 wide in float16 with 32 lookups.
+    """
+    from interlace.cli.bench_embedding import run
+
+    run(shape, lookups, batch, world_size, dtype, json_file, backward, study, plot)
+
+
 @bench_app.command("table")
 def bench_table(files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")]) -> None:
     """Render measurements as a Markdown table."""
@@ -124,3 +153,19 @@ def tune_gemv_all_reduce(
     from interlace.cli.bench import run_tune
 
     run_tune(tokens, shape, world_size, dtype, table, json_file)
+
+
+@tune_app.command("embedding_all_to_all")
+def tune_embedding_all_to_all(
+    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    shape: TableShapes = None,
+    lookups: Lookups = "1,8,20,64,0-60",
+    batch: Batch = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Embedding + All-to-All: find good configurations, both directions, and write each shape's to the tuned table."""
+    from interlace.cli.bench_embedding import run_tune
+
+    run_tune(shape, lookups, batch, world_size, dtype, table, json_file)

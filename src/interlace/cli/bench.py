@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ _MAX_RANKS = 8
 def run(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
     """Measure every shape at every number of tokens; tables on the terminal, everything in ``json_file``."""
     document = _measure("bench", tokens, shapes, world_size, dtype, tune, json_file)
+    show(document, OPERATOR, json_file)
+
+
+def show(document: dict[str, Any], operator: str, json_file: Path | None) -> None:
+    """Every result as a table on the terminal."""
     console = make_console()
     for result in document["results"]:
-        console.print(report.table(OPERATOR, result))
+        console.print(report.table(operator, result))
         console.print()
     console.print(report.machine_line(document["machine"], document["date"]))
     if json_file is not None:
@@ -36,17 +42,22 @@ def run_tune(
     """Find the best configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
     old = tuned.read(table, OPERATOR)  # before minutes are spent
     document = _measure("tune", tokens, shapes, world_size, dtype, True, json_file)
+    write_table(document, old, OPERATOR, table)
+
+
+def write_table(document: dict[str, Any], old: dict[str, Any] | None, operator: str, table: Path) -> None:
+    """Put the document's results into the tuned table ``table``, whose contents so far are ``old``, and say what they are."""
     entries = [tuned.entry(result) for result in document["results"]]
     console = make_console()
-    for entry in entries:
+    for entry, result in zip(entries, document["results"], strict=True):
         console.print(
-            f"{entry['tokens']} x {entry['rows']} x {entry['columns']}: {entry['impl']}; fused {entry['fused_us']} us "
+            f"{report.shape(result)}: {entry['impl']}; fused {entry['fused_us']} us "
             f"({entry['config']}), {entry['unfused']} {entry['unfused_us']} us"
         )
-    write_json(table, tuned.merge(old, OPERATOR, document["machine"], entries))
+    write_json(table, tuned.merge(old, operator, document["machine"], entries))
     console.print(f"Tuned table: {table}")
     if document["machine"]["gpus"]:
-        name = tuning.file_name(OPERATOR, document["machine"]["gpus"][0])
+        name = tuning.file_name(operator, document["machine"]["gpus"][0])
         if table.name != name:
             console.print(f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim")
 
@@ -99,6 +110,27 @@ def _measure(
     counts = parse_tokens(tokens)
     if dtype not in DTYPES:
         raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    work = [(count, rows, columns) for rows, columns in sizes for count in counts]
+    from interlace.cli.bench_ranks import run_rank
+
+    what = f"{'Tuning' if tune else 'Measuring'} {OPERATOR}"
+    return measure_on_gpus(command, what, work, run_rank, (dtype, tune), world_size, json_file)
+
+
+def measure_on_gpus(
+    command: str,
+    what: str,
+    work: Sequence[Any],
+    worker: Callable[..., list[dict[str, Any]]],
+    more: tuple[Any, ...],
+    world_size: int | None,
+    json_file: Path | None,
+) -> dict[str, Any]:
+    """Run ``worker(folder, work, *more, header, file)`` on every rank; the document of its results.
+
+    Raises:
+        BackendError: there are no GPUs.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -107,18 +139,15 @@ def _measure(
             f"interlace {command} must have CUDA GPUs, since no time measured on the CPU means anything; got none. "
             f"`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the kernels without a GPU."
         )
-    from interlace.cli import bench_ranks, machine
+    from interlace.cli import machine
 
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
     if json_file is not None:
         write_json(json_file, {**header, "results": []})  # before minutes are spent: it can be written
     world_size = world_size or min(gpus, _MAX_RANKS)
-    work = [(count, rows, columns) for rows, columns in sizes for count in counts]
-    what = f"{'Tuning' if tune else 'Measuring'} {OPERATOR} on {world_size} GPUs"
     file = None if json_file is None else str(json_file.absolute())
-    ranks = run_ranks(
-        make_console(), what, len(work), bench_ranks.run_rank, world_size, work, dtype, tune, header, file, backend="cuda"
-    )
+    title = f"{what} on {world_size} GPUs"
+    ranks = run_ranks(make_console(), title, len(work), worker, world_size, list(work), *more, header, file, backend="cuda")
     document = {**header, "results": ranks[0]}
     if json_file is not None:
         write_json(json_file, document)

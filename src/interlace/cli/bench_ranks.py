@@ -33,7 +33,38 @@ def run_rank(
                 raise BackendError(f"gemv_all_reduce {shape}: some configuration must run and be right; none did on this GPU.")
             config = GemvAllReduceConfig.parse(found[0][1])
         results.append(operator.bench(shape, config))
-        if file is not None and dist.get_rank() == 0:
-            Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")
+        _keep(results, header, file)
         advance(folder)
     return results
+
+
+def run_embedding_rank(
+    folder: str, shapes: list[dict[str, Any]], dtype: str, kind: str, header: dict[str, Any], file: str | None
+) -> list[dict[str, Any]]:
+    """The same for ``embedding_all_to_all`` and shapes by name; ``dtype`` is that of shapes that name none.
+
+    Args:
+        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions, in the forward's result) or ``"study"``.
+    """
+    from interlace.bench import embedding_all_to_all as operator
+    from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
+
+    results: list[dict[str, Any]] = []
+    for each in shapes:
+        shape = operator.Shape(**{**each, "dtype": getattr(torch, each.get("dtype", dtype))})
+        if kind == "study":
+            results.append(operator.study(shape))
+        elif kind == "tune":
+            ((_, config),) = operator.tune(shape)
+            results.append(operator.bench(shape, EmbeddingAllToAllConfig.parse(config)))
+        else:
+            results.append(operator.bench(shape, backwards=kind == "backward"))
+        torch.cuda.empty_cache()  # the next shape's tables fill the GPU again
+        _keep(results, header, file)
+        advance(folder)
+    return results
+
+
+def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
+    if file is not None and dist.get_rank() == 0:
+        Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from interlace.errors import ArgumentError
+
 # Okabe and Ito's colours, told apart by everyone: one a rank.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
 _COMPUTE, _EXCHANGE = "#9AA5B1", "#E4E8EC"
@@ -31,6 +33,44 @@ def draw(document: dict[str, Any], file: Path) -> None:
     figure = _timeline(document) if document["backend"] == "cpu" else _bars(document)
     figure.savefig(file, dpi=150, format="png")
     pyplot.close(figure)
+
+
+def draw_study(document: dict[str, Any], file: Path) -> None:
+    """Draw ``interlace bench embedding_all_to_all --study`` as a PNG: a panel a shape, a line an order.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    results = document["results"]
+    figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 4 * len(results), 4.2), squeeze=False, layout="constrained")
+    for panel, result in zip(panels[0], results, strict=True):
+        for colour, order in zip(_COLOURS, ("remote_first", "local_first"), strict=False):
+            points = [point for point in result["points"] if point["order"] == order]
+            occupancy = [point["occupancy_percent"] for point in points]
+            panel.plot(occupancy, [point["median_us"] for point in points], marker="o", color=colour, label=order)
+            panel.fill_between(
+                occupancy, [point["p10_us"] for point in points], [point["p90_us"] for point in points], color=colour, alpha=0.2
+            )
+            for point in points:
+                panel.annotate(
+                    f"skew {point['skew_us']:.0f}", (point["occupancy_percent"], point["median_us"]), fontsize=7, color=colour,
+                    xytext=(0, 6 if order == "local_first" else -12), textcoords="offset points", ha="center",
+                )  # fmt: skip
+        panel.set(title=f"{result['shape']}, {result['dtype']}", xlabel="occupancy, % of the programs that fit", xticks=occupancy)
+        panel.set_ylim(bottom=0)
+    panels[0][0].set_ylabel("slowest rank, us (median; band: p10 to p90)")
+    panels[0][0].legend(frameon=False)
+    try:
+        figure.savefig(file, dpi=150, format="png")
+    except OSError as error:
+        raise ArgumentError(f"{file} must be a file that can be written; {error.strerror}.") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _timeline(document: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
-``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype, tokens, rows,
-columns; impl, config; fused_us, unfused_us (the fastest unfused pair) and unfused (its name).
+``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
+sizes; impl, config; fused_us, unfused_us (the fastest unfused pair) and unfused (its name).
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from typing import Any
 from interlace.bench.report import summarise
 from interlace.errors import ArgumentError
 
-KEY = ("world_size", "dtype", "tokens", "rows", "columns")
+_GEMV = "gemv_all_reduce"
 
-WHAT_UNFUSED_RUNS = "cuBLAS + NCCL"
+SIZES = {_GEMV: ("tokens", "rows", "columns"), "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor")}
+
+WHAT_UNFUSED_RUNS = {_GEMV: "cuBLAS + NCCL", "embedding_all_to_all": "F.embedding_bag + NCCL + unpack"}
 """The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
 
 
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """The table's entry for one benchmark result."""
-    summary = summarise(result)
-    ours = result["times"].get(WHAT_UNFUSED_RUNS)
+    summary, operator = summarise(result), str(result.get("operator", _GEMV))
+    ours = result["times"].get(WHAT_UNFUSED_RUNS[operator])
     slower = ours is not None and ours["median_us"] < summary.fused_us
     return {
-        **{name: result[name] for name in KEY},
+        **{name: result[name] for name in ("world_size", "dtype", *SIZES[operator])},
         "impl": "unfused" if slower else "fused",
         "config": result["config"],
         "fused_us": summary.fused_us,
@@ -67,9 +69,9 @@ def merge(
                 f"a tuned table must be of one kind of GPU; got {', '.join(sorted(here))} for a table of "
                 f"{', '.join(sorted(there))}. Name another file."
             )
-    points = {_point(item): item for item in [*(old["entries"] if old else []), *entries]}
+    points = {_point(item, operator): item for item in [*(old["entries"] if old else []), *entries]}
     return {"machine": dict(machine), "operator": operator, "entries": [points[point] for point in sorted(points)]}
 
 
-def _point(item: Mapping[str, Any]) -> tuple[int, str, int, int, int]:
-    return int(item["world_size"]), str(item["dtype"]), int(item["tokens"]), int(item["rows"]), int(item["columns"])
+def _point(item: Mapping[str, Any], operator: str) -> tuple[Any, ...]:
+    return int(item["world_size"]), str(item["dtype"]), *(int(item[name]) for name in SIZES[operator])

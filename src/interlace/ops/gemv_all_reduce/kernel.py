@@ -24,20 +24,27 @@ def _multiply(weight, value):
 
 @triton.jit
 def _load_last(x, w, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """The last ``BLOCK_K`` columns or fewer of weight and token: first to be loaded, last to be used."""
+    """The last ``BLOCK_K`` columns or fewer of weight and token: the first to be loaded."""
     k = (K - 1) // BLOCK_K * BLOCK_K + tl.arange(0, BLOCK_K)
     value = tl.load(x + k) if EVEN_K else tl.load(x + k, mask=k < K, other=0.0)
     return _load_weight(w, k, K, not EVEN_K), value
 
 
 @triton.jit
-def _one_token(x, w, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _one_token(x, w, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
     """``sum over k of w[:, k] * x[k]``, without the matrix unit; w is a tile of pointers to rows."""
-    accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    # What is left over is used last: kept in registers, it costs no trip to memory of its own. A whole block would take
+    # registers that other programs need.
+    if EVEN_K:
+        accumulator = _multiply(last[0], last[1])
+    else:
+        accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, (K - 1) // BLOCK_K * BLOCK_K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         accumulator += _multiply(_load_weight(w, k, K, False), tl.load(x + k))
-    return tl.sum(accumulator + _multiply(last[0], last[1]), 1)[:, None]
+    if not EVEN_K:
+        accumulator += _multiply(last[0], last[1])
+    return tl.sum(accumulator, 1)[:, None]
 
 
 @triton.jit
@@ -85,7 +92,7 @@ def _part(
         x = x + tl.minimum(tl.sum(tokens), B - 1) * stride_x
         last = _load_last(x, w, K, BLOCK_K, EVEN_K)
         epoch, group = il.next_epoch(epochs), il.join(ctx)
-        part = _one_token(x, w, last, K, BLOCK_N, BLOCK_K)
+        part = _one_token(x, w, last, K, BLOCK_N, BLOCK_K, EVEN_K)
     else:
         x = x + tl.minimum(tokens, B - 1) * stride_x
         epoch, group = il.next_epoch(epochs), il.join(ctx)

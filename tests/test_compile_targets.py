@@ -44,11 +44,11 @@ def _embedding_all_to_all_forward():
     def case(protocol, index, dtype, out, width, whole, align, bags, unroll, **more):
         types = _EMBEDDING_TYPES | {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
         sizes = {"BAGS": bags, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "SLICE_BLOCKS": 8, "WORLD_SIZE": 4}
-        flags = {"PROTOCOL": protocol, "LOCAL_FIRST": False, "MEAN": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
+        flags = {"PROTOCOL": protocol, "ORDER": "interleaved", "MEAN": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
         return types, {"tiles": None} | flags | sizes | more
 
     yield case("direct", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
-    yield case("direct", "i32", tl.float16, tl.float32, 128, False, 1, 8, 2, LOCAL_FIRST=True, WORLD_SIZE=3)
+    yield case("direct", "i32", tl.float16, tl.float32, 128, False, 1, 8, 2, ORDER="local_first", WORLD_SIZE=3)
     yield case("direct", "i64", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 8, MEAN=True, weights=None, WORLD_SIZE=1)
     yield case("sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8)
     types, constants = case("tiles", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)

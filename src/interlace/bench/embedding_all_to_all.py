@@ -20,7 +20,7 @@ from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.ops.embedding_all_to_all import backward, launch
 from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
-from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
+from interlace.ops.embedding_all_to_all.config import OPERATOR, ORDERS, EmbeddingAllToAllConfig
 from interlace.ops.embedding_all_to_all.layout import Layout
 from interlace.units import next_power_of_2, round_up
 
@@ -371,7 +371,7 @@ def study(shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: di
     resident = min(MAX_PROGRAMS, resident_programs(case, chosen))
     points = []
     for percent in (25, 50, 75, 100):
-        for order in ("remote_first", "local_first"):
+        for order in ORDERS:
             programs = max(1, resident * percent // 100)
             changed = dataclasses.replace(chosen, order=order, max_programs=programs)
             timing = _timed(case, functools.partial(case.fused, config=changed))
@@ -399,7 +399,7 @@ FORWARD_AXES: dict[str, Sequence[Any]] = {
     "max_registers": (0, 64, 96, 128),
 }
 BACKWARD_AXES: dict[str, Sequence[Any]] = {
-    "push_programs": (16, 32, 64, 128, 256),
+    "push_programs": (64, 128, 264, 528, 1056),
     "push_rows": (2, 4, 8, 16, 32),
     "block_runs": (1, 2, 4, 8),
     "run_unroll": (1, 2, 4),

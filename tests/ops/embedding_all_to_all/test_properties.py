@@ -64,7 +64,7 @@ def _check(calls, answers):
 configs = st.builds(
     EmbeddingAllToAllConfig,
     protocol=st.sampled_from(PROTOCOLS),
-    order=st.sampled_from(["remote_first", "local_first"]),
+    order=st.sampled_from(["interleaved", "remote_first", "local_first"]),
     block_bags=st.sampled_from([1, 2, 8]),
     unroll=st.integers(1, 3),
     max_programs=st.integers(1, 4),

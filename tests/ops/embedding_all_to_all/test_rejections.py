@@ -75,7 +75,7 @@ def test_bad_arguments(weights, indices, offsets, more, message):
     ("change", "message"),
     [
         ({"protocol": "ring"}, "protocol must be one of ('direct', 'tiles', 'sliced'); got 'ring'."),
-        ({"order": "any"}, "order must be one of ('remote_first', 'local_first'); got 'any'."),
+        ({"order": "any"}, "order must be one of ('interleaved', 'remote_first', 'local_first'); got 'any'."),
         ({"block_bags": 3}, "block_bags must be a power of two, at most 64; got 3."),
         ({"push_rows": 128}, "push_rows must be a power of two, at most 64; got 128."),
         ({"num_warps": 0}, "num_warps must be a power of two, at most 32; got 0."),

@@ -50,7 +50,7 @@ def _calls(world_size, **more):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_matches_float64(ranks, world_size, protocol, dtype):
     """All layouts; mean, weights, index and output dtypes in turn."""
-    order = "local_first" if dtype == "float16" else "remote_first"
+    order = {"float32": "interleaved", "float16": "local_first", "bfloat16": "remote_first"}[dtype]
     calls = [
         dataclasses.replace(
             call,
@@ -144,7 +144,7 @@ def test_explain_names_the_configuration():
     text = interlace.explain("embedding_all_to_all", tables, indices, torch.arange(9) * 20 // 8)
     assert text.startswith(
         "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 lookups a bag, on 1 rank: "
-        "fused (direct remote_first 8 "
+        "fused (direct interleaved 8 "
     )
     with pytest.raises(interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"):
         interlace.explain("embedding_all_to_all", tables, indices)

@@ -10,7 +10,7 @@ from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
 PROTOCOLS = ("direct", "tiles", "sliced")
-ORDERS = ("remote_first", "local_first")
+ORDERS = ("interleaved", "remote_first", "local_first")
 MAX_WIDTH = 2048
 
 
@@ -22,7 +22,8 @@ class EmbeddingAllToAllConfig:
         protocol: ``"direct"`` (vectors go from registers straight to their final place), ``"tiles"`` (the same through tensor
             descriptors, where a rank's tables are all as wide and that is a power of two), or ``"sliced"`` (slices are
             staged, then put, fenced and flagged one by one, as a network wants it).
-        order: ``"remote_first"`` or ``"local_first"``.
+        order: of destinations: ``"interleaved"`` (all in turn, so that links and memory are busy from beginning to end),
+            ``"remote_first"`` (the paper's; own samples last) or ``"local_first"``.
         block_bags: bags of one table and destination that a program pools at a time; a power of two.
         unroll: lookups of a bag whose rows are in flight together.
         num_warps: warps a program.
@@ -39,7 +40,7 @@ class EmbeddingAllToAllConfig:
     """
 
     protocol: str = "direct"
-    order: str = "remote_first"
+    order: str = "interleaved"
     block_bags: int = 4
     unroll: int = 2
     num_warps: int = 1

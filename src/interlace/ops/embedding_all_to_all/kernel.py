@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.comm import MAX_PROGRAMS
 from interlace.ops.embedding_all_to_all import record
 
 _FIELDS = tl.constexpr(record.FIELDS)
@@ -21,6 +22,7 @@ _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _HEADER = tl.constexpr(record.HEADER)
 _MAX_TABLES = tl.constexpr(record.MAX_TABLES)
+_MAX_PIECES = tl.constexpr(MAX_PROGRAMS // _MAX_RANKS.value)  # of a table and owner: pieces of all owners are counted together
 
 
 # Forward
@@ -115,7 +117,7 @@ def _fill_nan(address, count, dtype: tl.constexpr):
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
     B, chunk, T, column_groups,
-    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, LOCAL_FIRST: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -123,9 +125,9 @@ def embedding_all_to_all_forward(
 
     Protocol: every rank takes a free buffer for its output. Program 0 *grants* it to every source: puts the buffer's number
     into ``grants[me]`` there and signals; so a rank that is not in this call yet receives nothing. Programs go round over
-    blocks of ``BAGS`` bags of one table and destination: those of the peers, destinations in turn from the neighbour on,
-    once all grants are here; then their own (or the other way round). Under ``direct`` and ``tiles`` the last program to
-    have finished its remote blocks signals every destination. Under ``sliced`` blocks go to ``staging``; the program that
+    blocks of ``BAGS`` bags of one table and destination, once all grants are here: destinations in turn from the neighbour
+    on, this rank being the last (``interleaved``), or those of the peers first, or this rank's own first. Under ``direct``
+    and ``tiles`` the last program to have finished these blocks signals every destination. Under ``sliced`` blocks go to ``staging``; the program that
     completes a slice of ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag. The program of the highest
     index waits, last of all, until all sources are done. A granted buffer is written by nobody after that: this rank's stream
     goes on, and the next grant of the buffer comes when its tensor is gone.
@@ -153,18 +155,19 @@ def embedding_all_to_all_forward(
         il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
         il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
 
-    if LOCAL_FIRST:
+    if ORDER == "local_first" or WORLD_SIZE == 1:
         _pool_local(
             tables, indices, offsets, weights, own, T * blocks, blocks, me, B, chunk, columns,
             MEAN, DTYPE, OUT, WHOLE, BAGS, WIDTH, UNROLL, ALIGN,
         )  # fmt: skip
     if WORLD_SIZE > 1:
         granted = il.wait(flags + peers, stamp, peers, 0, group, others)
-        number = il.get(numbers + peers, me, group, others, 0)
-        remote = tl.where(granted, (WORLD_SIZE - 1) * T * blocks, 0)
-        for task in range(program, remote, programs):
-            dest = (me + 1 + task % (WORLD_SIZE - 1)) % WORLD_SIZE
-            table, block = task // (WORLD_SIZE - 1) // blocks, task // (WORLD_SIZE - 1) % blocks
+        number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+        DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
+        tasks = tl.where(granted, DESTS * T * blocks, 0)
+        for task in range(program, tasks, programs):
+            dest = (me + 1 + task % DESTS) % WORLD_SIZE
+            table, block = task // DESTS // blocks, task // DESTS % blocks
             mine = _owned(dest, B, chunk)
             count = tl.minimum(mine - block * BAGS, BAGS)
             if count > 0:
@@ -176,19 +179,22 @@ def embedding_all_to_all_forward(
                 buffer = buffers + tl.sum(tl.where(peers == dest, number, 0)).to(tl.int64) * buffer_bytes
                 target = il.pointer(buffer, OUT)
                 if PROTOCOL == "sliced":
-                    kept = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * columns
-                    tl.store(kept + place, total, mask=mask)
-                    first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
-                    members = tl.minimum((mine + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
-                    slot = dest * slots + table * ((blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS) + block // SLICE_BLOCKS
-                    counter = il.peer_pointer(flags + _HEADER + WORLD_SIZE * slots + slot, me, group)
-                    if il.arrive_last(counter, block - first_block, members):
-                        for each in range(first_block, first_block + members):
-                            count = tl.minimum(mine - each * BAGS, BAGS)
-                            place, mask = _place(tables, table, each * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
-                            il.put(target + place, tl.load(kept + place, mask=mask, cache_modifier=".cg"), dest, group, mask)
-                        il.fence(group)
-                        il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
+                    if dest == me:
+                        tl.store(own + place, total, mask=mask)
+                    else:
+                        kept = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * columns
+                        tl.store(kept + place, total, mask=mask)
+                        first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
+                        members = tl.minimum((mine + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
+                        slot = dest * slots + table * ((blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS) + block // SLICE_BLOCKS
+                        counter = il.peer_pointer(flags + _HEADER + WORLD_SIZE * slots + slot, me, group)
+                        if il.arrive_last(counter, block - first_block, members):
+                            for each in range(first_block, first_block + members):
+                                count = tl.minimum(mine - each * BAGS, BAGS)
+                                place, mask = _place(tables, table, each * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+                                il.put(target + place, tl.load(kept + place, mask=mask, cache_modifier=".cg"), dest, group, mask)
+                            il.fence(group)
+                            il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
                 elif PROTOCOL == "tiles":
                     # Whole blocks: what lies beyond the destination's samples is cut off, or is behind its output.
                     column = tl.load(tables + table * _FIELDS + _COLUMN).to(tl.int32)
@@ -202,7 +208,7 @@ def embedding_all_to_all_forward(
             if granted:
                 if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
                     il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
-    if not LOCAL_FIRST:
+    if ORDER == "remote_first" and WORLD_SIZE > 1:
         _pool_local(
             tables, indices, offsets, weights, own, T * blocks, blocks, me, B, chunk, columns,
             MEAN, DTYPE, OUT, WHOLE, BAGS, WIDTH, UNROLL, ALIGN,
@@ -343,21 +349,24 @@ def _push(
     counts = tl.load(owners + 2 * peers, mask=peers < WORLD_SIZE, other=0)
     line, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
     mine = _owned(me, B, chunk)
-    for table in range(tables_most):
-        for step in tl.static_range(1, WORLD_SIZE):
-            owner = (me + step) % WORLD_SIZE
-            if table < tl.load(owners + 2 * owner):
-                own_columns = tl.multiple_of(tl.load(owners + 2 * owner + 1), ALIGN)
-                span = spans + 3 * (owner * tables_most + table)
-                here, there, width = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-                for block in range(program, (mine + ROWS - 1) // ROWS, PUSHERS):
-                    row = (line + block * ROWS)[:, None].to(tl.int64)
-                    held = (row < mine) & (column[None, :] < tl.multiple_of(width, ALIGN))
-                    source = _vectors(gradient, OUT, ALIGN) + tl.multiple_of(here, ALIGN) + row * columns + column[None, :]
-                    value = tl.load(source, mask=held, other=0.0, eviction_policy="evict_first")
-                    first = (chunk.to(tl.int64) * me) * own_columns + tl.multiple_of(there, ALIGN)
-                    il.put(il.pointer(landing, OUT) + first + row * own_columns + column[None, :], value, owner, group, held)
-        if il.arrive_last(il.peer_pointer(flags + _HEADER + table, me, group), program, PUSHERS):
+    blocks = (mine + ROWS - 1) // ROWS
+    pieces = tl.maximum(tl.minimum(blocks, _MAX_PIECES), 1)
+    members = (WORLD_SIZE - 1) * pieces
+    for task in range(program, tables_most * members, PUSHERS):
+        table, member = task // members, task % members
+        owner = (me + 1 + member % (WORLD_SIZE - 1)) % WORLD_SIZE
+        if table < tl.load(owners + 2 * owner):
+            own_columns = tl.multiple_of(tl.load(owners + 2 * owner + 1), ALIGN)
+            span = spans + 3 * (owner * tables_most + table)
+            here, there, width = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+            first = (chunk.to(tl.int64) * me) * own_columns + tl.multiple_of(there, ALIGN)
+            for block in range(member // (WORLD_SIZE - 1), blocks, pieces):
+                row = (line + block * ROWS)[:, None].to(tl.int64)
+                held = (row < mine) & (column[None, :] < tl.multiple_of(width, ALIGN))
+                source = _vectors(gradient, OUT, ALIGN) + tl.multiple_of(here, ALIGN) + row * columns + column[None, :]
+                value = tl.load(source, mask=held, other=0.0, eviction_policy="evict_first")
+                il.put(il.pointer(landing, OUT) + first + row * own_columns + column[None, :], value, owner, group, held)
+        if il.arrive_last(il.peer_pointer(flags + _HEADER + table, me, group), member, members):
             # Owners' flags for a table follow the counters of all tables.
             slot = flags + _HEADER + _MAX_TABLES + table * _MAX_RANKS + me
             il.signal(slot + tl.zeros_like(peers), stamp, peers, group, (table < counts) & (peers != me))

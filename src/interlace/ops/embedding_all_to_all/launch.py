@@ -220,7 +220,7 @@ def prepare(
     options = {
         "WORLD_SIZE": ranks,
         "PROTOCOL": protocol,
-        "LOCAL_FIRST": config.order == "local_first",
+        "ORDER": config.order,
         "MEAN": call.mode == "mean",
         "DTYPE": triton_dtype(call.table_dtype),
         "OUT": triton_dtype(call.dtype),

@@ -58,6 +58,8 @@ TWICE = _t(5, 4)
             "gradient must be 'dense', 'sparse', interlace.optim.SGD or interlace.optim.RowWiseAdagrad; got 'both'."),
         ([TWICE, TWICE], IDS, _t(5, dtype=i64), {"gradient": SGD(0.1)},
             "a fused update must have each table once; got the same memory twice in weights."),
+        ([W.clone().requires_grad_() * 2], IDS, ENDS, {"gradient": SGD(0.1)},
+            "a fused update must have tables that are leaves of the graph; weights[0] was computed. Pass the parameter itself."),
         ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [])},
             "RowWiseAdagrad's states must be one for each of 1 tables; got 0."),
         ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [_t(4)])},

@@ -19,6 +19,7 @@ from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
+_APART = 32  # counters between that of tickets and the first segment's: another cache line, as well aligned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,10 +236,10 @@ def prepare(
     slots = 2 * (lookups // config.run_lookups + 1)
     takers = min(config.update_programs, MAX_PROGRAMS - pushers, max(1, ceil_div(lookups, config.block_runs * _TICKET)))
     partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
-    arrivals = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+    counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
     arguments = (
         on_device(group, entries), on_device(group, owners), on_device(group, spans), found.keys, found.bags, found.scale,
-        found.segment_of, found.segments, found.runs, found.run_count, arrivals[-1:], partials, arrivals,
+        found.segment_of, found.segments, found.runs, found.run_count, counters, partials, counters[_APART:],
         grad.data_ptr(), landing, landing_here, target.address, workspace.signals.address, workspace.epochs,
         group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
         layout.rank_columns[call.rank] // align, layout.most_tables, target.learning_rate, target.epsilon,
@@ -263,7 +264,7 @@ def prepare(
     return Launch(kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found))
 
 
-def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[list[int]], int]:
+def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
     """This rank's table records, and how all vectors that the kernel moves are aligned, in elements."""
     layout, rank = call.layout, call.rank
     first, widths = layout.first_column(rank), layout.widths[rank]

@@ -246,18 +246,24 @@ def describe_outputs(group: Group, layout: Layout, dtype: torch.dtype, buffers: 
     return TensorDescriptor(base, shape, strides, [1, 1, *block])
 
 
-def forward_records(call: Call) -> tuple[list[list[int]], int]:
+def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
     """This rank's table records, and how its vectors are aligned, in elements."""
-    layout, first = call.layout, call.layout.first_column(call.rank)
-    own = layout.table_columns(call.rank)
-    rows = [
-        entry(width=weight.shape[1], column=first + column, own_column=column, address=weight.data_ptr(), stride=weight.stride(0))
-        for weight, column in zip(call.weights, own, strict=True)
-    ]
-    itemsize = min(call.table_dtype.itemsize, call.dtype.itemsize)
-    numbers = [layout.columns, first, *layout.widths[call.rank], *(weight.stride(0) for weight in call.weights)]
-    starts = [weight.data_ptr() // weight.element_size() for weight in call.weights]
-    return rows or [[0] * record.FIELDS], alignment([*numbers, *starts], itemsize)
+    places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
+    return _forward_records(places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_records(
+    places: tuple[tuple[int, int], ...], layout: Layout, rank: int, itemsize: int, output_itemsize: int
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    first, widths = layout.first_column(rank), layout.widths[rank]
+    rows = tuple(
+        entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
+        for (address, stride), width, column in zip(places, widths, layout.table_columns(rank), strict=True)
+    )
+    starts = [address // itemsize for address, _ in places]
+    numbers = [layout.columns, first, *widths, *(stride for _, stride in places), *starts]
+    return rows or (entry(width=1, column=0, own_column=0),), alignment(numbers, min(itemsize, output_itemsize))
 
 
 def widths_of(widths: Sequence[int]) -> dict[str, Any]:

@@ -64,8 +64,13 @@ class Layout:
     @classmethod
     def of(cls, counts: Sequence[int], widths: Sequence[int], batch: int) -> Layout:
         """From each rank's number of tables and all widths in one list: how operators carry it through graphs."""
-        rest = iter(widths)
-        return cls(tuple(tuple(itertools.islice(rest, count)) for count in counts), batch)
+        return cls(_by_rank(tuple(counts), tuple(widths)), batch)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_rank(counts: tuple[int, ...], widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    rest = iter(widths)
+    return tuple(tuple(itertools.islice(rest, count)) for count in counts)
 
 
 def dense_places(rows: Sequence[int], widths: Sequence[int]) -> list[int]:

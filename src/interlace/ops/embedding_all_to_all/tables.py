@@ -66,13 +66,13 @@ def entry(
     target: int = -1,
     target_stride: int = 0,
     state: int = 0,
-) -> list[int]:
+) -> tuple[int, ...]:
     """The record of one table; see ``record`` for the fields."""
     fields = [0] * record.FIELDS
     fields[record.ADDRESS], fields[record.STRIDE], fields[record.WIDTH] = address, stride, width
     fields[record.COLUMN], fields[record.OWN_COLUMN], fields[record.FIRST_KEY] = column, own_column, first_key
     fields[record.TARGET], fields[record.TARGET_STRIDE], fields[record.STATE] = target, target_stride, state
-    return fields
+    return tuple(fields)
 
 
 def alignment(numbers: Sequence[int], itemsize: int) -> int:

@@ -133,6 +133,12 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
         places = [weight.data_ptr() for weight in weights if weight.numel() and weight.device.type != "meta"]
         if not torch.compiler.is_compiling() and len(set(places)) != len(places):
             raise ArgumentError(f"{OPERATOR}: a fused update must have each table once; got the same memory twice in weights.")
+        for table, weight in enumerate(weights):
+            if not weight.is_leaf:
+                raise ArgumentError(
+                    f"{OPERATOR}: a fused update must have tables that are leaves of the graph; weights[{table}] was computed. "
+                    f"Pass the parameter itself."
+                )
         if isinstance(gradient, RowWiseAdagrad):
             _validate_states(weights, gradient.states)
     elif gradient not in ("dense", "sparse"):

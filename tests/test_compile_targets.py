@@ -60,13 +60,13 @@ def _embedding_all_to_all_backward():
     """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
     import triton.language as tl
 
-    pointers = dict.fromkeys(("bags", "segment_of", "segments", "runs", "run_count", "tickets", "arrivals"), "*i32")
+    pointers = dict.fromkeys(("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets", "arrivals"), "*i32")
     addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
     sizes = dict.fromkeys(("own_groups", "tables_most"), "i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
     lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
 
     def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):
-        types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"keys": f"*{key}"}
+        types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"run_keys": f"*{key}"}
         blocks = {"RUNS": runs, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "ROWS": 8, "PIECE": width, "RUN_LOOKUPS": 128}
         flags = {"PUSHERS": 64, "UPDATE": update, "BY_SEGMENT": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
         return types, flags | blocks | {"TICKET": 4, "WORLD_SIZE": 4} | more

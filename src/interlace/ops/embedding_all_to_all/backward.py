@@ -60,6 +60,7 @@ class Sorted:
         segment_of: of each lookup, the number of its distinct row.
         segments: where each distinct row's lookups begin; beyond the last, the number of lookups.
         runs: where each run of at most ``run_lookups`` lookups of one row begins; beyond the last, the number of lookups.
+        run_bags, run_keys, run_segments: of each run, the bag of its first lookup, its row's key and its row's segment.
         run_count: how many runs there are, on the device.
     """
 
@@ -69,6 +70,9 @@ class Sorted:
     segment_of: torch.Tensor
     segments: torch.Tensor
     runs: torch.Tensor
+    run_bags: torch.Tensor
+    run_keys: torch.Tensor
+    run_segments: torch.Tensor
     run_count: torch.Tensor
 
 
@@ -78,7 +82,7 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     batch, tables = call.layout.batch, len(rows)
     if not count:
         none = torch.zeros(1, dtype=torch.int32, device=device)
-        return Sorted(none, none, None if call.scale is None else none.float(), none, none.repeat(2), none.repeat(2), none)
+        return Sorted(none, none, None if call.scale is None else none.float(), none, none.repeat(2), none.repeat(2), none, none, none, none)
     small = sum(rows) < 2**31 - 1
     first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
@@ -95,8 +99,10 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     segment_of, segments = _starts(new, places)
     first = (places[:-1] - segments[segment_of]) % run_lookups == 0
     run_of, runs = _starts(first, places)
-    scale = None if scale is None else scale[order]
-    return Sorted(keys, bags[order], scale, segment_of, segments, runs, run_of[-1:] + 1)
+    scale, bags = None if scale is None else scale[order], bags[order]
+    openings = runs.clamp(max=count - 1)
+    of_runs = [each.index_select(0, openings) for each in (bags, keys, segment_of)]
+    return Sorted(keys, bags, scale, segment_of, segments, runs, *of_runs, run_of[-1:] + 1)
 
 
 def _starts(first: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,8 +244,8 @@ def prepare(
     partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
     counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
     arguments = (
-        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.keys, found.bags, found.scale,
-        found.segment_of, found.segments, found.runs, found.run_count, counters, partials, counters[_APART:],
+        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags, found.scale,
+        found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments, found.run_count, counters, partials, counters[_APART:],
         grad.data_ptr(), landing, landing_here, target.address, workspace.signals.address, workspace.epochs,
         group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
         layout.rank_columns[call.rank] // align, layout.most_tables, target.learning_rate, target.epsilon,

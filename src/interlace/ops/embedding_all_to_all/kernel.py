@@ -267,37 +267,47 @@ def _run_of(runs, run, count):
 
 
 @triton.jit
-def _gradients(
-    gradient, landing, entry, scale, bags, start, length, B, chunk, me, columns, own_columns,
-    OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+def _gradient_of(
+    bag, mask, gradient, landing, entry, B, chunk, me, columns, own_columns,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of runs of lookups, each of one row: float32 ``[RUNS, WIDTH]``, in the order of the lookups.
-
-    A sample's gradient is where it arrived, or, for this rank's own samples, where autograd left it.
-    """
+    """The pooled vectors' gradients of some bags: where they arrived, or, for this rank's own samples, where autograd left
+    them."""
     BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     column = tl.arange(0, WIDTH)
-    here = tl.load(entry + _COLUMN)
-    there = tl.load(entry + _OWN_COLUMN)
-    width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
-    longest = tl.max(length, 0)
-    total = tl.zeros([RUNS, WIDTH], tl.float32)
-    for step in range(0, longest, UNROLL):
-        addresses = ()
-        for ahead in tl.static_range(UNROLL):
-            bag = tl.load(bags + start + step + ahead, mask=step + ahead < length, other=0)
-            sample = bag % B
-            own = sample // chunk == me
-            mine = gradient + ((sample - me * chunk).to(tl.int64) * columns + here) * BYTES
-            sent = landing + (sample.to(tl.int64) * own_columns + there) * BYTES
-            addresses = addresses + (tl.where(own, mine, sent),)
+    sample = bag % B
+    mine = gradient + ((sample - me * chunk).to(tl.int64) * columns + tl.load(entry + _COLUMN)) * BYTES
+    sent = landing + (sample.to(tl.int64) * own_columns + tl.load(entry + _OWN_COLUMN)) * BYTES
+    pointers = _vectors(tl.where(sample // chunk == me, mine, sent), OUT, ALIGN)[:, None] + column[None, :]
+    wanted = mask[:, None] & (column >= 0)[None, :]
+    if not WHOLE:
+        wanted = wanted & (column[None, :] < tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)[:, None])
+    return tl.load(pointers, mask=wanted, other=0.0)
+
+
+@triton.jit
+def _gradients(
+    first_bag, gradient, landing, entry, scale, bags, start, length, B, chunk, me, columns, own_columns,
+    OUT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Sums of runs of lookups, each of one row: float32 ``[runs, WIDTH]``, in the order of the lookups.
+
+    The first lookup's bag is known beforehand: most rows are looked up once, and then nothing else must be waited for.
+    """
+    total = _gradient_of(
+        first_bag, length > 0, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT, WIDTH, WHOLE, ALIGN
+    ).to(tl.float32)  # fmt: skip
+    if scale is not None:
+        total = total * tl.load(scale + start, mask=length > 0, other=0.0)[:, None]
+    for step in range(1, tl.max(length, 0), UNROLL):
         vectors = ()
         for ahead in tl.static_range(UNROLL):
-            pointers = _vectors(addresses[ahead], OUT, ALIGN)[:, None] + column[None, :]
-            wanted = (step + ahead < length)[:, None]
-            if not WHOLE:
-                wanted = wanted & (column[None, :] < width[:, None])
-            vectors = vectors + (tl.load(pointers, mask=wanted, other=0.0),)
+            held = step + ahead < length
+            bag = tl.load(bags + start + step + ahead, mask=held, other=0)
+            vector = _gradient_of(
+                bag, held, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT, WIDTH, WHOLE, ALIGN
+            )
+            vectors = vectors + (vector,)
         for ahead in tl.static_range(UNROLL):
             if scale is None:
                 total += vectors[ahead].to(tl.float32)
@@ -308,33 +318,50 @@ def _gradients(
 
 
 @triton.jit
-def _apply(
-    entry, row, total, mask, arrived, target, learning_rate, epsilon,
-    UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
+def _current(
+    entry, row, mask, target, UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Store rows' gradients, or update the rows with them."""
+    """What an update changes: rows, and Adagrad's state of each. Asked for before the gradients are here."""
     column = tl.arange(0, WIDTH)
     width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
     stride = tl.multiple_of(tl.load(entry + _TARGET_STRIDE), ALIGN)
     place = tl.load(entry + _TARGET)
     mask = mask & (place >= 0)
-    target = _vectors(target + place, DTYPE, ALIGN)[:, None] + row[:, None] * stride[:, None] + column[None, :]
+    pointers = _vectors(target + place, DTYPE, ALIGN)[:, None] + row[:, None] * stride[:, None] + column[None, :]
+    states = tl.load(entry + _STATE).to(tl.pointer_type(tl.float32)) + row
+    cells = mask[:, None] & (column[None, :] < width[:, None])
+    weight = tl.zeros([row.shape[0], WIDTH], tl.float32)
+    state = tl.zeros(row.shape, tl.float32)
+    if UPDATE != "store":
+        weight = tl.load(pointers, mask=cells, other=0.0).to(tl.float32)
+    if UPDATE == "adagrad":
+        state = tl.load(states, mask=mask, other=0.0)
+    return pointers, states, weight, state
+
+
+@triton.jit
+def _apply(
+    entry, current, total, mask, arrived, learning_rate, epsilon,
+    UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Store rows' gradients, or update the rows with them; ``current`` is of the same rows."""
+    pointers, states, weight, state = current
+    column = tl.arange(0, WIDTH)
+    width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
+    mask = mask & (tl.load(entry + _TARGET) >= 0)
     if UPDATE == "store":
         value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))
-        tl.store(target, value.to(DTYPE), mask=mask[:, None] & (column[None, :] < width[:, None]))
+        tl.store(pointers, value.to(DTYPE), mask=mask[:, None] & (column[None, :] < width[:, None]))
     else:
-        mask = mask & (arrived + row * 0 > 0)
+        mask = mask & (arrived + width * 0 > 0)
         cells = mask[:, None] & (column[None, :] < width[:, None])
         if UPDATE == "adagrad":
-            state = tl.load(entry + _STATE).to(tl.pointer_type(tl.float32)) + row
-            mean = tl.sum(total * total, 1) / width.to(tl.float32)
-            new = tl.load(state, mask=mask, other=0.0) + mean
-            tl.store(state, new, mask=mask)
+            new = state + tl.sum(total * total, 1) / width.to(tl.float32)
+            tl.store(states, new, mask=mask)
             step = learning_rate / (tl.sqrt_rn(new) + epsilon)
         else:
-            step = learning_rate + tl.zeros(row.shape, tl.float32)
-        weight = tl.load(target, mask=cells, other=0.0).to(tl.float32)
-        tl.store(target, (weight - step[:, None] * total).to(DTYPE), mask=cells)
+            step = learning_rate + tl.zeros(width.shape, tl.float32)
+        tl.store(pointers, (weight - step[:, None] * total).to(DTYPE), mask=cells)
 
 
 @triton.jit
@@ -394,7 +421,7 @@ def _await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
     ]
 )
 def embedding_all_to_all_backward(
-    tables, owners, spans, keys, bags, scale, segment_of, segments, runs, run_count, tickets, partials, arrivals,
+    tables, owners, spans, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count, tickets, partials, arrivals,
     gradient, landing, landing_here, target, signals, epochs, ctx, call, B, chunk, T, column_groups, own_groups, tables_most,
     learning_rate, epsilon,
     WORLD_SIZE: tl.constexpr, PUSHERS: tl.constexpr, UPDATE: tl.constexpr, BY_SEGMENT: tl.constexpr, DTYPE: tl.constexpr,
@@ -403,7 +430,7 @@ def embedding_all_to_all_backward(
 ):  # fmt: skip
     """Send the gradients of this rank's samples to their tables' owners; sum those of this rank's tables by row, and apply.
 
-    The host has sorted this rank's lookups by row (``keys``: a row's number among all rows of the rank), stably. A *segment*
+    The host has sorted this rank's lookups by row (a *key* is a row's number among all rows of the rank), stably. A *segment*
     is all lookups of one row; it is cut into *runs* of at most ``RUN_LOOKUPS``. Which program takes which runs is left to
     chance (``tickets``), but a run's sum is in the order of its lookups, and a segment's in the order of its runs: the result
     is the same bit by bit. The program that completes a segment of several runs adds their ``partials`` and applies the sum.
@@ -449,31 +476,33 @@ def embedding_all_to_all_backward(
         first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
         while first < count:
             for tile in range(TICKET):
+                # One trip for all that is known of the runs, one for rows, states and gradients.
                 run = first + tile * RUNS + lane
                 held = run < count
                 start = _run_of(runs, run, count)
                 length = (_run_of(runs, run + 1, count) - start).to(tl.int32)
-                bag = tl.load(bags + start, mask=held, other=0)
+                bag = tl.load(run_bags + run, mask=held, other=0)
+                segment = tl.load(run_segments + run, mask=held, other=0)
                 table = bag // B
+                entry = tables + table * _FIELDS
+                if BY_SEGMENT:
+                    row = segment.to(tl.int64)
+                else:
+                    row = tl.load(run_keys + run, mask=held, other=0).to(tl.int64) - tl.load(entry + _FIRST_KEY)
+                current = _current(entry, row, held, target, UPDATE, DTYPE, WIDTH, ALIGN)
+                opening = tl.load(segments + segment, mask=held, other=0).to(tl.int64)
+                size = (tl.load(segments + segment + 1, mask=held, other=0) - opening).to(tl.int32)
                 if WORLD_SIZE > 1:
                     last = tl.max(table, 0)
                     if last >= ready:
                         arrived = arrived * _await_tables(flags, stamp, group, ready, last, WORLD_SIZE)
                         ready = last + 1
-                entry = tables + table * _FIELDS
                 total = _gradients(
-                    gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
-                    OUT, RUNS, WIDTH, WHOLE, UNROLL, ALIGN,
+                    bag, gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
+                    OUT, WIDTH, WHOLE, UNROLL, ALIGN,
                 )  # fmt: skip
-                segment = tl.load(segment_of + start, mask=held, other=0)
-                opening = tl.load(segments + segment, mask=held, other=0).to(tl.int64)
-                size = (tl.load(segments + segment + 1, mask=held, other=0) - opening).to(tl.int32)
-                if BY_SEGMENT:
-                    row = segment.to(tl.int64)
-                else:
-                    row = tl.load(keys + start, mask=held, other=0).to(tl.int64) - tl.load(entry + _FIRST_KEY)
                 whole = size <= RUN_LOOKUPS
-                _apply(entry, row, total, held & whole, arrived, target, learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN)
+                _apply(entry, current, total, held & whole, arrived, learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN)
                 if tl.max((held & (size > RUN_LOOKUPS)).to(tl.int32), 0) > 0:
                     # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's last, another's first.
                     parts = (size + RUN_LOOKUPS - 1) // RUN_LOOKUPS
@@ -498,8 +527,10 @@ def embedding_all_to_all_backward(
                                     sum_of_runs += tl.load(partials + place[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg")
                                 which = tl.sum(tl.where(chosen, table, 0), 0) + one * 0
                                 where = tl.sum(tl.where(chosen, row, 0), 0) + one * 0
+                                entry_of_it = tables + which * _FIELDS
+                                current_of_it = _current(entry_of_it, where, which >= 0, target, UPDATE, DTYPE, WIDTH, ALIGN)
                                 _apply(
-                                    tables + which * _FIELDS, where, sum_of_runs, which >= 0, arrived, target, learning_rate, epsilon,
+                                    entry_of_it, current_of_it, sum_of_runs, which >= 0, arrived, learning_rate, epsilon,
                                     UPDATE, DTYPE, WIDTH, ALIGN,
                                 )  # fmt: skip
             first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")

@@ -85,9 +85,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")]
-)
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_gradients_match_float64(ranks, world_size, kind, dtype):
     for each in CALLS[world_size]:

@@ -85,9 +85,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype"), [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")]
-)
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_gradients_match_float64(ranks, world_size, kind, dtype):
     for each in CALLS[world_size]:
@@ -209,6 +207,27 @@ def _interleaved(call):
                 y.backward(upstream(call, rank) * (factor + 1))
             sums.append([table.grad for table in tables])
     return sums
+
+
+def _landing_used_again(call):
+    """A backward pass that nobody waits for (no lookups) with slow puts of rank 0, then a forward pass into the landing."""
+    rank = dist.get_rank()
+    kept = [run_one(call, check_indices=False) for _ in range(3)]
+    empty = dataclasses.replace(call, most=0)
+    indices, offsets, _ = empty.lookups(rank)
+    tables = [table.requires_grad_() for table in empty.tables(rank)]
+    for delay in (0.0, 0.7):  # the first backward pass agrees on the host
+        y = interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config)
+        with interlace.inject(interlace.Faults(max_delay_s=delay if rank == 0 else 0.0)):
+            y.backward(torch.full_like(y, 1e6))
+        del y
+    return run_one(call, check_indices=False), kept
+
+
+def test_a_backward_pass_is_over_when_it_ends(ranks):
+    """Also where no table has lookups: late gradients would fall on what the next call stores there before it waits."""
+    call = Call(((4,), (4,), (4,)), 6, config=dataclasses.replace(SMALL, order="local_first"))
+    call.check([y for y, _ in ranks(3).run(_landing_used_again, call)])
 
 
 def test_passes_back_to_back(ranks):

@@ -1,0 +1,16 @@
+"""Kernels of ``test_counting``; imported by ranks only, where the interpreter is on."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+
+
+@triton.jit
+def count_last(counter, lasts, SKIP: tl.constexpr):
+    """Every program but the first ``SKIP`` arrives; the last one notes its index and how many came before."""
+    program, members = tl.program_id(0), tl.num_programs(0) - SKIP
+    if program >= SKIP:
+        if il.arrive_last(counter, program - SKIP, members):
+            tl.store(lasts + tl.load(lasts + 7), program)
+            tl.store(lasts + 7, tl.load(lasts + 7) + 1)

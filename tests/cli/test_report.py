@@ -239,7 +239,9 @@ def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def ranks(console: Console, what: str, steps: int, worker: Any, world_size: int, *arguments: Any, backend: str) -> Any:
         work, dtype, kind, _, _ = arguments
         asked.append((work, dtype, kind))
-        points = [_study(order, percent) for percent in (25, 50, 75, 100) for order in ("remote_first", "local_first")]
+        points = [
+            _study(order, percent) for percent in (25, 50, 75, 100) for order in ("interleaved", "remote_first", "local_first")
+        ]
         found = {"shape": "2 x 9 x 8, B = 6, L = 1", "dtype": dtype, "world_size": 2, "config": "direct", "resident_programs": 2000}
         return [[{**found, "points": points} for _ in work]] * world_size
 
@@ -264,7 +266,7 @@ def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert done.exit_code == 0, done.output
     shape = {"tables": 2, "rows": 9, "width": 8, "batch": 6}
     assert asked == [([{**shape, "lookups": "1"}, {**shape, "lookups": "0-4"}], "float32", "study")]
-    assert done.output.count("local_first") == 8
+    assert done.output.count("local_first") == done.output.count("interleaved") == 8
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

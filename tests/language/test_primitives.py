@@ -166,7 +166,9 @@ def _round_to_12_digits(values):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_values_in_a_word_are_rounded_alike_on_every_rank(ranks, world_size, keep):
     generator = torch.Generator().manual_seed(3)
-    values = torch.randn(world_size, BLOCK, 2, generator=generator) * 10.0 ** torch.randint(-30, 30, (BLOCK, 2), generator=generator)
+    values = torch.randn(world_size, BLOCK, 2, generator=generator) * 10.0 ** torch.randint(
+        -30, 30, (BLOCK, 2), generator=generator
+    )
     rounded = _round_to_12_digits(values)
     expected = torch.zeros(BLOCK, 2)
     for rank in range(world_size):

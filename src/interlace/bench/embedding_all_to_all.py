@@ -364,7 +364,7 @@ def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
 
 
 def study(shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Time against occupancy (25 to 100 % of the programs that fit), remote blocks first and local blocks first. Collective."""
+    """Time against occupancy (25 to 100 % of the programs that fit), in each order of destinations. Collective."""
     case = Case(shape, group)
     chosen = config or case.config
     check_forward(case, chosen)

@@ -49,7 +49,8 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
     results = document["results"]
     figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 4 * len(results), 4.2), squeeze=False, layout="constrained")
     for panel, result in zip(panels[0], results, strict=True):
-        for colour, order in zip(_COLOURS, ("remote_first", "local_first"), strict=False):
+        for place, order in enumerate(dict.fromkeys(point["order"] for point in result["points"])):
+            colour = _COLOURS[place]
             points = [point for point in result["points"] if point["order"] == order]
             occupancy = [point["occupancy_percent"] for point in points]
             panel.plot(occupancy, [point["median_us"] for point in points], marker="o", color=colour, label=order)
@@ -59,7 +60,7 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
             for point in points:
                 panel.annotate(
                     f"skew {point['skew_us']:.0f}", (point["occupancy_percent"], point["median_us"]), fontsize=7, color=colour,
-                    xytext=(0, 6 if order == "local_first" else -12), textcoords="offset points", ha="center",
+                    xytext=(0, (-12, 6, 16)[place]), textcoords="offset points", ha="center",
                 )  # fmt: skip
         panel.set(title=f"{result['shape']}, {result['dtype']}", xlabel="occupancy, % of the programs that fit", xticks=occupancy)
         panel.set_ylim(bottom=0)

@@ -63,11 +63,11 @@ def _study():
 def test_study_and_tuner_try_what_they_say(ranks):
     for study, tuned in ranks(2).run(_study):
         points = [(point["occupancy_percent"], point["order"], point["programs"]) for point in study["points"]]
-        orders = ("remote_first", "local_first")
+        orders = ("interleaved", "remote_first", "local_first")
         assert points == [(percent, order, 8 * percent // 100) for percent in (25, 50, 75, 100) for order in orders]
         ((time_us, text),) = tuned
         assert time_us == 20.0
-        assert text.startswith("direct remote_first ")
+        assert text.startswith("direct interleaved ")
         assert text.split()[8:11] == ["2", "16", "4"], "ties keep what was there; 4096 programs leave none for pushing"
 
 

@@ -82,7 +82,9 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     batch, tables = call.layout.batch, len(rows)
     if not count:
         none = torch.zeros(1, dtype=torch.int32, device=device)
-        return Sorted(none, none, None if call.scale is None else none.float(), none, none.repeat(2), none.repeat(2), none, none, none, none)
+        return Sorted(
+            none, none, None if call.scale is None else none.float(), none, none.repeat(2), none.repeat(2), none, none, none, none
+        )
     small = sum(rows) < 2**31 - 1
     first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
@@ -101,8 +103,8 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     run_of, runs = _starts(first, places)
     scale, bags = None if scale is None else scale[order], bags[order]
     openings = runs.clamp(max=count - 1)
-    of_runs = [each.index_select(0, openings) for each in (bags, keys, segment_of)]
-    return Sorted(keys, bags, scale, segment_of, segments, runs, *of_runs, run_of[-1:] + 1)
+    run_bags, run_keys, run_segments = (each.index_select(0, openings) for each in (bags, keys, segment_of))
+    return Sorted(keys, bags, scale, segment_of, segments, runs, run_bags, run_keys, run_segments, run_of[-1:] + 1)
 
 
 def _starts(first: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +247,8 @@ def prepare(
     counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
     arguments = (
         on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags, found.scale,
-        found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments, found.run_count, counters, partials, counters[_APART:],
+        found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments, found.run_count,
+        counters, partials, counters[_APART:],
         grad.data_ptr(), landing, landing_here, target.address, workspace.signals.address, workspace.epochs,
         group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
         layout.rank_columns[call.rank] // align, layout.most_tables, target.learning_rate, target.epsilon,

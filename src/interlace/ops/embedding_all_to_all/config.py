@@ -26,7 +26,7 @@ class EmbeddingAllToAllConfig:
         block_bags: bags of one table and destination that a program pools at a time; a power of two.
         unroll: lookups of a bag whose rows are in flight together.
         num_warps: warps a program.
-        max_programs: programs at most, each taking several blocks; on the GPU, about as many as are resident at once.
+        max_programs: programs at most, each taking several blocks; on a GPU, no more than fit at once.
         max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
         push_programs: programs of the backward pass that send gradients, beside ``update_programs`` that apply them.
@@ -93,18 +93,21 @@ class EmbeddingAllToAllConfig:
             raise ArgumentError(f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}.") from None
 
 
-def default_config(*, width: int, itemsize: int) -> EmbeddingAllToAllConfig:
+def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:
     """A sound choice where nothing has been measured: a program holds about 4 KB of sums, in registers.
 
     Args:
         width: of the widest table.
         itemsize: bytes of a table's element.
+        processors: of the GPU. Sixteen warps of at most 128 registers fit each; a forward program that does not fit at once
+            would start when others end, and end when they have long been waiting.
     """
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
     rows = max(1, min(8, 1024 * warps // block))  # of one width: a program holds 4 KB of sums a warp
     flying = max(1, min(8, 8 * warps // rows * 4 // itemsize))
     return EmbeddingAllToAllConfig(
-        block_bags=rows, unroll=min(flying, 4), num_warps=warps, push_rows=min(16, 2 * rows),
+        block_bags=rows, unroll=min(flying, 4), num_warps=warps, push_rows=min(16, 2 * rows), max_registers=128,
+        max_programs=max(1, min(MAX_PROGRAMS, 16 * processors // warps)),
         block_runs=rows, run_unroll=min(flying, 2), update_warps=warps,
     )  # fmt: skip

@@ -30,7 +30,7 @@ def _cases(kernel):
 
 
 _EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
-_EMBEDDING_SIZES = ("call", "taken", "slots", "B", "chunk", "T", "column_groups")
+_EMBEDDING_SIZES = ("call", "taken", "slots", "B", "chunk", "T", "column_groups", "own_groups")
 _EMBEDDING_TYPES = {
     **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
     **dict.fromkeys(_EMBEDDING_ADDRESSES, "i64"), **dict.fromkeys(_EMBEDDING_SIZES, "i32"),
@@ -62,7 +62,7 @@ def _embedding_all_to_all_backward():
 
     pointers = dict.fromkeys(("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets", "arrivals"), "*i32")
     addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
-    sizes = dict.fromkeys(("own_groups", "tables_most"), "i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    sizes = {"tables_most": "i32"} | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
     lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
 
     def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):

@@ -10,7 +10,7 @@ import interlace.language as il
 def count_last(counter, lasts, SKIP: tl.constexpr):
     """Every program but the first ``SKIP`` arrives; the last one notes its index and how many came before."""
     program, members = tl.program_id(0), tl.num_programs(0) - SKIP
-    if program >= SKIP:  # noqa: SIM102 (in a kernel, "and" would evaluate both)
+    if program >= SKIP:  # noqa: SIM102 -- only members may arrive
         if il.arrive_last(counter, program - SKIP, members):
             tl.store(lasts + tl.load(lasts + 7), program)
             tl.store(lasts + 7, tl.load(lasts + 7) + 1)

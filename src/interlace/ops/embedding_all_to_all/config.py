@@ -27,7 +27,7 @@ class EmbeddingAllToAllConfig:
         block_bags: bags of one table and destination that a program pools at a time; a power of two.
         unroll: lookups of a bag whose rows are in flight together.
         num_warps: warps a program.
-        max_programs: programs at most, each taking several blocks; on the GPU, about as many as are resident at once.
+        max_programs: programs at most, each taking several blocks; on a GPU, no more than fit at once.
         max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
         push_programs: programs of the backward pass that send gradients, beside ``update_programs`` that apply them.
@@ -94,12 +94,13 @@ class EmbeddingAllToAllConfig:
             raise ArgumentError(f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}.") from None
 
 
-def default_config(*, width: int, itemsize: int) -> EmbeddingAllToAllConfig:
+def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:
     """A sound choice where nothing has been measured: what was fastest on H200s for most pooling factors (decision 0006).
 
     Args:
         width: of the widest table.
         itemsize: bytes of a table's element.
+        processors: of the GPU: 32 warps each, the most at which one-warp programs may all be resident.
     """
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
@@ -107,5 +108,6 @@ def default_config(*, width: int, itemsize: int) -> EmbeddingAllToAllConfig:
     flying = max(1, min(4, 8 * warps // bags * 4 // itemsize))
     runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums a warp
     return EmbeddingAllToAllConfig(
-        block_bags=bags, unroll=flying, num_warps=warps, push_rows=min(16, 2 * runs), block_runs=runs, update_warps=warps
-    )
+        block_bags=bags, unroll=flying, num_warps=warps, max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),
+        push_rows=min(16, 2 * runs), block_runs=runs, update_warps=warps,
+    )  # fmt: skip

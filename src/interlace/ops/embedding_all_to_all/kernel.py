@@ -87,11 +87,14 @@ def pooled(
 
 
 @triton.jit
-def _place(tables, table, first, count, columns, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr):
-    """Offsets of a block's elements in its owner's output, and their mask."""
+def _place(
+    tables, table, first, count, columns, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
+    OWN: tl.constexpr,
+):  # fmt: skip
+    """Offsets of a block's elements in its owner's output (or in ``[samples, own columns]``), and their mask."""
     entry = tables + table * _FIELDS
     bag, column = tl.arange(0, BAGS), tl.arange(0, WIDTH)
-    corner = columns.to(tl.int64) * first + tl.load(entry + _COLUMN)
+    corner = columns.to(tl.int64) * first + tl.load(entry + (_OWN_COLUMN if OWN else _COLUMN))
     offsets = tl.multiple_of(corner, ALIGN) + bag[:, None] * columns + column[None, :]
     mask = (bag < count)[:, None] & (column >= 0)[None, :]
     if not WHOLE:
@@ -113,10 +116,10 @@ def _fill_nan(address, count, dtype: tl.constexpr):
         tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)
 
 
-@triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups"])
+@triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups", "own_groups"])
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
-    B, chunk, T, column_groups,
+    B, chunk, T, column_groups, own_groups,
     WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr,
@@ -148,7 +151,8 @@ def embedding_all_to_all_forward(
     flags = il.pointer(signals, tl.int32)
     numbers = il.pointer(grants, tl.int32)
     blocks = (chunk + BAGS - 1) // BAGS
-    columns = column_groups * ALIGN  # a product that the compiler knows the divisor of
+    # Products, whose divisor the compiler knows.
+    columns, own_columns = column_groups * ALIGN, own_groups * ALIGN
     own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
     own = il.pointer(own_address, OUT)
     if program == 0:
@@ -175,15 +179,16 @@ def embedding_all_to_all_forward(
                     tables, indices, offsets, weights, table, dest * chunk + block * BAGS, count, B,
                     MEAN, DTYPE, BAGS, WIDTH, WHOLE, UNROLL, ALIGN,
                 ).to(OUT)  # fmt: skip
-                place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+                place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN, False)
                 buffer = buffers + tl.sum(tl.where(peers == dest, number, 0)).to(tl.int64) * buffer_bytes
                 target = il.pointer(buffer, OUT)
                 if PROTOCOL == "sliced":
                     if dest == me:
                         tl.store(own + place, total, mask=mask)
                     else:
-                        kept = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * columns
-                        tl.store(kept + place, total, mask=mask)
+                        kept = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * own_columns
+                        stage, mask = _place(tables, table, block * BAGS, count, own_columns, BAGS, WIDTH, WHOLE, ALIGN, True)
+                        tl.store(kept + stage, total, mask=mask)
                         first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
                         members = tl.minimum((mine + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
                         slot = dest * slots + table * ((blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS) + block // SLICE_BLOCKS
@@ -191,8 +196,9 @@ def embedding_all_to_all_forward(
                         if il.arrive_last(counter, block - first_block, members):
                             for each in range(first_block, first_block + members):
                                 count = tl.minimum(mine - each * BAGS, BAGS)
-                                place, mask = _place(tables, table, each * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
-                                il.put(target + place, tl.load(kept + place, mask=mask, cache_modifier=".cg"), dest, group, mask)
+                                place, mask = _place(tables, table, each * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN, False)
+                                stage, mask = _place(tables, table, each * BAGS, count, own_columns, BAGS, WIDTH, WHOLE, ALIGN, True)
+                                il.put(target + place, tl.load(kept + stage, mask=mask, cache_modifier=".cg"), dest, group, mask)
                             il.fence(group)
                             il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
                 elif PROTOCOL == "tiles":
@@ -253,7 +259,7 @@ def _pool_local(
                 tables, indices, offsets, weights, table, me * chunk + block * BAGS, count, B,
                 MEAN, DTYPE, BAGS, WIDTH, WHOLE, UNROLL, ALIGN,
             )  # fmt: skip
-            place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN)
+            place, mask = _place(tables, table, block * BAGS, count, columns, BAGS, WIDTH, WHOLE, ALIGN, False)
             tl.store(own + place, total.to(OUT), mask=mask)
 
 

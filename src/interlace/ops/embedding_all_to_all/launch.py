@@ -42,7 +42,8 @@ def choose(
         tables, width: of the rank that has most, and of the widest table.
         pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a kernel.
     """
-    config = default_config(width=width, itemsize=dtype.itemsize)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    config = default_config(width=width, itemsize=dtype.itemsize, processors=processors)
     if device.type == "cpu":
         small = dataclasses.replace(
             config, max_programs=8, block_bags=8, push_programs=2, push_rows=16, update_programs=4, block_runs=8
@@ -198,7 +199,7 @@ def prepare(
         slices = layout.most_tables * ceil_div(blocks, config.slice_blocks)
         workspace = group.workspace(operator, 4096, record.HEADER + 2 * ranks * slices)
         slots = (workspace.signal_count - record.HEADER) // (2 * ranks)
-        staging = call.indices.new_empty(ranks * layout.chunk * layout.columns, dtype=call.dtype)
+        staging = call.indices.new_empty(ranks * layout.chunk * layout.rank_columns[call.rank], dtype=call.dtype)
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
@@ -216,6 +217,7 @@ def prepare(
         None if call.scale is None else call.scale.contiguous(), tiles, buffers, workspace.data.address, workspace.signals.address,
         0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator), counts, mark, buffer_bytes,
         taken, slots, layout.batch, layout.chunk, len(call.weights), layout.columns // align,
+        layout.rank_columns[call.rank] // align,
     )  # fmt: skip
     options = {
         "WORLD_SIZE": ranks,

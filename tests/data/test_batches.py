@@ -69,14 +69,13 @@ def test_the_last_batch_is_filled_up_when_asked_for() -> None:
     assert torch.equal(padded[3][1].dense, padded[0][1].dense[[1, 1]])
 
 
-def test_held_out_batches_and_resuming() -> None:
+def test_held_out_batches() -> None:
     def labels(**options: object) -> list[list[float]]:
         return [batch.labels.tolist() for batch in BatchStream(SyntheticClicks(80), 8, rows=ROWS, **options)]  # type: ignore[arg-type]
 
     everything = labels()
     assert labels(held_out_every=5, held_out=True) == [everything[4], everything[9]]
     assert labels(held_out_every=5) == everything[:4] + everything[5:9]
-    assert labels(held_out_every=5, start=3) == [everything[3], *everything[5:9]]
 
 
 def test_synthetic_clicks_depend_on_the_seed_alone() -> None:

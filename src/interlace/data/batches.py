@@ -109,7 +109,6 @@ class BatchStream:
         last: ``"drop"`` or ``"pad"``.
         held_out_every: set every so many-th global batch aside; 0 for none.
         held_out: give the batches that were set aside instead of the others.
-        start: skip so many of the stream's batches (read and thrown away): where a run is resumed.
 
     Raises:
         ArgumentError: R does not divide the batch, or an option that is none.
@@ -133,7 +132,6 @@ class BatchStream:
         last: str = "drop",
         held_out_every: int = 0,
         held_out: bool = False,
-        start: int = 0,
     ) -> None:
         if batch < 1 or batch % world_size:
             raise ArgumentError(
@@ -146,18 +144,15 @@ class BatchStream:
             raise ArgumentError(f"BatchStream: held_out_every must be 0 or at least 2; got {held_out_every}.")
         self.source, self.batch, self.rows, self.lookups, self.jagged = source, batch, list(rows), lookups, jagged
         self.rank, self.world_size, self.last = rank, world_size, last
-        self.held_out_every, self.held_out, self.start = held_out_every, held_out, start
+        self.held_out_every, self.held_out = held_out_every, held_out
 
     def __iter__(self) -> Iterator[Batch]:
         part = self.batch // self.world_size
-        seen = 0
         for number, records in enumerate(_global_batches(self.source, self.batch)):
             aside = bool(self.held_out_every) and (number + 1) % self.held_out_every == 0
             if aside != self.held_out or (len(records) < self.batch and self.last == "drop"):
                 continue
-            seen += 1
-            if seen > self.start:
-                yield self._batch(records, self.rank * part, part)
+            yield self._batch(records, self.rank * part, part)
 
     def _batch(self, records: Records, begin: int, count: int) -> Batch:
         missing = max(0, begin + count - len(records))

@@ -89,7 +89,9 @@ def whole_tables(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def weights_of(bags: ShardedEmbeddingBags) -> dict[str, torch.Tensor]:
-    return whole_tables({name: parameter.detach() for name, parameter in bags.named_parameters()})
+    """Whole tables by name, in the order of the model."""
+    found = whole_tables({name: parameter.detach() for name, parameter in bags.named_parameters()})
+    return {table.name: found[table.name] for table in bags.tables}
 
 
 def gradients_of(bags: ShardedEmbeddingBags) -> dict[str, torch.Tensor]:

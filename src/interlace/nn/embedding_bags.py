@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -191,6 +192,8 @@ class ShardedEmbeddingBags(nn.Module):
                 "output_dtype": str(output_dtype),
             },
         )
+        # Ranks remember each other's widths by this name: another plan must have another one.
+        self._name = f"{type(self).__name__} {hashlib.sha256(str(plan).encode()).hexdigest()[:16]}"
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
         for shard in plan.of_rank(self.group.rank):
@@ -282,6 +285,8 @@ class ShardedEmbeddingBags(nn.Module):
                     mode=kind[0],
                     output_dtype=self.output_dtype,
                     gradient=self._gradient(held),
+                    batch_size=each.batch,
+                    name=f"{self._name} {kind[0]} of {kind[1]}",
                     group=group,
                     impl=self.impl,
                 )

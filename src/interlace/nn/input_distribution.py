@@ -29,11 +29,13 @@ class Bags:
         indices: 1-D: shard by shard, and within a shard sample by sample of the global batch.
         offsets: int64 ``[S * B + 1]``.
         per_sample_weights: like ``indices``, or None.
+        batch: B.
     """
 
     indices: torch.Tensor
     offsets: torch.Tensor
     per_sample_weights: torch.Tensor | None
+    batch: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,9 @@ class InputDistribution:
             received = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
             return received if layout.positions is None else received[layout.positions]
 
-        return self._by_kind(exchange(indices), layout.offsets, None if weights is None else exchange(weights), layout.sizes)
+        batch = samples * self.group.world_size
+        found = exchange(indices), layout.offsets, None if weights is None else exchange(weights)
+        return self._by_kind(batch, *found, layout.sizes)
 
     def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
         key = samples, device
@@ -184,7 +188,8 @@ class InputDistribution:
 
         by_shard = [sum(coming[shard::shards]) for shard in range(shards)]
         bags = _offsets(received.transpose(0, 1).flatten())
-        return self._by_kind(exchange(indices), bags, None if weights is None else exchange(weights), by_shard)
+        found = exchange(indices), bags, None if weights is None else exchange(weights)
+        return self._by_kind(samples * ranks, *found, by_shard)
 
     # Both
 
@@ -212,18 +217,19 @@ class InputDistribution:
             raise PeerTimeoutError(operator=_NAME, rank=self.group.rank, peer=-1, deadline_s=self.group.deadline_s) from error
         return received
 
-    def _by_kind(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, sizes: list[int]) -> list[Bags]:
+    def _by_kind(
+        self, batch: int, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, sizes: list[int]
+    ) -> list[Bags]:
         """``sizes``: indices of each of this rank's shards."""
         if len(self.plan.kinds) == 1:
-            return [Bags(indices, offsets, weights)]
-        bags_per_shard = (offsets.numel() - 1) // max(1, len(sizes))
+            return [Bags(indices, offsets, weights, batch)]
         found = []
         shard = index = 0
         for kind in self.plan.kinds:
             count = sum(each.kind == kind for each in self._own)
             stop = index + sum(sizes[shard : shard + count])
-            within = offsets[shard * bags_per_shard : (shard + count) * bags_per_shard + 1]
-            found.append(Bags(indices[index:stop], within - within[0], None if weights is None else weights[index:stop]))
+            within = offsets[shard * batch : (shard + count) * batch + 1]
+            found.append(Bags(indices[index:stop], within - within[0], None if weights is None else weights[index:stop], batch))
             shard, index = shard + count, stop
         return found
 

@@ -172,24 +172,28 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def train_twice(settings: Settings, fused_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Every rank runs this: all steps unfused, and the first few of them with the fused kernels."""
+    unfused = train(dataclasses.replace(settings, impl="unfused"))
+    return unfused, train(dataclasses.replace(settings, impl="fused", steps=fused_steps, samples=fused_steps * settings.batch))
+
+
 def check_itself(world_size: int, backend: str) -> None:
-    """A small model learns, and the fused and the unfused run learn the same."""
+    """A small model learns, and learns the same with the fused kernels. On the CPU these run in an interpreter, so few steps do."""
     small = Settings(
-        samples=640, batch=32, tables=3, cardinality=10, rows=16, width=4, bottom=(8,), top=(16,), learning_rate=0.2,
+        samples=960, batch=32, tables=4, cardinality=4, rows=16, width=4, bottom=(8,), top=(16,), learning_rate=0.1,
         dense_learning_rate=0.1, quiet=True,
     )  # fmt: skip
-    runs = {}
-    for impl in ("fused", "unfused"):
-        runs[impl] = interlace.launch(train, world_size, dataclasses.replace(small, impl=impl), backend=backend)[0]
-    fused, unfused = runs["fused"], runs["unfused"]
-    first, last = mean(fused["losses"][:5]), mean(fused["losses"][-5:])
-    difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=True))
-    print(f"{fused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}, held out {fused['loss']:.4f}, ", end="")
-    print(f"AUC {fused['auc']:.4f}; largest difference to the unfused run's losses {difference:.1e}")
-    assert last < first
-    assert fused["auc"] > 0.5
-    assert difference < 1e-4
-    assert abs(fused["auc"] - unfused["auc"]) < 1e-3
+    unfused, fused = interlace.launch(train_twice, world_size, small, 4, backend=backend)[0]
+    first, last = mean(unfused["losses"][:5]), mean(unfused["losses"][-5:])
+    difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=False))
+    print(f"{unfused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}; ", end="")
+    print(f"held out: loss {unfused['loss']:.4f}, AUC {unfused['auc']:.4f}")
+    print(f"{fused['steps']} of them with the fused kernels: losses differ by at most {difference:.1e}")
+    assert last < 0.8 * first
+    assert unfused["auc"] > 0.55
+    assert len(fused["losses"]) == 4
+    assert difference < 1e-5
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -71,7 +71,11 @@ def whole_batch(parts: list[Batch], tables: int) -> Batch:
     lengths, bags = [], []
     for part in parts:
         samples = len(part.labels)
-        ends = part.offsets if part.offsets is not None else torch.arange(tables * samples + 1) * (len(part.indices) // (tables * samples))
+        ends = (
+            part.offsets
+            if part.offsets is not None
+            else torch.arange(tables * samples + 1) * (len(part.indices) // (tables * samples))
+        )
         bags.append([part.indices[a:b] for a, b in itertools.pairwise(ends.tolist())])
         lengths.append(samples)
     ordered = [bag for t in range(tables) for part, n in zip(bags, lengths, strict=True) for bag in part[t * n : (t + 1) * n]]

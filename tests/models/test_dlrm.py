@@ -95,7 +95,9 @@ def test_several_steps_on_the_whole_batch(
         assert max(found["losses"]) < 1e-5, found
         assert max(found["errors"]) < 1e-5, found
         assert found["moved"] > 1e-4, "every parameter must have learnt something"
-        assert found["keys"] == [f"{part}.{layer}.{what}" for part in ("bottom", "top") for layer in (0, 2) for what in ("bias", "weight")]
+        assert found["keys"] == [
+            f"{part}.{layer}.{what}" for part in ("bottom", "top") for layer in (0, 2) for what in ("bias", "weight")
+        ]
 
 
 def _split() -> float:

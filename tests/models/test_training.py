@@ -87,7 +87,9 @@ def test_a_checkpoint_that_cannot_be_read(ranks: Any, tmp_path: Path) -> None:
     torch.save({"shards.C0:0-4.weight": _Evil()}, tmp_path / "step-00000004" / "embeddings-1.pt")
     for spoilt, nothing, unchanged in ranks(2).run(_spoilt, str(tmp_path)):
         assert spoilt[0] == nothing[0] == "DataError"
-        assert spoilt[1].startswith("load_checkpoint must succeed on every rank; got on rank 0: UnpicklingError: Weights only load failed.")
+        assert spoilt[1].startswith(
+            "load_checkpoint must succeed on every rank; got on rank 0: UnpicklingError: Weights only load failed."
+        )
         assert "FileNotFoundError" in nothing[1]
         assert unchanged
     assert not Path("/tmp/interlace-test-was-executed").exists()

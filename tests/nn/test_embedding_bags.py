@@ -71,12 +71,13 @@ def _forward(tables: tuple[EmbeddingTable, ...], options: dict[str, Any]) -> dic
     by_table = torch.cat(list(pooled.tables().values()), 1)
     bags.impl = "unfused"
     unfused = bags(indices, None if fixed else offsets, weights if weighted else None)
+    place = pooled.values.untyped_storage().data_ptr()
     return {
         "errors": [_error_of(found, expected) for found in (y, pooled.ordered(), by_table, unfused)],
-        "views": sum(table.untyped_storage().data_ptr() == pooled.values.untyped_storage().data_ptr() for table in pooled.tables().values()),
+        "views": sum(table.untyped_storage().data_ptr() == place for table in pooled.tables().values()),
         "names": list(pooled.tables()),
         "plan": str(bags.plan),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -171,7 +172,9 @@ def _gradients(gradient: str, average: bool, impl: str) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("gradient", "average", "impl"), [("dense", True, "fused"), ("sparse", False, "fused"), ("dense", False, "unfused")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gradient", "average", "impl"), [("dense", True, "fused"), ("sparse", False, "fused"), ("dense", False, "unfused")]
+)
 def test_gradients(ranks: Any, gradient: str, average: bool, impl: str, world_size: int) -> None:
     assert max(ranks(world_size).run(_gradients, gradient, average, impl)) <= 4
 

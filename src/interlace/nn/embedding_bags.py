@@ -376,13 +376,13 @@ class _ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.factor, None
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``, whose gradient arrives times ``factor``."""
-    scaled: torch.Tensor = _ScaleGradient.apply(x, factor)
+    scaled: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled
 
 

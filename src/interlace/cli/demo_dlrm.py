@@ -55,8 +55,8 @@ def _show(console: Console, found: dict[str, Any]) -> None:
     sizes, ranks = found["sizes"], found["ranks"]
     console.print(
         f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of {sizes['rows']} rows and {sizes['width']} "
-        f"columns shared out over the ranks, pooled for a batch of {sizes['batch']} and sent in one kernel; gradients go back and update "
-        f"the tables in another."
+        f"columns, shared out over the ranks, are pooled for a batch of {sizes['batch']} and sent in one kernel; gradients go "
+        f"back and update the tables in another."
     )
     console.print(f"Loss of {sizes['steps']} steps: {found['loss'][0]:.4f} -> {found['loss'][1]:.4f} (means of three).")
     console.print(

@@ -55,7 +55,7 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
         _judge(model, scale, shape, tokens, [rank[i] for rank in found])
         for i, (model, shape) in enumerate(zip(MODELS, shapes, strict=True))
     ]
-    document = {
+    document: dict[str, Any] = {
         "machine": machine.describe(),
         "command": command_line(),
         "date": now(),

@@ -316,7 +316,7 @@ def test_rejected(ranks: Any) -> None:
         "ShardingPlan: table 'user' of 11 rows and 8 columns must fit; got 2 ranks have room for 100 B each",
         "ShardedEmbeddingBags: plan must be of these tables and of 2 ranks; got 3 tables and 7 ranks.",
         "ShardingPlan: table 'huge' of 1000000000000 rows and 1024 columns must fit; got 2 ranks have room for ",
-        "ShardedEmbeddingBags: sharding plan must be the same on every rank; got ",
+        "ShardedEmbeddingBags: tables must be the same on every rank; got ",
         "ShardedEmbeddingBags: samples must be the same on every rank; got 1 on rank 0, 2 on rank 1.",
     ]
     for outcome in ranks(2).run(_refused):

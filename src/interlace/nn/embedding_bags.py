@@ -108,7 +108,8 @@ class ShardedEmbeddingBags(nn.Module):
     **State dict.** ``state_dict()`` holds this rank's shards, under names that say which columns of which table they are:
     ``shards.<table>:<start>-<stop>.weight``. ``load_state_dict`` takes the shards of any plan for any number of ranks: merge
     the dictionaries of all ranks that saved, and every rank picks what it needs. Row-wise Adagrad's state goes along; where the
-    new plan cuts a table's columns elsewhere, a new shard's state is the mean over its columns of the old ones.
+    new plan cuts a table's columns elsewhere, a new shard's state is the mean over its columns of the old ones. (A row of a table
+    that is split by columns has one state a shard, the mean over that shard's columns; so splitting changes the update a little.)
 
     Args:
         tables: of the model, the same on every rank.
@@ -183,17 +184,12 @@ class ShardedEmbeddingBags(nn.Module):
                 f"got {len(plan.tables)} tables and {plan.world_size} ranks."
             )
         self.plan = plan
-        self.group.compare(
-            type(self).__name__,
-            {
-                "sharding_plan": str(plan),
-                "gradient": gradient,
-                "average_gradients": average_gradients,
-                "output_dtype": str(output_dtype),
-            },
-        )
+        described = [[t.name, t.rows, t.width, t.mode, str(t.dtype), t.bag_length] for t in plan.tables]
+        placed = [f"{shard.name} on {shard.rank}" for shard in plan.shards]
+        options = {"gradient": gradient, "average_gradients": average_gradients, "output_dtype": str(output_dtype)}
+        self.group.compare(type(self).__name__, {"tables": described, "sharding_plan": placed, **options})
         # Ranks remember each other's widths by this name: another plan must have another one.
-        self._name = f"{type(self).__name__} {hashlib.sha256(str(plan).encode()).hexdigest()[:16]}"
+        self._name = f"{type(self).__name__} {hashlib.sha256(str([described, placed]).encode()).hexdigest()[:16]}"
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
         for shard in plan.of_rank(self.group.rank):

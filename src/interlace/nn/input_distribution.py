@@ -62,6 +62,7 @@ class InputDistribution:
         lengths = [table.bag_length for table in plan.tables]
         self.fixed: list[int] | None = None if None in lengths else [length or 0 for length in lengths]
         self._layouts: dict[tuple[int, torch.device], _Layout] = {}
+        self._orders: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None = None
@@ -169,9 +170,8 @@ class InputDistribution:
     def _distribute(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, samples: int) -> list[Bags]:
         ranks, shards = self.group.world_size, len(self._own)
         lengths = offsets.diff().long().view(len(self.plan.tables), samples)
-        order = torch.tensor([table for tables in self._sent_tables for table in tables], device=lengths.device)
         received = self._all_to_all(
-            lengths[order].flatten(), [samples * len(tables) for tables in self._sent_tables], [samples * shards] * ranks
+            self._lengths_by_rank(lengths), [samples * len(tables) for tables in self._sent_tables], [samples * shards] * ranks
         ).view(ranks, shards, samples)
         sizes = received.sum(2)
         # The one synchronisation: what leaves by table, what comes by source and shard.
@@ -200,20 +200,30 @@ class InputDistribution:
             return values
         return torch.cat([values[begins[table] : begins[table + 1]] for table in order])
 
+    def _lengths_by_rank(self, lengths: torch.Tensor) -> torch.Tensor:
+        """``[T, n]`` to the lengths of each shard, rank by rank."""
+        if lengths.device not in self._orders:
+            order = [table for tables in self._sent_tables for table in tables]
+            self._orders[lengths.device] = torch.tensor(order, dtype=torch.int64, device=lengths.device)
+        return lengths[self._orders[lengths.device]].flatten()
+
     def _all_to_all(self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
         if self.group.world_size == 1:
             return values
         received = values.new_empty(sum(receive_sizes))
+        on_host = values.device.type == "cpu"
         try:
             work: Any = dist.all_to_all_single(
                 received, values.contiguous(), receive_sizes, send_sizes, group=self.process_group, async_op=True
             )
             # A time limit makes NCCL's wait block the host; there, the kernels that follow have deadlines of their own.
-            if values.device.type == "cpu":
+            if on_host:
                 work.wait(datetime.timedelta(seconds=self.group.deadline_s))
             else:
                 work.wait()
         except RuntimeError as error:
+            if not on_host:
+                raise
             raise PeerTimeoutError(operator=_NAME, rank=self.group.rank, peer=-1, deadline_s=self.group.deadline_s) from error
         return received
 

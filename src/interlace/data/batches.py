@@ -46,7 +46,8 @@ class Batch:
 def collate(records: Records, rows: Sequence[int], lookups: Sequence[int] | int = 1, *, jagged: bool = False) -> Batch:
     """Records as a model takes them, table t's bags from category t.
 
-    A bag of several lookups is made of its one id as MLPerf's DLRM-DCNv2 makes its multi-hot data: by hashing (id, position).
+    For a bag of several lookups, an id stands for a fixed set of rows, in the manner of MLPerf's multi-hot data: hashes of the
+    id and a position.
 
     Args:
         records: n of them.

@@ -91,12 +91,24 @@ def test_short_lines_empty_lines_and_blocks(tmp_path: Path, monkeypatch: pytest.
         _check(_all(path, strict=False), [GOOD] * 6)
 
 
+def test_a_corrupt_line_does_not_decide_on_the_separator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stands: first in the file, or first in a block."""
+    monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
+    path = tmp_path / "train.txt"
+    path.write_text("a, b, c\n" + ("\t".join(GOOD) + "\nx,y\n") * 7)
+    with pytest.warns(UserWarning, match=r"^8 corrupt lines skipped, the first in .*, line 1\.$"):
+        _check(_all(path, strict=False), [GOOD] * 7)
+
+
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"^CriteoFiles: every path must be a file; got .*nowhere\.$"):
         CriteoFiles([tmp_path / "nowhere"])
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     with pytest.raises(DataError, match=r"cut\.gz must be readable"):
         _all(tmp_path / "cut.gz")
+    (tmp_path / "zeros.txt").write_bytes(bytes(17 << 20))
+    with pytest.raises(DataError, match=r"zeros\.txt must consist of lines; got \d+ bytes without an end of line"):
+        _all(tmp_path / "zeros.txt")
     (tmp_path / "empty.txt").write_bytes(b"")
     assert list(CriteoFiles([tmp_path / "empty.txt"])) == []
 

@@ -56,7 +56,7 @@ class Reference:
                 else:
                     self.states[name] += gradient.square().mean(1)
                     value -= rate * gradient / (self.states[name].sqrt() + epsilon)[:, None]
-        return float(loss)
+        return float(loss.detach())
 
     def _mlp(self, part: str, x: torch.Tensor) -> torch.Tensor:
         layers = sorted({int(name.split(".")[1]) for name in self.dense if name.startswith(part)})

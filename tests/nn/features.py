@@ -50,32 +50,33 @@ class Features:
         bags = [bag for column in self.bags for bag in column[mine]]
         weights = [weight for column in self.weights for weight in column[mine]]
         lengths = torch.tensor([0, *map(len, bags)])
-        return torch.cat(bags), lengths.cumsum(0), torch.cat(weights)
+        none = torch.zeros(0, dtype=torch.int64)
+        return torch.cat([none, *bags]), lengths.cumsum(0), torch.cat([none.float(), *weights])
 
     def expected(self, whole: dict[str, torch.Tensor], *, weighted: bool = False) -> torch.Tensor:
         """``[samples, sum of D]`` in float64 from whole tables, differentiable in them."""
         columns = []
         for table, bags, weights in zip(self.tables, self.bags, self.weights, strict=True):
-            rows = []
+            rows = [torch.zeros(0, table.width, dtype=torch.float64)]
             for bag, weight in zip(bags, weights, strict=True):
                 vectors = whole[table.name].double()[bag]
                 if weighted:
                     vectors = vectors * weight.double()[:, None]
                 total = vectors.sum(0)
-                rows.append(total / max(1, len(bag)) if table.mode == "mean" else total)
-            columns.append(torch.stack(rows))
+                rows.append((total / max(1, len(bag)) if table.mode == "mean" else total)[None])
+            columns.append(torch.cat(rows))
         return torch.cat(columns, 1)
 
 
 def own(rows: torch.Tensor) -> torch.Tensor:
     """Of the global batch's rows, this rank's."""
-    return rows.chunk(dist.get_world_size())[dist.get_rank()]
+    return rows.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def merged(state_dict: dict[str, Any]) -> dict[str, Any]:
     """All ranks' state dicts in one."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {name: value.clone() for name, value in state_dict.items()})
+    dist.all_gather_object(gathered, {name: value.cpu().clone() for name, value in state_dict.items()})
     return {name: value for part in gathered for name, value in part.items()}
 
 

@@ -23,6 +23,7 @@ from interlace.errors import ArgumentError, DataError
 FIELDS = 1 + INTEGERS + CATEGORIES
 
 _BLOCK_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 24
 _MAX_DIGITS = 10
 _HEX_DIGITS = 8
 _BAD = 255
@@ -75,9 +76,10 @@ class CriteoFiles:
             yield from self._read(path)
 
     def _read(self, path: Path) -> Iterator[Records]:
-        line, first = 1, ""
+        line, first, separator = 1, "", b""
         for block in _blocks(path):
-            separator = b"\t" if b"\t" in block.split(b"\n", 1)[0] else b","
+            # By the whole block: one corrupt line must not decide for all.
+            separator = separator or max(b"\t", b",", key=block.count)
             start = block.index(b"\n") + 1 if line == 1 and _is_header(block, separator) else 0
             records, bad = parse(block[start:], separator)
             if bad.size:
@@ -101,6 +103,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
                 whole, newline, rest = (rest + piece).rpartition(b"\n")
                 if newline:
                     yield (whole + newline).replace(b"\r\n", b"\n")
+                elif len(rest) > _MAX_LINE_BYTES:
+                    raise DataError(f"{path} must consist of lines; got {len(rest)} bytes without an end of line.")
     except (OSError, EOFError) as error:
         raise DataError(f"{path} must be readable; {error}.") from error
     if rest:

@@ -138,8 +138,9 @@ def train(settings: Settings) -> dict[str, Any]:
     judged = trainer.evaluate(judging)
     result: dict[str, Any] = {"losses": trainer.mean_over_ranks(losses), **dataclasses.asdict(judged), "steps": trainer.steps}
     if result["losses"]:
-        first, last = mean(result["losses"][:5]), mean(result["losses"][-5:])
-        console.print(f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and last five)")
+        some = max(1, min(5, len(losses) // 2))
+        first, last = mean(result["losses"][:some]), mean(result["losses"][-some:])
+        console.print(f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and the last {some})")
     console.print(f"Held out: {judged.samples} samples, loss {judged.loss:.4f}, AUC {judged.auc:.4f}")
     if settings.times:
         result["times"] = report_times(console, trainer, next(iter(learning)))
@@ -187,13 +188,19 @@ def check_itself(world_size: int, backend: str) -> None:
     unfused, fused = interlace.launch(train_twice, world_size, small, 4, backend=backend)[0]
     first, last = mean(unfused["losses"][:5]), mean(unfused["losses"][-5:])
     difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=False))
-    print(f"{unfused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}; ", end="")
-    print(f"held out: loss {unfused['loss']:.4f}, AUC {unfused['auc']:.4f}")
-    print(f"{fused['steps']} of them with the fused kernels: losses differ by at most {difference:.1e}")
+    if is_first_rank():
+        print(f"{unfused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}; ", end="")
+        print(f"held out: loss {unfused['loss']:.4f}, AUC {unfused['auc']:.4f}")
+        print(f"{fused['steps']} of them with the fused kernels: losses differ by at most {difference:.1e}")
     assert last < 0.8 * first
     assert unfused["auc"] > 0.55
     assert len(fused["losses"]) == 4
     assert difference < 1e-5
+
+
+def is_first_rank() -> bool:
+    """False in all but one of the processes that torchrun starts."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -270,7 +277,7 @@ def main(
         reason = str(error).strip().splitlines()[-1]  # of a rank's traceback, the line that says what failed
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {reason}", style="bold red", markup=False)
         raise typer.Exit(1) from None
-    if json_file is not None and os.environ.get("RANK", "0") == "0":
+    if json_file is not None and is_first_rank():
         json_file.write_text(json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n")
 
 

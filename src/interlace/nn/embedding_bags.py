@@ -190,6 +190,8 @@ class ShardedEmbeddingBags(nn.Module):
         self.group.compare(type(self).__name__, {"tables": described, "sharding_plan": placed, **options})
         # Ranks remember each other's widths by this name: another plan must have another one.
         self._name = f"{type(self).__name__} {hashlib.sha256(str([described, placed]).encode()).hexdigest()[:16]}"
+        self._held_by_kind = {kind: plan.of_rank(self.group.rank, kind) for kind in plan.kinds}
+        self._output_order = plan.in_output_order()
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
         for shard in plan.of_rank(self.group.rank):
@@ -206,8 +208,7 @@ class ShardedEmbeddingBags(nn.Module):
         """Draw the weights anew, uniform within ``1 / sqrt(rows)``: the same table under any plan on one kind of device."""
         order = {table.name: i for i, table in enumerate(self.plan.tables)}
         for shard in self.plan.of_rank(self.group.rank):
-            parameters = self._held(shard)
-            parameters.draw(seed, order[shard.table.name])
+            self._held(shard).draw(seed, order[shard.table.name])
 
     def forward(
         self, features: Any, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -245,7 +246,7 @@ class ShardedEmbeddingBags(nn.Module):
         values = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.average_gradients and self.group.world_size > 1:
             values = scale_gradient(values, 1 / self.group.world_size)
-        return PooledEmbeddings(values, self.plan.in_output_order(), self.plan)
+        return PooledEmbeddings(values, self._output_order, self.plan)
 
     def look_up_alone(self, bags: list[Bags], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         """Pool this rank's tables for the whole batch and send nothing: :meth:`look_up` without its communication.
@@ -271,7 +272,7 @@ class ShardedEmbeddingBags(nn.Module):
         """One call of the operator for each kind."""
         outputs = []
         for kind, each in zip(self.plan.kinds, bags, strict=True):
-            held = [self._held(shard) for shard in self.plan.of_rank(self.group.rank, kind)]
+            held = [self._held(shard) for shard in self._held_by_kind[kind]]
             outputs.append(
                 embedding_all_to_all(
                     [parameters.weight for parameters in held],

@@ -77,14 +77,19 @@ def _spoilt(folder: str) -> list[Any]:
 
 
 class _Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/interlace-test-was-executed",)
+        return os.mkdir, (str(self.file),)
 
 
 def test_a_checkpoint_that_cannot_be_read(ranks: Any, tmp_path: Path) -> None:
     """A pickle in place of tensors is refused, on every rank, and not executed."""
     ranks(2).run(_run, str(tmp_path))
-    torch.save({"shards.C0:0-4.weight": _Evil()}, tmp_path / "step-00000004" / "embeddings-1.pt")
+    torch.save({"shards.C0:0-4.weight": _Evil(tmp_path / "executed")}, tmp_path / "step-00000004" / "embeddings-1.pt")
     for spoilt, nothing, unchanged in ranks(2).run(_spoilt, str(tmp_path)):
         assert spoilt[0] == nothing[0] == "DataError"
         assert spoilt[1].startswith(
@@ -92,7 +97,7 @@ def test_a_checkpoint_that_cannot_be_read(ranks: Any, tmp_path: Path) -> None:
         )
         assert "FileNotFoundError" in nothing[1]
         assert unchanged
-    assert not Path("/tmp/interlace-test-was-executed").exists()
+    assert not (tmp_path / "executed").exists()
 
 
 def _unwritable(folder: str) -> Any:

@@ -31,6 +31,7 @@ def test_these_need_neither_torch_nor_triton(code):
     "code",
     [
         "import interlace; interlace.launch, interlace.empty_symmetric",
+        "import interlace; interlace.embedding_all_to_all; interlace.models",
         "import interlace; interlace.gemv_all_reduce; import torch; torch.ops.interlace.gemv_all_reduce.default",
         "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), torch.empty(5, 4, device='meta'))",
     ],

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace import nn, optim
+    from interlace import data, models, nn, optim
     from interlace.comm import (
         Faults,
         Group,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from interlace.errors import (
         ArgumentError,
         BackendError,
+        DataError,
         GroupError,
         InterlaceError,
         LaunchError,
@@ -51,6 +52,7 @@ _PUBLIC = {
     "synchronize": "interlace.comm",
     "ArgumentError": "interlace.errors",
     "BackendError": "interlace.errors",
+    "DataError": "interlace.errors",
     "GroupError": "interlace.errors",
     "InterlaceError": "interlace.errors",
     "LaunchError": "interlace.errors",
@@ -64,12 +66,13 @@ _PUBLIC = {
     "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
 }
 
-_MODULES = ("nn", "optim")
+_MODULES = ("data", "models", "nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "DataError",
     "EmbeddingAllToAllConfig",
     "Faults",
     "GemvAllReduceConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "Traffic",
     "WorkspaceError",
     "__version__",
+    "data",
     "embedding_all_to_all",
     "empty_symmetric",
     "explain",
@@ -90,6 +94,7 @@ __all__ = [
     "group_of",
     "inject",
     "launch",
+    "models",
     "nn",
     "optim",
     "set_deadline",

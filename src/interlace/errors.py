@@ -4,6 +4,7 @@
 
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
+    ├── DataError (ValueError)            a file's contents break its format
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
     ├── BackendError                      the machine, driver or package set lacks something
@@ -23,6 +24,10 @@ class InterlaceError(Exception):
 
 class ArgumentError(InterlaceError, ValueError):
     """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
+
+
+class DataError(InterlaceError, ValueError):
+    """A file's contents break its format. The message names the file and, where there is one, the line."""
 
 
 class RankMismatchError(InterlaceError):

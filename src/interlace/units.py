@@ -5,6 +5,7 @@ from __future__ import annotations
 KB = 10**3
 MB = 10**6
 GB = 10**9
+TB = 10**12
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
@@ -16,7 +17,7 @@ NS_PER_S = 1_000_000_000
 
 def format_bytes(count: float) -> str:
     """``1_500_000`` -> ``"1.5 MB"`` (powers of ten)."""
-    for size, name in ((GB, "GB"), (MB, "MB"), (KB, "KB")):
+    for size, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
         if abs(count) >= size:
             return f"{count / size:.3g} {name}"
     return f"{count:.0f} B"

@@ -48,7 +48,8 @@ def test_module_runs() -> None:
 
 
 def test_ranks_do_not_import_the_terminal() -> None:
-    code = "import sys, interlace.cli.demo_ranks, interlace.cli.bench_ranks; assert not {'rich', 'typer'} & sys.modules.keys()"
+    modules = ", ".join(f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks"))
+    code = f"import sys, {modules}; assert not {{'rich', 'typer'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -97,6 +98,7 @@ def test_demo(tmp_path: Path) -> None:
         for rank in model["ranks"]:
             assert rank["counted"] == rank["predicted"]
             assert rank["counted"]["bytes"] == 8 * model["rows_run"]  # a packed word an output, to one peer
+    _check_dlrm(document["dlrm"])
     recorded = document["models"][-1]["ranks"]
     for rank in recorded:
         for kind in ("fused", "unfused"):
@@ -108,6 +110,17 @@ def test_demo(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
     assert done.output.count("fused    rank") == 2
     assert "say nothing about speed" in re.sub(r"\s+", " ", done.output)
+
+
+def _check_dlrm(found: dict[str, Any]) -> None:
+    """The recommendation model learnt something, the same with and without fusion, and sent what was predicted."""
+    assert found["passed"]
+    assert found["loss"][1] < found["loss"][0]
+    assert found["difference"] <= found["tolerance"]
+    assert len(found["ranks"][0]["fused_losses"]) == found["sizes"]["fused_steps"]
+    for rank in found["ranks"]:
+        # Two tables of 8 columns a rank: vectors of the other rank's 16 samples, their gradients, and one grant.
+        assert rank["counted"] == rank["predicted"] == 2 * 16 * 2 * 8 * 4 + 4
 
 
 def _document(error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2) -> dict[str, Any]:

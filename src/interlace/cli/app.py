@@ -81,7 +81,7 @@ def demo(
         str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
     ] = "demo-gemv_all_reduce.png",
 ) -> None:
-    """Run a Transformer's tensor-parallel down projection on several ranks, check it, and draw who sent what when."""
+    """Run a Transformer's down projection on several ranks and draw who sent what when; then train a recommendation model."""
     from interlace.cli.demo import run
 
     raise typer.Exit(run(world_size, backend, tokens, json_file, None if plot == "none" else Path(plot)))

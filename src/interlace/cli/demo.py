@@ -1,4 +1,4 @@
-"""``interlace demo``: the tensor-parallel down projection of one Transformer decoding step, checked and drawn."""
+"""``interlace demo``: a Transformer's down projection, checked and drawn; and a recommendation model that trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from interlace.cli import demo_ranks, machine, picture
+from interlace.cli import demo_dlrm, demo_ranks, machine, picture
 from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div, format_bytes
@@ -55,7 +55,7 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
         _judge(model, scale, shape, tokens, [rank[i] for rank in found])
         for i, (model, shape) in enumerate(zip(MODELS, shapes, strict=True))
     ]
-    document = {
+    document: dict[str, Any] = {
         "machine": machine.describe(),
         "command": command_line(),
         "date": now(),
@@ -66,6 +66,8 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
         "models": models,
     }
     _show(console, document, plot)
+    document["dlrm"] = demo_dlrm.run(console, world_size, backend)
+    document["passed"] = document["passed"] and document["dlrm"]["passed"]
     if json_file is not None:
         write_json(json_file, document)
         console.print(f"All numbers: {json_file}")

@@ -1,0 +1,106 @@
+"""What each rank of ``interlace demo`` does in its second half: it trains a recommendation model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from interlace.cli.ranks import advance
+from interlace.comm import Group, group_of
+from interlace.costs.embedding_all_to_all import GRANT_BYTES, backward_floor_link_bytes, floor_link_bytes
+from interlace.data import Batch, BatchStream, SyntheticClicks
+from interlace.models import DLRM, Trainer, measure_step
+from interlace.nn import EmbeddingTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the demo's model and data, for all ranks together."""
+
+    tables: int
+    rows: int
+    width: int
+    batch: int
+    fused_steps: int
+    steps: int
+    cardinality: int
+    layers: tuple[int, ...]
+
+
+ON_CPU = Sizes(tables=4, rows=16, width=8, batch=32, fused_steps=2, steps=16, cardinality=6, layers=(16,))
+ON_CUDA = Sizes(tables=26, rows=100_000, width=128, batch=8192, fused_steps=20, steps=100, cardinality=1000, layers=(512, 256))
+
+
+def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
+    """Train some steps unfused, the same ones fused, and go on; advances once a step. JSON-ready."""
+    group = group_of()
+    stream = BatchStream(
+        SyntheticClicks(None, cardinality=sizes.cardinality),
+        sizes.batch,
+        rows=[sizes.rows] * sizes.tables,
+        rank=group.rank,
+        world_size=group.world_size,
+    )
+    batches = [batch.to(group.device) for batch, _ in zip(stream, range(sizes.steps + 1), strict=False)]
+    first = {impl: _losses(folder, _trainer(sizes, impl), batches[: sizes.fused_steps]) for impl in ("unfused", "fused")}
+    trainer = _trainer(sizes, "fused" if group.backend == "cuda" else "unfused")
+    losses = _losses(folder, trainer, batches[: sizes.steps])
+    judged = trainer.evaluate(batches[sizes.steps :])
+    found: dict[str, Any] = {
+        "rank": group.rank,
+        "fused_losses": first["fused"],
+        "unfused_losses": first["unfused"],
+        "losses": losses,
+        "held_out": dataclasses.asdict(judged),
+    }
+    if group.backend == "cpu":
+        found |= {"counted": _counted_bytes(group, trainer, batches[0]), "predicted": _predicted_bytes(group, trainer, sizes.batch)}
+    else:
+        found["times_ms"] = {impl: _times(trainer, batches[0], impl) for impl in ("fused", "unfused")}
+    advance(folder)
+    return found
+
+
+def steps_of(sizes: Sizes) -> int:
+    """How often a rank advances."""
+    return 2 * sizes.fused_steps + sizes.steps + 1
+
+
+def _trainer(sizes: Sizes, impl: str) -> Trainer:
+    tables = [EmbeddingTable(f"C{t + 1}", sizes.rows, sizes.width, bag_length=1) for t in range(sizes.tables)]
+    model = DLRM(
+        tables, bottom=sizes.layers, top=sizes.layers, gradient="rowwise_adagrad", learning_rate=0.1, batch=sizes.batch
+    )  # fmt: skip
+    model.embeddings.impl = impl
+    return Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.05))
+
+
+def _losses(folder: str, trainer: Trainer, batches: list[Batch]) -> list[float]:
+    losses = []
+    for batch in batches:
+        losses.append(trainer.step(batch))
+        advance(folder)
+    return trainer.mean_over_ranks(losses)
+
+
+def _counted_bytes(group: Group, trainer: Trainer, batch: Batch) -> int:
+    """Bytes of puts that leave this rank in one fused step."""
+    trainer.model.embeddings.impl = "fused"
+    group.traffic.reset()
+    trainer.step(batch)
+    return group.traffic.message_bytes
+
+
+def _predicted_bytes(group: Group, trainer: Trainer, batch: int) -> int:
+    plan = trainer.model.embeddings.plan
+    widths = [[shard.width for shard in plan.of_rank(rank)] for rank in range(plan.world_size)]
+    sizes: dict[str, Any] = {"widths": widths, "batch": batch, "rank": group.rank, "itemsize": 4}
+    return floor_link_bytes(**sizes) + backward_floor_link_bytes(**sizes) + GRANT_BYTES * (group.world_size - 1)
+
+
+def _times(trainer: Trainer, batch: Batch, impl: str) -> dict[str, float]:
+    trainer.model.embeddings.impl = impl
+    times = measure_step(trainer, batch)
+    return {"step": times.step_ms, "compute": times.compute_ms, "exposed": times.exposed_ms}

@@ -1,0 +1,20 @@
+"""Models built of the fused operators, and what it takes to train them."""
+
+from interlace.models.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from interlace.models.dlrm import DLRM
+from interlace.models.metrics import area_under_roc, binary_cross_entropy, gather_rows
+from interlace.models.training import Evaluation, StepTimes, Trainer, measure_step
+
+__all__ = [
+    "DLRM",
+    "Evaluation",
+    "StepTimes",
+    "Trainer",
+    "area_under_roc",
+    "binary_cross_entropy",
+    "gather_rows",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "measure_step",
+    "save_checkpoint",
+]

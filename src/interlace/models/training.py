@@ -1,0 +1,220 @@
+"""Training a :class:`DLRM`: one step, an evaluation, and where a step's time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.data import Batch
+from interlace.errors import ArgumentError
+from interlace.models.checkpoint import load_checkpoint, save_checkpoint
+from interlace.models.dlrm import DLRM
+from interlace.models.metrics import area_under_roc, binary_cross_entropy, gather_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Over all ranks' valid samples.
+
+    Attributes:
+        loss: mean binary cross entropy, nats.
+        auc: area under the ROC curve.
+        samples: how many.
+    """
+
+    loss: float
+    auc: float
+    samples: int
+
+
+class Trainer:
+    """A model, the optimizer of its dense part, and how many steps it has done.
+
+    Args:
+        model: whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or ``"rowwise_adagrad"``).
+        optimizer: of ``model.dense.parameters()``.
+
+    Raises:
+        ArgumentError: a model that leaves the tables' gradients to an optimizer.
+
+    Example:
+        >>> trainer = Trainer(model, torch.optim.SGD(model.dense.parameters(), 0.1))
+        >>> for batch in stream:
+        ...     loss = trainer.step(batch.to(device))
+    """
+
+    def __init__(self, model: DLRM, optimizer: torch.optim.Optimizer) -> None:
+        if model.embeddings.gradient not in ("sgd", "rowwise_adagrad"):
+            raise ArgumentError(f"Trainer: the tables' gradient must be sgd or rowwise_adagrad; got {model.embeddings.gradient!r}.")
+        self.model, self.optimizer = model, optimizer
+        self.steps = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embeddings.group.device
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Forward, backward, update. Collective; the host waits for nothing if all bags have a fixed length.
+
+        Returns:
+            This rank's mean loss, detached, on the device.
+        """
+        loss = binary_cross_entropy(self.model(batch.dense, batch.indices, batch.offsets), batch.labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+        return loss.detach()
+
+    def mean_over_ranks(self, losses: list[torch.Tensor]) -> list[float]:
+        """Each of the ranks' losses averaged over them. Collective; waits for the device."""
+        if not losses:
+            return []
+        values = torch.stack(losses).double()
+        group = self.model.embeddings.group
+        if group.world_size > 1:
+            dist.all_reduce(values, group=self.model.process_group)
+        group.synchronize()
+        found: list[float] = (values / group.world_size).tolist()
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """Loss and area under the ROC curve over all ranks' batches, those samples left out that only fill up. Collective."""
+        scores, labels = [], []
+        for batch in batches:
+            moved = batch.to(self.device)
+            logits = self.model(moved.dense, moved.indices, moved.offsets)
+            scores.append(logits[moved.valid])
+            labels.append(moved.labels[moved.valid])
+        if not scores:
+            return Evaluation(float("nan"), float("nan"), 0)
+        both = gather_rows(torch.stack([torch.cat(scores), torch.cat(labels)], 1), self.model.process_group)
+        self.model.embeddings.group.synchronize()
+        return Evaluation(float(binary_cross_entropy(*both.double().unbind(1))), area_under_roc(*both.unbind(1)), len(both))
+
+    def save(self, folder: Path, **extra: Any) -> Path:
+        """:func:`save_checkpoint` of everything. Collective."""
+        return save_checkpoint(folder, self.model, self.optimizer, self.steps, extra)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """:func:`load_checkpoint` of everything; what ``save`` was given as ``extra``. Collective."""
+        index = load_checkpoint(path, self.model, self.optimizer)
+        self.steps = int(index["step"])
+        extra: dict[str, Any] = index["extra"]
+        return extra
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Where a step's time goes: medians of the slowest rank, milliseconds.
+
+    Attributes:
+        step_ms: the whole step.
+        compute_ms: the same work without any peer: this rank's tables pooled and updated for the whole batch into its own
+            memory, the MLPs forward and backward, the optimizer.
+        meaningful: False on the CPU, whose interpreter says nothing about speed.
+    """
+
+    step_ms: float
+    compute_ms: float
+    meaningful: bool
+
+    @property
+    def exposed_ms(self) -> float:
+        """Communication that is not hidden behind computation: what the step takes longer than computing alone."""
+        return max(0.0, self.step_ms - self.compute_ms)
+
+
+def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes:
+    """Time steps with and without communication, on CUDA with events, and leave the model as it was. Collective.
+
+    Args:
+        trainer: whose model, optimizer and ``impl`` are measured.
+        batch: on the device.
+        repeats: of each; the median counts.
+    """
+    with _restored(trainer):
+        step = _slowest_median(trainer, lambda: trainer.step(batch), repeats)
+        alone = _compute_alone(trainer, batch)
+        compute = _slowest_median(trainer, alone, repeats)
+    return StepTimes(step, compute, meaningful=trainer.device.type == "cuda")
+
+
+def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
+    """A step of this rank's work whose results go nowhere."""
+    model = trainer.model
+    bags = model.embeddings.distribution(batch.indices, batch.offsets)
+    alone = None
+    if model.embeddings.group.world_size > 1:
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
+    with torch.no_grad():
+        stack = model.embeddings.look_up(bags).stacked().clone().requires_grad_()
+
+    def step() -> None:
+        # In the order of a step: embeddings, MLPs forward and backward, embeddings' backward.
+        outputs = model.embeddings.look_up_alone(bags, alone)
+        loss = binary_cross_entropy(model.dense(batch.dense, stack), batch.labels)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        stack.grad = None
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        trainer.optimizer.step()
+
+    return step
+
+
+def _slowest_median(trainer: Trainer, step: Callable[[], object], repeats: int) -> float:
+    for _ in range(2):
+        step()
+    group = trainer.model.embeddings.group
+    group.synchronize()
+    times = []
+    for _ in range(repeats):
+        if group.world_size > 1:
+            dist.barrier(group=trainer.model.process_group)
+        times.append(_time_ms(trainer.device, step))
+    group.synchronize()
+    slowest = torch.tensor(times, dtype=torch.float64, device=trainer.device)
+    if group.world_size > 1:
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=trainer.model.process_group)
+    return float(statistics.median(slowest.tolist()))
+
+
+def _time_ms(device: torch.device, step: Callable[[], object]) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    step()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after))
+
+
+@contextlib.contextmanager
+def _restored(trainer: Trainer) -> Iterator[None]:
+    """Whatever happens to the model meanwhile is undone. Tables are not copied: they learn at a rate of 0."""
+    model, steps, rate = trainer.model, trainer.steps, trainer.model.embeddings.learning_rate
+    saved = copy.deepcopy((model.dense.state_dict(), trainer.optimizer.state_dict()))
+    states = [state.clone() for state in model.embeddings.buffers()]
+    model.embeddings.learning_rate = 0.0
+    try:
+        yield
+    finally:
+        model.dense.load_state_dict(saved[0])
+        trainer.optimizer.load_state_dict(saved[1])
+        for state, before in zip(model.embeddings.buffers(), states, strict=True):
+            state.copy_(before)
+        model.embeddings.learning_rate, trainer.steps = rate, steps

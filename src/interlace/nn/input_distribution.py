@@ -1,0 +1,266 @@
+"""From each rank's samples of all tables to all ranks' samples of each rank's tables.
+
+Dimensions: T tables, n samples of this rank, R ranks, B = n R samples of the global batch, S shards of this rank (a shard is a
+table, or some columns of one; every shard of a table needs all its indices).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group
+from interlace.errors import ArgumentError, PeerTimeoutError
+from interlace.nn.sharding import ShardingPlan
+
+_NAME = "ShardedEmbeddingBags"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bags:
+    """The global batch's bags of this rank's shards of one kind: the operator's arguments.
+
+    Attributes:
+        indices: 1-D: shard by shard, and within a shard sample by sample of the global batch.
+        offsets: int64 ``[S * B + 1]``.
+        per_sample_weights: like ``indices``, or None.
+        batch: B.
+    """
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    per_sample_weights: torch.Tensor | None
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What depends on the plan and the batch alone where every bag's length is fixed."""
+
+    positions: torch.Tensor | None
+    offsets: torch.Tensor
+    sizes: list[int]
+
+
+class InputDistribution:
+    """Sends indices to the ranks whose tables they belong to.
+
+    Where every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation with the host. Otherwise
+    lengths go first; the host must then read how much is coming (on CUDA it waits for the GPU there) before indices can follow.
+    """
+
+    def __init__(self, plan: ShardingPlan, group: Group, process_group: dist.ProcessGroup | None) -> None:
+        self.plan, self.group, self.process_group = plan, group, process_group
+        order = {table.name: i for i, table in enumerate(plan.tables)}
+        self._sent_tables = [[order[shard.table.name] for shard in plan.of_rank(rank)] for rank in range(plan.world_size)]
+        self._own = plan.of_rank(group.rank)
+        lengths = [table.bag_length for table in plan.tables]
+        self.fixed: list[int] | None = None if None in lengths else [length or 0 for length in lengths]
+        self._layouts: dict[tuple[int, torch.device], _Layout] = {}
+        self._orders: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(
+        self, indices: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None = None
+    ) -> list[Bags]:
+        """The bags of each of the plan's kinds. Collective.
+
+        Args:
+            indices: 1-D, table-major: bags of table 0, of table 1 ...
+            offsets: ``[T * n + 1]``; None where every table has a ``bag_length``.
+            per_sample_weights: like ``indices``.
+
+        Raises:
+            ArgumentError: shapes that do not fit.
+            RankMismatchError: ranks differ in their number of samples, say.
+            PeerTimeoutError: a rank did not join within the group's deadline (on the CPU backend).
+        """
+        samples = self._samples(indices, offsets)
+        if per_sample_weights is not None and per_sample_weights.shape != indices.shape:
+            raise ArgumentError(
+                f"{_NAME}: per_sample_weights must have one weight an index; got {list(per_sample_weights.shape)} for "
+                f"{list(indices.shape)}."
+            )
+        self.group.agree(
+            _NAME,
+            samples=samples,
+            dtype_of_indices=str(indices.dtype),
+            dtype_of_per_sample_weights=None if per_sample_weights is None else str(per_sample_weights.dtype),
+        )
+        if self.fixed is not None:
+            return self._distribute_fixed(indices, per_sample_weights, samples, self.fixed)
+        assert offsets is not None
+        return self._distribute(indices, offsets, per_sample_weights, samples)
+
+    def _samples(self, indices: torch.Tensor, offsets: torch.Tensor | None) -> int:
+        tables = len(self.plan.tables)
+        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise ArgumentError(f"{_NAME}: indices must be 1-D int32 or int64; got {list(indices.shape)} {indices.dtype}.")
+        if self.fixed is not None:
+            samples, rest = divmod(indices.numel(), sum(self.fixed))
+            if rest:
+                raise ArgumentError(
+                    f"{_NAME}: indices must be {sum(self.fixed)} a sample, by the tables' bag_length; got {indices.numel()}."
+                )
+            if offsets is not None and (offsets.dim() != 1 or offsets.numel() != tables * samples + 1):
+                raise ArgumentError(
+                    f"{_NAME}: offsets must be None, or [{tables} * {samples} + 1] by the tables' bag_length; "
+                    f"got {list(offsets.shape)}."
+                )
+            if offsets is not None and offsets.device.type == "cpu":
+                wanted = torch.tensor(self.fixed).repeat_interleave(samples)
+                if not torch.equal(offsets.diff().long(), wanted):
+                    raise ArgumentError(f"{_NAME}: bags must have the tables' bag_length; offsets say otherwise. Set it to None.")
+            return samples
+        if offsets is None:
+            raise ArgumentError(f"{_NAME}: offsets must be given unless every table has a bag_length; got None.")
+        samples, rest = divmod(offsets.numel() - 1, tables)
+        if offsets.dim() != 1 or rest or samples < 0:
+            raise ArgumentError(
+                f"{_NAME}: offsets must be [{tables} * samples + 1] for {tables} tables; got {list(offsets.shape)}."
+            )
+        if offsets.device != indices.device:
+            raise ArgumentError(f"{_NAME}: offsets must be on the device of indices, {indices.device}; got {offsets.device}.")
+        if offsets.device.type == "cpu":
+            lengths = offsets.diff()
+            if int(offsets[0]) != 0 or int(offsets[-1]) != indices.numel() or bool((lengths < 0).any()):
+                raise ArgumentError(
+                    f"{_NAME}: offsets must rise from 0 to the number of indices, {indices.numel()}; "
+                    f"got {int(offsets[0])} to {int(offsets[-1])}, least step {int(lengths.min()) if lengths.numel() else 0}."
+                )
+        return samples
+
+    # Bags of fixed lengths
+
+    def _distribute_fixed(
+        self, indices: torch.Tensor, weights: torch.Tensor | None, samples: int, lengths: list[int]
+    ) -> list[Bags]:
+        begins = [samples * begin for begin in itertools.accumulate(lengths, initial=0)]
+        send_sizes = [samples * sum(lengths[table] for table in tables) for tables in self._sent_tables]
+        receive_sizes = [send_sizes[self.group.rank]] * self.group.world_size
+        layout = self._layout(samples, lengths, indices.device)
+
+        def exchange(values: torch.Tensor) -> torch.Tensor:
+            received = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
+            return received if layout.positions is None else received[layout.positions]
+
+        batch = samples * self.group.world_size
+        found = exchange(indices), layout.offsets, None if weights is None else exchange(weights)
+        return self._by_kind(batch, *found, layout.sizes)
+
+    def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
+        key = samples, device
+        if key not in self._layouts:
+            own = torch.tensor([lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64)
+            sizes = (samples * own).expand(self.group.world_size, -1)
+            bags = own.repeat_interleave(samples * self.group.world_size)
+            self._layouts[key] = _Layout(
+                positions=_positions(sizes.to(device), int(sizes.sum())) if self.group.world_size > 1 else None,
+                offsets=_offsets(bags).to(device),
+                sizes=sizes.sum(0).tolist(),
+            )
+        return self._layouts[key]
+
+    # Bags of any length
+
+    def _distribute(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, samples: int) -> list[Bags]:
+        ranks, shards = self.group.world_size, len(self._own)
+        lengths = offsets.diff().long().view(len(self.plan.tables), samples)
+        received = self._all_to_all(
+            self._lengths_by_rank(lengths), [samples * len(tables) for tables in self._sent_tables], [samples * shards] * ranks
+        ).view(ranks, shards, samples)
+        sizes = received.sum(2)
+        # The one synchronisation: what leaves by table, what comes by source and shard.
+        on_host = torch.cat([lengths.sum(1), sizes.flatten()]).tolist()
+        leaving, coming = on_host[: len(lengths)], on_host[len(lengths) :]
+        begins = list(itertools.accumulate(leaving, initial=0))
+        send_sizes = [sum(leaving[table] for table in tables) for tables in self._sent_tables]
+        receive_sizes = [sum(coming[rank * shards : (rank + 1) * shards]) for rank in range(ranks)]
+        positions = _positions(sizes, sum(coming)) if ranks > 1 else None
+
+        def exchange(values: torch.Tensor) -> torch.Tensor:
+            arrived = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
+            return arrived if positions is None else arrived[positions]
+
+        by_shard = [sum(coming[shard::shards]) for shard in range(shards)]
+        bags = _offsets(received.transpose(0, 1).flatten())
+        found = exchange(indices), bags, None if weights is None else exchange(weights)
+        return self._by_kind(samples * ranks, *found, by_shard)
+
+    # Both
+
+    def _by_rank(self, values: torch.Tensor, begins: list[int]) -> torch.Tensor:
+        """Each shard's table, rank by rank; without a copy if that is the order of the tables."""
+        order = [table for tables in self._sent_tables for table in tables]
+        if order == list(range(len(begins) - 1)):
+            return values
+        return torch.cat([values[begins[table] : begins[table + 1]] for table in order])
+
+    def _lengths_by_rank(self, lengths: torch.Tensor) -> torch.Tensor:
+        """``[T, n]`` to the lengths of each shard, rank by rank."""
+        if lengths.device not in self._orders:
+            order = [table for tables in self._sent_tables for table in tables]
+            self._orders[lengths.device] = torch.tensor(order, dtype=torch.int64, device=lengths.device)
+        return lengths[self._orders[lengths.device]].flatten()
+
+    def _all_to_all(self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        if self.group.world_size == 1:
+            return values
+        received = values.new_empty(sum(receive_sizes))
+        on_host = values.device.type == "cpu"
+        try:
+            work: Any = dist.all_to_all_single(
+                received, values.contiguous(), receive_sizes, send_sizes, group=self.process_group, async_op=True
+            )
+            # A time limit makes NCCL's wait block the host; there, the kernels that follow have deadlines of their own.
+            if on_host:
+                work.wait(datetime.timedelta(seconds=self.group.deadline_s))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            if not on_host:
+                raise
+            raise PeerTimeoutError(operator=_NAME, rank=self.group.rank, peer=-1, deadline_s=self.group.deadline_s) from error
+        return received
+
+    def _by_kind(
+        self, batch: int, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, sizes: list[int]
+    ) -> list[Bags]:
+        """``sizes``: indices of each of this rank's shards."""
+        if len(self.plan.kinds) == 1:
+            return [Bags(indices, offsets, weights, batch)]
+        found = []
+        shard = index = 0
+        for kind in self.plan.kinds:
+            count = sum(each.kind == kind for each in self._own)
+            stop = index + sum(sizes[shard : shard + count])
+            within = offsets[shard * batch : (shard + count) * batch + 1]
+            found.append(Bags(indices[index:stop], within - within[0], None if weights is None else weights[index:stop], batch))
+            shard, index = shard + count, stop
+        return found
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _positions(sizes: torch.Tensor, total: int) -> torch.Tensor:
+    """Where to find, in what arrived source by source, each element of the same shard by shard.
+
+    Args:
+        sizes: ``[R, S]``: elements of each shard from each source.
+        total: their sum, known on the host.
+
+    Example:
+        Two sources and two shards of sizes ``[[1, 2], [3, 1]]``: a | b b | c c c | d  ->  a | c c c | b b | d, so
+        positions are ``[0, 3, 4, 5, 1, 2, 6]``.
+    """
+    flat = sizes.flatten()
+    there = (flat.cumsum(0) - flat).view(sizes.shape).t().flatten()
+    flat = sizes.t().flatten()
+    shift = there - (flat.cumsum(0) - flat)
+    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(flat, output_size=total)

@@ -1,0 +1,54 @@
+"""``examples/train_dlrm.py`` as a program: Criteo's text in, losses out; what is wrong is one line, and no success."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
+SMALL = ["--world-size", "1", "--backend", "cpu", "--tables", "2", "--rows", "20", "--width", "4", "--batch", "8"]
+
+
+def _line(i: int) -> str:
+    """Clicks depend on the first category."""
+    integers = [str(i % 7), *[""] * 12]
+    return "\t".join([str(i % 2), *integers, f"{i % 2:08x}", f"{i % 5:08x}", *[""] * 24]) + "\n"
+
+
+def _run(*arguments: object) -> Any:
+    command = [sys.executable, str(EXAMPLE), *SMALL, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_train_stop_and_resume(tmp_path: Path) -> None:
+    """A run of 12 steps, and one that is resumed after 6 of them; every tenth batch is held out, the last one filled up."""
+    data = tmp_path / "train.txt"
+    data.write_text("".join(map(_line, range(158))))  # 19 batches and 6 lines
+    options = ["--data", data, "--impl", "unfused", "--checkpoint", tmp_path / "runs", "--checkpoint-every", 6, "--steps", 12]
+    outcomes = []
+    for name, more in (("whole", []), ("resumed", ["--resume"])):
+        file = tmp_path / f"{name}.json"
+        done = _run(*options, *more, "--json", file)
+        assert done.returncode == 0, done.stderr
+        outcomes.append(json.loads(file.read_text()))
+        shutil.rmtree(tmp_path / "runs" / "step-00000012")
+    whole, resumed = outcomes
+    assert resumed["steps"] == whole["steps"] == 12
+    assert len(whole["losses"]) == 12
+    assert resumed["losses"] == whole["losses"][6:]
+    assert (resumed["loss"], resumed["auc"]) == (whole["loss"], whole["auc"])
+    assert whole["samples"] == 8 + 6
+
+
+def test_a_corrupt_line_under_strict(tmp_path: Path) -> None:
+    data = tmp_path / "train.txt"
+    data.write_text(_line(0) + "0\t1\n" + _line(1) * 20)
+    done = _run("--data", data, "--strict")
+    assert done.returncode == 1
+    assert f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has not." in done.stderr
+    assert "Traceback" not in done.stderr

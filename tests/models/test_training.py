@@ -1,0 +1,243 @@
+"""A run that is stopped and resumed goes on exactly; checkpoints fit other numbers of ranks; a rank that dies ends all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import Faults, LaunchError
+from interlace.data import Batch, BatchStream, CriteoFiles, SyntheticClicks
+from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
+from interlace.nn import EmbeddingTable
+from tests.nn.features import weights_of
+from tests.ops.gemv_all_reduce.calls import error_of
+
+ROWS, BATCH = [20] * 3, 12
+
+
+def _trainer(seed: int = 0, **options: Any) -> Trainer:
+    tables = [EmbeddingTable(f"C{i}", rows, 4, bag_length=1) for i, rows in enumerate(ROWS)]
+    model = DLRM(tables, bottom=(8,), top=(8,), gradient="rowwise_adagrad", learning_rate=0.1, seed=seed, **options)
+    model.embeddings.impl = "unfused"
+    return Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.1))
+
+
+def _batches(count: int) -> list[Batch]:
+    source = SyntheticClicks(count * BATCH, cardinality=15)
+    return list(BatchStream(source, BATCH, rows=ROWS, rank=dist.get_rank(), world_size=dist.get_world_size()))
+
+
+def _run(folder: str | None) -> list[float]:
+    """Eight steps, with a checkpoint after four of them."""
+    trainer = _trainer()
+    losses = []
+    for batch in _batches(8):
+        losses.append(trainer.step(batch))
+        if folder and trainer.steps == 4:
+            trainer.save(Path(folder), note="half way")
+    return trainer.mean_over_ranks(losses)
+
+
+def _resume(folder: str) -> dict[str, Any]:
+    trainer = _trainer(seed=1)
+    found = latest_checkpoint(Path(folder))
+    assert found is not None
+    extra = trainer.load(found)
+    states = [float(state.sum()) for state in trainer.model.embeddings.buffers()]
+    losses = [trainer.step(batch) for batch in _batches(8)[trainer.steps :]]
+    return {"extra": extra, "losses": trainer.mean_over_ranks(losses), "steps": trainer.steps, "states": min(states, default=1.0)}
+
+
+def test_a_resumed_run_goes_on_exactly(ranks: Any, tmp_path: Path) -> None:
+    losses = ranks(2).run(_run, str(tmp_path))[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    for found in ranks(2).run(_resume, str(tmp_path)):
+        assert found == {"extra": {"note": "half way"}, "losses": losses[4:], "steps": 8, "states": found["states"]}
+        assert found["states"] > 0
+    # Four ranks hold other tables and add in another order: the same up to rounding.
+    for found in ranks(4).run(_resume, str(tmp_path)):
+        assert found["losses"] == pytest.approx(losses[4:], rel=1e-5)
+
+
+def _spoilt(folder: str) -> list[Any]:
+    trainer = _trainer()
+    path = Path(folder) / "step-00000004"
+    before = weights_of(trainer.model.embeddings)
+    errors = [error_of(trainer.load, path), error_of(trainer.load, Path(folder) / "nothing")]
+    after = weights_of(trainer.model.embeddings)
+    return [*errors, all(torch.equal(before[name], after[name]) for name in before)]
+
+
+class _Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_a_checkpoint_that_cannot_be_read(ranks: Any, tmp_path: Path) -> None:
+    """A pickle in place of tensors is refused, on every rank, and not executed."""
+    ranks(2).run(_run, str(tmp_path))
+    torch.save({"shards.C0:0-4.weight": _Evil(tmp_path / "executed")}, tmp_path / "step-00000004" / "embeddings-1.pt")
+    for spoilt, nothing, unchanged in ranks(2).run(_spoilt, str(tmp_path)):
+        assert spoilt[0] == nothing[0] == "DataError"
+        assert spoilt[1].startswith(
+            "load_checkpoint must succeed on every rank; got on rank 0: UnpicklingError: Weights only load failed."
+        )
+        assert "FileNotFoundError" in nothing[1]
+        assert unchanged
+    assert not (tmp_path / "executed").exists()
+
+
+def _unwritable(folder: str) -> Any:
+    return error_of(_trainer().save, Path(folder) / "file" / "below")
+
+
+def test_a_checkpoint_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for kind, message, _ in ranks(2).run(_unwritable, str(tmp_path)):
+        assert kind == "DataError"
+        assert message.startswith("save_checkpoint must succeed on every rank; got on rank 0: NotADirectoryError")
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    for name in ("step-00000009", "step-00000010", ".step-00000011.partial", "step-00000012"):
+        (tmp_path / name).mkdir()
+        if name != "step-00000012":
+            (tmp_path / name / "checkpoint.json").write_text(json.dumps({}))
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000010"
+
+
+def _measure() -> dict[str, Any]:
+    trainer = _trainer()
+    trainer.model.embeddings.impl = "fused"
+    batch = _batches(1)[0]
+    before = [value.clone() for value in trainer.model.state_dict().values()]
+    times = measure_step(trainer, batch, repeats=2)
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values(), strict=True))
+    return {"same": same, "times": times, "steps": trainer.steps, "rate": trainer.model.embeddings.learning_rate}
+
+
+def test_measuring_leaves_the_model_alone(ranks: Any) -> None:
+    outcomes = ranks(2).run(_measure)
+    for found in outcomes:
+        times = found["times"]
+        assert found["same"]
+        assert (found["steps"], found["rate"]) == (0, 0.1)
+        assert not times.meaningful
+        assert times.step_ms > 0
+        assert times.compute_ms > 0
+        assert times.exposed_ms == max(0, times.step_ms - times.compute_ms)
+        assert times == outcomes[0]["times"], "the slowest rank's, on every rank"
+
+
+def _evaluate() -> Any:
+    """Ten samples in batches of four: the last one filled up, which must not count."""
+    trainer = _trainer()
+    options: dict[str, Any] = {"rows": ROWS, "rank": dist.get_rank(), "world_size": dist.get_world_size(), "last": "pad"}
+    judged = trainer.evaluate(BatchStream(SyntheticClicks(10, seed=1), 4, **options))
+    nothing = trainer.evaluate([])
+    return judged, nothing.samples
+
+
+def test_evaluation_does_not_depend_on_the_ranks(ranks: Any) -> None:
+    alone, none = ranks(1).run(_evaluate)[0]
+    assert (alone.samples, none) == (10, 0)
+    for judged, _ in ranks(2).run(_evaluate):
+        assert judged.samples == 10
+        assert judged.auc == alone.auc
+        assert judged.loss == pytest.approx(alone.loss, rel=1e-6)
+
+
+# Real rows
+
+SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "criteo_sample.csv"
+
+
+def _learn_real_rows(path: str) -> dict[str, Any]:
+    """Five epochs of five batches; the first epoch with the fused kernels, and once more without."""
+    rows = [50] * 3
+    tables = [EmbeddingTable(f"C{i + 1}", count, 8, bag_length=1) for i, count in enumerate(rows)]
+    stream = BatchStream(CriteoFiles([path], strict=True), 40, rows=rows, rank=dist.get_rank(), world_size=dist.get_world_size())
+    first: dict[str, list[float]] = {}
+    for impl in ("unfused", "fused"):
+        model = DLRM(tables, bottom=(16,), top=(16,), gradient="rowwise_adagrad", learning_rate=0.1)
+        trainer = Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.1))
+        model.embeddings.impl = impl
+        first[impl] = trainer.mean_over_ranks([trainer.step(batch) for batch in stream])
+    model.embeddings.impl = "unfused"
+    for _ in range(4):
+        last = trainer.mean_over_ranks([trainer.step(batch) for batch in stream])
+    return {"first": first, "last": last, "judged": trainer.evaluate(stream)}
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the sample of real rows is not here")
+def test_the_loss_falls_on_real_rows(ranks: Any) -> None:
+    for found in ranks(2).run(_learn_real_rows, str(SAMPLE)):
+        fused, unfused = found["first"]["fused"], found["first"]["unfused"]
+        assert len(fused) == 5
+        assert fused == pytest.approx(unfused, rel=1e-5)
+        assert sum(found["last"]) < 0.8 * sum(fused), found
+        assert found["judged"].samples == 200
+        assert found["judged"].auc > 0.75, found
+
+
+# Faults
+
+
+def _dies(pids: str) -> None:
+    (Path(pids) / str(dist.get_rank())).write_text(str(os.getpid()))
+    trainer = _trainer()
+    trainer.model.embeddings.impl = "fused"
+    batch = _batches(1)[0]
+    trainer.step(batch)
+    interlace.set_deadline(20.0)
+    faults = Faults(die_after_puts=2) if dist.get_rank() == 1 else Faults()
+    with interlace.inject(faults):
+        trainer.step(batch)
+
+
+def test_a_rank_that_dies_in_mid_step_ends_all(tmp_path: Path) -> None:
+    """The caller is told who died; nobody waits out the deadline, and nobody is left."""
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL"):
+        interlace.launch(_dies, 2, str(tmp_path), backend="cpu", timeout_s=90)
+    assert time.monotonic() - start < 60
+    for rank in range(2):
+        assert not os.path.exists(f"/proc/{(tmp_path / str(rank)).read_text()}")
+
+
+def _stalls() -> Any:
+    """Rank 1 computes its forward pass and does not come to the backward pass."""
+    group = dist.new_group()
+    trainer = _trainer(group=group)
+    trainer.model.embeddings.impl = "fused"
+    batch = _batches(1)[0]
+    trainer.step(batch)
+    interlace.set_deadline(1.0, group)
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        trainer.model(batch.dense, batch.indices)
+        time.sleep(4)
+        return None
+    found = error_of(trainer.step, batch)
+    return found, time.monotonic() - start
+
+
+def test_a_rank_that_stalls_in_mid_step(ranks: Any) -> None:
+    found, seconds = ranks(2).run(_stalls)[0]
+    ranks(2).close()  # collectives that were given up have left their process groups in an unknown state
+    assert found[0] == "PeerTimeoutError"
+    assert seconds < 20

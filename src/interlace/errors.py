@@ -4,6 +4,8 @@
 
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
+    │   └── ConfigError                   a configuration file, a trace or a model's parameter does
+    ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
     ├── BackendError                      the machine, driver or package set lacks something
@@ -23,6 +25,14 @@ class InterlaceError(Exception):
 
 class ArgumentError(InterlaceError, ValueError):
     """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
+
+
+class ConfigError(ArgumentError):
+    """A configuration file, a trace or a parameter of a model breaks a rule; names the file and the key."""
+
+
+class UnphysicalError(InterlaceError):
+    """A simulated result lies under its physical lower bound: the model, or the mode that was asked for, is wrong."""
 
 
 class RankMismatchError(InterlaceError):

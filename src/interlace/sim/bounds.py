@@ -1,0 +1,93 @@
+"""Physical lower bounds: what no schedule, algorithm or overlap can undercut on this hardware.
+
+They are computed from the workload and the machine alone, not from the simulation, and every run is held against them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+from interlace.errors import UnphysicalError
+from interlace.sim.collectives import Group, least_sent_bytes
+from interlace.sim.topology import Hierarchical, Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """No result is below ``time_ns``, because of ``reason``."""
+
+    time_ns: float
+    reason: str
+
+    def check(self, total_ns: float, what: str) -> None:
+        """Raises:
+        UnphysicalError: ``total_ns`` is below the bound.
+        """
+        if total_ns < self.time_ns * (1 - 1e-9):
+            raise UnphysicalError(
+                f"{what} must not be faster than physics; got {total_ns:.0f} ns, where {self.reason} alone needs {self.time_ns:.0f} ns. "
+                f"Do not use the result; report it, unless the mode is known to be unphysical."
+            )
+
+
+def largest(bounds: Iterable[Bound]) -> Bound:
+    """The one that binds; no bound at all is 0 ns."""
+    return max(bounds, key=lambda bound: bound.time_ns, default=Bound(0.0, "nothing"))
+
+
+def collective_bound(kind: str, size: float, group: Group) -> Bound:
+    """The least time of a collective of ``size`` bytes a rank on an idle network."""
+    if group.size == 1 or size == 0:
+        return Bound(0.0, "nothing")
+    return largest(collective_bounds(kind, size, group))
+
+
+def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
+    """What each resource needs at least: the ports of a rank, those of a node, the bisection, all links, the latency."""
+    topology = group.topology
+    sent = least_sent_bytes(kind, size, group.size)
+    nearest = _nearest_latency_ns(topology, group.axes)
+    farthest = _farthest_latency_ns(topology, group.axes) if kind == "all_to_all" else nearest
+    bounds = [
+        Bound(1e9 * sent / topology.injection_bytes_per_s() + nearest, "leaving the rank"),
+        Bound(float(farthest), "latency"),
+    ]
+    everyone = group.size == topology.ranks
+    if isinstance(topology, Hierarchical) and topology.nodes > 1:
+        inside = group.sizes[group.axes.index(0)] if 0 in group.axes else 1
+        nodes = group.size // inside
+        leaving = sent * (group.size - inside) / (group.size - 1) if kind == "all_to_all" else least_sent_bytes(kind, size, nodes) / inside
+        bounds.append(Bound(1e9 * leaving / topology.network_bytes_per_s() if everyone else 0.0, "leaving the node"))
+    if everyone:
+        crossing = size * group.size / 4 if kind == "all_to_all" else size if kind == "all_reduce" else size / 2
+        bounds.append(Bound(1e9 * crossing / topology.bisection_bytes_per_s(), "the bisection"))
+    if kind == "all_to_all":
+        bounds.append(Bound(size / group.size * _hop_ns_per_byte(topology, group.axes), "all links together"))
+    return bounds
+
+
+@functools.lru_cache(maxsize=64)
+def _latencies(topology: Topology, axes: tuple[int, ...]) -> tuple[int, int]:
+    group = Group(topology, axes)
+    values = [topology.path_latency_ns(0, group.displacement(place)) for place in range(1, group.size)]
+    return min(values), max(values)
+
+
+def _nearest_latency_ns(topology: Topology, axes: tuple[int, ...]) -> int:
+    return _latencies(topology, axes)[0]
+
+
+def _farthest_latency_ns(topology: Topology, axes: tuple[int, ...]) -> int:
+    return _latencies(topology, axes)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _hop_ns_per_byte(topology: Topology, axes: tuple[int, ...]) -> float:
+    """For a byte to every member: the time that all links, perfectly shared, need for it."""
+    group = Group(topology, axes)
+    hops = sum(len(topology.path(0, group.displacement(place))) for place in range(1, group.size))
+    used = {index for place in range(1, group.size) for index, _ in topology.path(0, group.displacement(place))}
+    capacity = sum(topology.classes[index].bytes_per_s * topology.classes[index].count for index in used) / topology.ranks
+    return 1e9 * hops / capacity

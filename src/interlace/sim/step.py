@@ -1,0 +1,586 @@
+"""A step of a program on every rank: tasks in rows, run on a machine's network.
+
+A *row* is a stream: its tasks run one at a time, in the order in which they were given. A task also waits for the tasks that it
+names. Three kinds of row exist on a real rank, and nothing keeps them from overlapping: ``compute``, one per collective library
+stream, and ``copy engine``.
+
+A **fused** task is one kernel that computes and communicates. Its output leaves slice by slice while it goes on, in the order
+in which the kernels of this library compute: what goes to others first, from the neighbour on, what stays last. A **consuming**
+task is the mirror image: it starts on what has arrived while the rest is on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from interlace.errors import ConfigError
+from interlace.sim.astra.algorithms import binary_tree
+from interlace.sim.bounds import Bound, collective_bound, collective_bounds, largest
+from interlace.sim.collectives import Group, Round, schedule
+from interlace.sim.engine import Engine, duration_ns
+from interlace.sim.fabric import Fabric
+from interlace.sim.machine import Machine
+from interlace.sim.results import LinkUse, Result, Span, TaskTime
+from interlace.sim.topology import Topology
+
+COMPUTE, COPY = "compute", "copy engine"
+_TREE_PIECES = 16  # pieces in which a tree's halves follow one another
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Computation: FLOPs and bytes of this GPU's memory. ``seconds`` instead, where a time was given."""
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    given_ns: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A library's collective over a group: ``size`` bytes a rank, see :mod:`interlace.sim.collectives`."""
+
+    kind: str
+    algorithm: str
+    size: int
+    axes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """A kernel whose output is an all-to-all, a reduce-scatter or an all-reduce of ``size`` bytes a rank.
+
+    Attributes:
+        slices: pieces in which what goes to one rank leaves.
+        receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
+    """
+
+    kernel: Kernel
+    kind: Literal["all_to_all", "reduce_scatter", "all_reduce"]
+    size: int
+    axes: tuple[int, ...] | None = None
+    slices: int = 4
+    receive_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Consuming:
+    """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives."""
+
+    kernel: Kernel
+    kind: Literal["all_to_all", "all_gather"]
+    size: int
+    axes: tuple[int, ...] | None = None
+    slices: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """``size`` bytes to the next rank along an axis, by a copy engine."""
+
+    axis: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """``size`` bytes from the host, by a copy engine."""
+
+    size: int
+
+
+Work = Kernel | Collective | Fused | Consuming | Message | HostCopy
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Work in a row, after other tasks of the same rank."""
+
+    name: str
+    row: str
+    work: Work
+    deps: tuple[str, ...] = ()
+
+
+def run(
+    machine: Machine,
+    topology: Topology,
+    tasks: Sequence[Task],
+    *,
+    name: str = "step",
+    all_ranks: bool = False,
+    extra_ns: Callable[[Result], int] | None = None,
+) -> Result:
+    """Simulate the tasks on every rank.
+
+    Args:
+        all_ranks: keep every rank and every link instead of one of each kind; slower by as many times, and needed for
+            ``double_binary_tree``.
+        extra_ns: time to add in the end that is not in the tasks (a pipeline's fill and drain), from the result without it.
+
+    Raises:
+        ConfigError: tasks that wait for one another, or do not exist.
+        UnphysicalError: the outcome lies under the physical bound: a fault of the model.
+    """
+    _check(tasks)
+    simulation = _Simulation(machine, topology, tasks, all_ranks)
+    simulation.start()
+    result = simulation.finish(name)
+    if extra_ns is not None:
+        added = extra_ns(result)
+        result = dataclasses.replace(result, total_ns=result.total_ns + added, added_ns=added)
+    result.bound.check(result.total_ns, name)
+    return result
+
+
+def _check(tasks: Sequence[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.name in seen:
+            raise ConfigError(f"tasks must have different names; got {task.name!r} twice. Rename one.")
+        for dep in task.deps:
+            if dep not in seen:
+                raise ConfigError(
+                    f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is none. "
+                    f"Put it before, or break the cycle."
+                )
+        seen.add(task.name)
+
+
+class _Rank:
+    """One rank's rows, and what each of its tasks waits for."""
+
+    def __init__(self, number: int, tasks: Sequence[Task]) -> None:
+        self.number = number
+        self.rows: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            self.rows.setdefault(task.row, []).append(index)
+        self.next = dict.fromkeys(self.rows, 0)
+        self.running: set[str] = set()
+        self.done: dict[str, int] = {}
+        self.times: list[TaskTime] = []
+        self.compute_ns = 0
+
+
+class _Simulation:
+    def __init__(self, machine: Machine, topology: Topology, tasks: Sequence[Task], all_ranks: bool) -> None:
+        self.machine, self.topology, self.tasks = machine, topology, tasks
+        self.engine = Engine()
+        self.spans: list[Span] = []
+        self.link_uses: list[LinkUse] = []
+        self.fabric = Fabric(self.engine, topology, mirrored=not all_ranks, observe=self._observe)
+        self.all_ranks = all_ranks
+        self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
+        self.groups: dict[tuple[int, ...] | None, Group] = {}
+        self.shared: dict[int, _Rounds | _Trees] = {}  # by task: what the ranks of a collective share
+
+    def start(self) -> None:
+        for rank in self.ranks:
+            self.engine.at(0, self._advance, rank)
+        self.engine.run()
+
+    def finish(self, name: str) -> Result:
+        late = [rank for rank in self.ranks if len(rank.done) < len(self.tasks)]
+        if late:
+            missing = next(task.name for task in self.tasks if task.name not in late[0].done)
+            raise ConfigError(f"every task must end; rank {late[0].number} never ended {missing!r}. Break the cycle it waits in.")
+        last = max(self.ranks, key=lambda rank: max(rank.done.values(), default=0))
+        total = max(last.done.values(), default=0)
+        busy: dict[str, int] = {}
+        for server in self.fabric.servers().values():
+            busy[server.name] = max(busy.get(server.name, 0), server.busy_ns)
+        ranks = len(self.ranks)
+        return Result(
+            name=name,
+            total_ns=total,
+            exposed_ns=total - last.compute_ns,
+            busy_ns={COMPUTE: last.compute_ns, **busy},
+            sent_bytes={
+                link.name: sent / ranks
+                for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True)
+                if sent
+            },
+            traffic_bytes=self.traffic(),
+            tasks=last.times,
+            spans=self.spans,
+            link_uses=self.link_uses,
+            bound=self.bound(),
+            events=self.engine.events,
+            ranks=self.topology.ranks,
+            topology=self.topology.name,
+            machine=self.machine.name,
+            all_ranks=self.all_ranks,
+        )
+
+    # Bounds.
+
+    def bound(self) -> Bound:
+        """The larger of what each resource needs for all tasks, and of the longest chain of tasks, each at its own bound."""
+        gpu = self.machine.gpu
+        compute, network, longest = 0.0, 0.0, 0.0
+        ends: dict[str, float] = {}
+        rows: dict[str, float] = {}
+        for task in self.tasks:
+            work = task.work
+            kernel = work if isinstance(work, Kernel) else work.kernel if isinstance(work, Fused | Consuming) else None
+            floor = 0.0
+            if kernel is not None:
+                floor = float(kernel.given_ns) if kernel.given_ns is not None else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
+                compute += floor
+            if isinstance(work, Collective | Fused | Consuming):
+                group = self.group(work.axes)
+                floor = max(floor, collective_bound(work.kind, work.size, group).time_ns)
+                if group.size == self.topology.ranks and work.size:
+                    network += max(b.time_ns for b in collective_bounds(work.kind, work.size, group) if b.reason != "latency") - (
+                        self.topology.classes[0].latency_ns if self.topology.classes else 0
+                    )
+            elif isinstance(work, HostCopy):
+                floor = 1e9 * work.size / gpu.host_link_bytes_per_s.value
+            start = max([rows.get(task.row, 0.0), *(ends[dep] for dep in task.deps)])
+            ends[task.name] = rows[task.row] = start + floor
+            longest = max(longest, start + floor)
+        return largest(
+            [Bound(compute, "computation"), Bound(max(0.0, network), "the network"), Bound(longest, "the longest chain of tasks")]
+        )
+
+    def traffic(self) -> dict[str, float]:
+        """Bytes that leave a rank, by collective."""
+        out: dict[str, float] = {}
+        for task in self.tasks:
+            work = task.work
+            if isinstance(work, Message):
+                out["message"] = out.get("message", 0.0) + work.size
+            elif isinstance(work, Collective | Fused | Consuming):
+                name = work.kind
+                if isinstance(work, Collective) and work.algorithm != "double_binary_tree":
+                    sent = sum(size for step in self._rounds(work) for _, size in step.sends)
+                else:
+                    n = self.group(work.axes).size
+                    sent = (2 if name == "all_reduce" else 1) * work.size * (n - 1) // n
+                out[name] = out.get(name, 0.0) + sent
+        return out
+
+    # Rows.
+
+    def group(self, axes: tuple[int, ...] | None) -> Group:
+        if axes not in self.groups:
+            self.groups[axes] = Group(self.topology, axes)
+        return self.groups[axes]
+
+    def _advance(self, rank: _Rank) -> None:
+        """Start every task that is next in its row and waits for nothing."""
+        for row, indices in rank.rows.items():
+            at = rank.next[row]
+            if row in rank.running or at == len(indices):
+                continue
+            task = self.tasks[indices[at]]
+            if any(dep not in rank.done for dep in task.deps):
+                continue
+            rank.next[row] = at + 1
+            rank.running.add(row)
+            self._begin(rank, indices[at], self.engine.now)
+
+    def _end(self, rank: _Rank, index: int, start: int) -> None:
+        task, now = self.tasks[index], self.engine.now
+        position = rank.rows[task.row].index(index)
+        before = [*task.deps, *([self.tasks[rank.rows[task.row][position - 1]].name] if position else [])]
+        cause = max(before, key=lambda name: rank.done[name], default=None)
+        rank.done[task.name] = now
+        rank.running.discard(task.row)
+        rank.times.append(TaskTime(task.name, task.row, start, now, cause))
+        self._advance(rank)
+
+    def _begin(self, rank: _Rank, index: int, start: int) -> None:
+        task = self.tasks[index]
+        work = task.work
+
+        def end() -> None:
+            self._span(rank, task.row, task.name, start, self.engine.now)
+            self._end(rank, index, start)
+
+        if isinstance(work, Kernel):
+            duration = self._kernel_ns(work)
+            rank.compute_ns += duration
+            self.engine.after(duration, end)
+        elif isinstance(work, Collective):
+            launch = round(self.machine.collectives.launch_ns.value)
+            self.engine.after(launch, self._collective, rank, index, work, end)
+        elif isinstance(work, Fused):
+            self._fused(rank, index, work, end)
+        elif isinstance(work, Consuming):
+            self._consuming(rank, index, work, end)
+        elif isinstance(work, Message):
+            self._message(rank, work, end)
+        else:
+            self.engine.after(duration_ns(work.size, self.machine.gpu.host_link_bytes_per_s.value), end)
+
+    def _kernel_ns(self, kernel: Kernel) -> int:
+        if kernel.given_ns is not None:
+            return kernel.given_ns
+        return self.machine.gpu.kernel_time_ns(kernel.flops, kernel.memory_bytes)
+
+    # Communication.
+
+    def _rounds(self, work: Collective) -> list[Round]:
+        group = self.group(work.axes)
+        rounds = schedule(work.kind, work.algorithm, work.size, group)
+        if not self.all_ranks and any(step.exchange for step in rounds) and not group.rings_uncut():
+            raise ConfigError(
+                f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not the same for all there. "
+                f"Ask for all ranks (--all-ranks), or use ring."
+            )
+        return rounds
+
+    def _collective(self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]) -> None:
+        shared = self.shared.get(index)
+        if shared is None:
+            if work.algorithm == "double_binary_tree":
+                if not self.all_ranks:
+                    raise ConfigError("double_binary_tree must be run on every rank; it is not the same for all. Add --all-ranks.")
+                shared = _Trees(self, work)
+            else:
+                shared = _Rounds(self, self._rounds(work), self.group(work.axes), work.kind)
+            self.shared[index] = shared
+        shared.enter(rank.number, end)
+
+    def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
+        displacement = self.group((work.axis,)).displacement(1)
+        destination = self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
+        self.fabric.send(rank.number, destination, work.size, end, traffic="message")
+
+    def _slices(self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int) -> _Slices:
+        shared = self.shared.get(index)
+        if shared is None:
+            shared = _Rounds(self, [], group, kind)
+            self.shared[index] = shared
+        assert isinstance(shared, _Rounds)
+        block = -(-size // group.size)
+        return _Slices(self, rank, shared, block, min(slices, max(1, block)))
+
+    def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
+        """Slices leave as they are computed; the kernel ends when its own work is done and everything has come."""
+        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
+        alone = self._kernel_ns(work.kernel)
+        launch = min(alone, round(gpu.kernel_ns.value))
+        body = round((alone - launch) * library.fused_slowdown.value)
+        rank.compute_ns += launch + body
+        slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
+        skew = round(body * library.skew.value)
+        receive = self._kernel_ns(Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
+
+        def last() -> None:
+            rank.compute_ns += receive
+            self.engine.after(receive, end)
+
+        def complete() -> None:
+            wait = round(library.slice_ns.value) + skew
+            if work.kind == "all_reduce":
+                self.engine.after(wait, slices.gather, lambda: self.engine.after(round(library.slice_ns.value), last))
+            else:
+                self.engine.after(wait, last)
+
+        slices.produce(launch, body, complete)
+
+    def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
+        """Everything is sent at once; a slice is worked on when it is there and the one before is done."""
+        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
+        alone = self._kernel_ns(work.kernel)
+        launch = min(alone, round(gpu.kernel_ns.value))
+        body = round((alone - launch) * library.fused_slowdown.value)
+        rank.compute_ns += launch + body
+        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(launch, body, end)
+
+    # Observation, of rank 0 and of its links.
+
+    def _span(self, rank: _Rank, row: str, name: str, start: int, end: int) -> None:
+        if rank.number == 0:
+            self.spans.append(Span(row, name, start, end))
+
+    def _observe(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
+        self.link_uses.append(LinkUse(link, traffic, start, end, size))
+
+
+class _Rounds:
+    """A collective that all ranks go through round by round."""
+
+    def __init__(self, simulation: _Simulation, rounds: list[Round], group: Group, kind: str) -> None:
+        self.simulation, self.rounds, self.group, self.kind = simulation, rounds, group, kind
+        self.arrived: dict[tuple[int, int], int] = {}
+        self.at: dict[int, int] = {}
+        self.ends: dict[int, Callable[[], None]] = {}
+        self.hooks: dict[int, Callable[[], None]] = {}
+
+    def enter(self, rank: int, end: Callable[[], None]) -> None:
+        self.ends[rank] = end
+        self._begin(rank, 0)
+
+    def _begin(self, rank: int, number: int) -> None:
+        self.at[rank] = number
+        if number == len(self.rounds):
+            self.ends[rank]()
+            return
+        step = self.rounds[number]
+        efficiency = self.simulation.machine.collectives.efficiency.value
+        for place, size in step.sends:
+            self.send(rank, place, size, number, efficiency, step.exchange)
+        self._check(rank, number)
+
+    def send(self, rank: int, place: int, size: int, number: int, efficiency: float, exchange: bool = False) -> None:
+        """Send to the rank ``place`` further on in the group; it arrives there as a part of round ``number``."""
+        fabric, topology, group = self.simulation.fabric, self.simulation.topology, self.group
+        if not self.simulation.all_ranks:
+            destination, receiver = group.displacement(place), 0
+        elif exchange:
+            members = group.members(rank)
+            destination = receiver = members[group.place(rank) ^ place]
+        else:
+            destination = receiver = topology.shift(rank, group.displacement(place))
+        fabric.send(rank, destination, size, lambda: self._arrive(receiver, number), traffic=self.kind, efficiency=efficiency)
+
+    def _arrive(self, rank: int, number: int) -> None:
+        self.arrived[rank, number] = self.arrived.get((rank, number), 0) + 1
+        self._check(rank, number)
+        hook = self.hooks.get(rank)
+        if hook is not None:
+            hook()
+
+    def _check(self, rank: int, number: int) -> None:
+        if not 0 <= number < len(self.rounds):
+            return
+        step = self.rounds[number]
+        if self.at.get(rank) != number or self.arrived.get((rank, number), 0) < len(step.sends):
+            return
+        machine = self.simulation.machine
+        reduce = duration_ns(3 * step.reduced, machine.gpu.memory_bytes_per_s.value * machine.gpu.memory_efficiency.value)
+        self.at[rank] = -1  # between rounds
+        self.simulation.engine.after(round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1)
+
+
+_PRODUCED, _GATHERED = -1, -2  # "rounds" of a fused kernel's messages
+
+
+class _Slices:
+    """One rank's part in a fused task: slices that leave, slices that come."""
+
+    def __init__(self, simulation: _Simulation, rank: _Rank, shared: _Rounds, block: int, slices: int) -> None:
+        self.simulation, self.rank, self.shared = simulation, rank, shared
+        self.block, self.slices = block, slices
+        self.peers = shared.group.size - 1
+        self.efficiency = simulation.machine.collectives.fused_efficiency.value
+
+    def produce(self, launch: int, body: int, complete: Callable[[], None]) -> None:
+        """Remote slices first, round the peers; the own block last."""
+        engine = self.simulation.engine
+        total = (self.peers + 1) * self.slices
+        start = engine.now + launch
+        size = -(-self.block // self.slices)
+        for number in range(self.peers * self.slices if self.block else 0):
+            when = start + body * (number + 1) // total
+            engine.at(when, self.shared.send, self.rank.number, number % self.peers + 1, size, _PRODUCED, self.efficiency)
+        self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
+
+    def gather(self, complete: Callable[[], None]) -> None:
+        """The owner's sums go to everyone."""
+        engine = self.simulation.engine
+        for place in range(1, self.peers + 1):
+            self.shared.send(self.rank.number, place, self.block, _GATHERED, self.efficiency)
+        self._when(_GATHERED, self.peers, engine.now, complete)
+
+    def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
+        engine, rank = self.simulation.engine, self.rank.number
+        called = []
+
+        def check() -> None:
+            if not called and engine.now >= not_before and self.shared.arrived.get((rank, number), 0) >= count:
+                called.append(True)
+                then()
+
+        self.shared.hooks[rank] = check
+        engine.at(not_before, check)
+
+    def consume(self, launch: int, body: int, end: Callable[[], None]) -> None:
+        """Own block first, then each slice in the order of arrival."""
+        engine, rank = self.simulation.engine, self.rank.number
+        total = (self.peers + 1) * self.slices
+        size = -(-self.block // self.slices)
+        count = self.peers * self.slices if self.block else 0
+        flag = round(self.simulation.machine.collectives.slice_ns.value)
+        state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
+
+        def work() -> None:
+            while state["seen"] < self.shared.arrived.get((rank, _PRODUCED), 0):
+                state["seen"] += 1
+                share = body * (total - count + state["seen"]) // total - body * (total - count + state["seen"] - 1) // total
+                state["free"] = max(state["free"], engine.now + flag) + share
+                if state["seen"] == count:
+                    engine.at(state["free"], end)
+
+        for number in range(count):
+            self.shared.send(rank, number % self.peers + 1, size, _PRODUCED, self.efficiency)
+        self.shared.hooks[rank] = work
+        if count == 0:
+            engine.at(state["free"], end)
+        else:
+            work()
+
+
+class _Trees:
+    """All-reduce over two binary trees, each half of the buffer, in pieces that follow one another."""
+
+    def __init__(self, simulation: _Simulation, work: Collective) -> None:
+        if work.kind != "all_reduce":
+            raise ConfigError(f"double_binary_tree must be of an all_reduce; got {work.kind}. Use ring or direct.")
+        self.simulation = simulation
+        self.group = simulation.group(work.axes)
+        self.piece = -(-work.size // (2 * _TREE_PIECES))
+        self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
+        self.left: dict[int, int] = {}
+        self.ends: dict[int, Callable[[], None]] = {}
+        self.waiting: dict[tuple[int, bool, int], int] = {}
+
+    def _links(self, rank: int, last: bool) -> tuple[int, int, int]:
+        members = self.group.members(rank)
+        key = (members[0], last)
+        if key not in self.trees:
+            self.trees[key] = binary_tree(members, last)
+        return self.trees[key][rank]
+
+    def enter(self, rank: int, end: Callable[[], None]) -> None:
+        if self.group.size == 1 or self.piece == 0:
+            end()
+            return
+        self.ends[rank] = end
+        self.left[rank] = 2 * _TREE_PIECES
+        for last in (True, False):
+            for piece in range(_TREE_PIECES):
+                self._ready(rank, last, piece)  # the rank's own part
+
+    def _ready(self, rank: int, last: bool, piece: int) -> None:
+        """One of the parts that ``rank`` adds up is there: its own, or a child's."""
+        parent, *children = self._links(rank, last)
+        key = (rank, last, piece)
+        self.waiting[key] = self.waiting.get(key, 0) + 1
+        if self.waiting[key] <= sum(child >= 0 for child in children):
+            return
+        machine = self.simulation.machine
+        reduce = duration_ns(3 * self.piece, machine.gpu.memory_bytes_per_s.value * machine.gpu.memory_efficiency.value)
+        delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
+        if parent >= 0:
+            self.simulation.engine.after(delay, self._send, rank, parent, lambda: self._ready(parent, last, piece))
+        else:
+            self.simulation.engine.after(delay, self._down, rank, last, piece)
+
+    def _down(self, rank: int, last: bool, piece: int) -> None:
+        """``rank`` has the sum: pass it on."""
+        for child in self._links(rank, last)[1:]:
+            if child >= 0:
+                self._send(rank, child, lambda child=child: self._down(child, last, piece))  # type: ignore[misc]
+        self.left[rank] -= 1
+        if self.left[rank] == 0:
+            self.ends[rank]()
+
+    def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
+        efficiency = self.simulation.machine.collectives.efficiency.value
+        self.simulation.fabric.send(rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency)

@@ -13,6 +13,8 @@ from interlace.errors import UnphysicalError
 from interlace.sim.collectives import Group, least_sent_bytes
 from interlace.sim.topology import Hierarchical, Topology
 
+LATENCY = "latency"
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
@@ -48,11 +50,9 @@ def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
     """What each resource needs at least: the ports of a rank, those of a node, the bisection, all links, the latency."""
     topology = group.topology
     sent = least_sent_bytes(kind, size, group.size)
-    nearest = _nearest_latency_ns(topology, group.axes)
-    farthest = _farthest_latency_ns(topology, group.axes) if kind == "all_to_all" else nearest
     bounds = [
-        Bound(1e9 * sent / topology.injection_bytes_per_s() + nearest, "leaving the rank"),
-        Bound(float(farthest), "latency"),
+        Bound(1e9 * sent / topology.injection_bytes_per_s(), "leaving the rank"),
+        Bound(float(_latency_ns(topology, group.axes, farthest=kind == "all_to_all")), LATENCY),
     ]
     everyone = group.size == topology.ranks
     if isinstance(topology, Hierarchical) and topology.nodes > 1:
@@ -69,18 +69,10 @@ def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
 
 
 @functools.lru_cache(maxsize=64)
-def _latencies(topology: Topology, axes: tuple[int, ...]) -> tuple[int, int]:
+def _latency_ns(topology: Topology, axes: tuple[int, ...], *, farthest: bool) -> int:
     group = Group(topology, axes)
     values = [topology.path_latency_ns(0, group.displacement(place)) for place in range(1, group.size)]
-    return min(values), max(values)
-
-
-def _nearest_latency_ns(topology: Topology, axes: tuple[int, ...]) -> int:
-    return _latencies(topology, axes)[0]
-
-
-def _farthest_latency_ns(topology: Topology, axes: tuple[int, ...]) -> int:
-    return _latencies(topology, axes)[1]
+    return max(values) if farthest else min(values)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
 
 from interlace.errors import ConfigError
 from interlace.sim import topology
@@ -34,6 +34,16 @@ class Sourced(BaseModel):
         return self
 
 
+def _with_source(value: Any) -> Any:
+    """A bare number is a number whose source the file does not say."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"value": value, "source": "given without a source", "confidence": "assumed"} if plain else value
+
+
+Given = Annotated[Sourced, BeforeValidator(_with_source)]
+"""A number with its source; in a user's file the number alone will do."""
+
+
 class Gpu(Strict):
     """One GPU.
 
@@ -42,15 +52,15 @@ class Gpu(Strict):
     larger of both where they differ, more where they are alike.
     """
 
-    flops_per_s: Sourced
+    flops_per_s: Given
     """Peak of the matrix products' type."""
-    flops_efficiency: Sourced
-    memory_bytes_per_s: Sourced
-    memory_efficiency: Sourced
-    roofline_norm: Sourced
-    kernel_ns: Sourced
+    flops_efficiency: Given
+    memory_bytes_per_s: Given
+    memory_efficiency: Given
+    roofline_norm: Given
+    kernel_ns: Given
     """From one kernel to the next: launch, ramp, tail."""
-    host_link_bytes_per_s: Sourced
+    host_link_bytes_per_s: Given
     """From host memory, by a copy engine."""
 
     @model_validator(mode="after")
@@ -83,19 +93,19 @@ class Gpu(Strict):
 class Collectives(Strict):
     """The collective library and the fused kernels."""
 
-    launch_ns: Sourced
+    launch_ns: Given
     """Before the first byte of a library's collective moves."""
-    step_ns: Sourced
+    step_ns: Given
     """Of each dependent step of an algorithm, beside the links' latency."""
-    efficiency: Sourced
+    efficiency: Given
     """Share of the links' bandwidth that the library's collectives reach."""
-    fused_efficiency: Sourced
+    fused_efficiency: Given
     """Share that a fused kernel's stores or puts reach."""
-    fused_slowdown: Sourced
+    fused_slowdown: Given
     """Computation of a fused kernel over the same computation alone: registers, occupancy, address arithmetic."""
-    slice_ns: Sourced
+    slice_ns: Given
     """From a slice's last store to its receiver knowing it."""
-    skew: Sourced
+    skew: Given
     """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the last."""
 
     @model_validator(mode="after")
@@ -113,9 +123,9 @@ class Net(Strict):
 
     topology: str
     """``ring``, ``torus2d``, ``torus3d``, ``torus:AxB``, ``switch``, ``full``, ``fattree[:LEAVESxDOWN/UP]``."""
-    link_bytes_per_s: Sourced
+    link_bytes_per_s: Given
     """Per link and direction, of payload."""
-    latency_ns: Sourced
+    latency_ns: Given
     """Per hop: from the first byte in to the first byte out."""
     ties: Literal["clockwise", "split"] = "clockwise"
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from interlace.errors import ConfigError
 from interlace.sim.astra.algorithms import binary_tree
-from interlace.sim.bounds import Bound, collective_bound, collective_bounds, largest
+from interlace.sim.bounds import LATENCY, Bound, collective_bound, collective_bounds, largest
 from interlace.sim.collectives import Group, Round, schedule
 from interlace.sim.engine import Engine, duration_ns
 from interlace.sim.fabric import Fabric
@@ -55,6 +55,7 @@ class Fused:
     Attributes:
         slices: pieces in which what goes to one rank leaves.
         receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
+        waits: until the peers' slices are here; otherwise a consuming task does.
     """
 
     kernel: Kernel
@@ -63,17 +64,23 @@ class Fused:
     axes: tuple[int, ...] | None = None
     slices: int = 4
     receive_bytes: float = 0.0
+    waits: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Consuming:
-    """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives."""
+    """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives.
+
+    Attributes:
+        sent_by: a fused task that does not wait and has the same sizes; without it, everything is sent when this one starts.
+    """
 
     kernel: Kernel
     kind: Literal["all_to_all", "all_gather"]
     size: int
     axes: tuple[int, ...] | None = None
     slices: int = 4
+    sent_by: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,31 +226,39 @@ class _Simulation:
     def bound(self) -> Bound:
         """The larger of what each resource needs for all tasks, and of the longest chain of tasks, each at its own bound."""
         gpu = self.machine.gpu
-        compute, network, longest = 0.0, 0.0, 0.0
+        resources: dict[str, float] = {}
         ends: dict[str, float] = {}
         rows: dict[str, float] = {}
         for task in self.tasks:
             work = task.work
-            kernel = work if isinstance(work, Kernel) else work.kernel if isinstance(work, Fused | Consuming) else None
             floor = 0.0
-            if kernel is not None:
-                floor = float(kernel.given_ns) if kernel.given_ns is not None else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
-                compute += floor
-            if isinstance(work, Collective | Fused | Consuming):
+            if isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
                 group = self.group(work.axes)
-                floor = max(floor, collective_bound(work.kind, work.size, group).time_ns)
-                if group.size == self.topology.ranks and work.size:
-                    network += max(b.time_ns for b in collective_bounds(work.kind, work.size, group) if b.reason != "latency") - (
-                        self.topology.classes[0].latency_ns if self.topology.classes else 0
-                    )
-            elif isinstance(work, HostCopy):
+                floor = collective_bound(work.kind, work.size, group).time_ns
+                if group.size == self.topology.ranks > 1 and work.size:
+                    for bound in collective_bounds(work.kind, work.size, group):
+                        if bound.reason != LATENCY:
+                            resources[bound.reason] = resources.get(bound.reason, 0.0) + bound.time_ns
+            if isinstance(work, HostCopy):
                 floor = 1e9 * work.size / gpu.host_link_bytes_per_s.value
+            kernel = work if isinstance(work, Kernel) else work.kernel if isinstance(work, Fused | Consuming) else None
+            if kernel is not None:
+                alone = float(kernel.given_ns) if kernel.given_ns is not None else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
+                resources[COMPUTE] = resources.get(COMPUTE, 0.0) + alone
+                floor = max(alone, 0.0 if self._sent_before(work) or not self._waits(work) else floor)
             start = max([rows.get(task.row, 0.0), *(ends[dep] for dep in task.deps)])
             ends[task.name] = rows[task.row] = start + floor
-            longest = max(longest, start + floor)
-        return largest(
-            [Bound(compute, "computation"), Bound(max(0.0, network), "the network"), Bound(longest, "the longest chain of tasks")]
-        )
+        longest = Bound(max(ends.values(), default=0.0), "the longest chain of tasks")
+        return largest([*(Bound(time, reason) for reason, time in resources.items()), longest])
+
+    @staticmethod
+    def _sent_before(work: Work) -> bool:
+        """Another task sent what it works on, and counts for it."""
+        return isinstance(work, Consuming) and work.sent_by is not None
+
+    @staticmethod
+    def _waits(work: Work) -> bool:
+        return not isinstance(work, Fused) or work.waits
 
     def traffic(self) -> dict[str, float]:
         """Bytes that leave a rank, by collective."""
@@ -252,7 +267,7 @@ class _Simulation:
             work = task.work
             if isinstance(work, Message):
                 out["message"] = out.get("message", 0.0) + work.size
-            elif isinstance(work, Collective | Fused | Consuming):
+            elif isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
                 name = work.kind
                 if isinstance(work, Collective) and work.algorithm != "double_binary_tree":
                     sent = sum(size for step in self._rounds(work) for _, size in step.sends)
@@ -368,6 +383,10 @@ class _Simulation:
         rank.compute_ns += launch + body
         slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
         skew = round(body * library.skew.value)
+        if not work.waits:
+            slices.produce(launch, body, None)
+            self.engine.after(launch + body, end)
+            return
         receive = self._kernel_ns(Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
 
         def last() -> None:
@@ -390,7 +409,9 @@ class _Simulation:
         launch = min(alone, round(gpu.kernel_ns.value))
         body = round((alone - launch) * library.fused_slowdown.value)
         rank.compute_ns += launch + body
-        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(launch, body, end)
+        if work.sent_by is not None:
+            index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
+        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(launch, body, end, work.sent_by is None)
 
     # Observation, of rank 0 and of its links.
 
@@ -470,7 +491,7 @@ class _Slices:
         self.peers = shared.group.size - 1
         self.efficiency = simulation.machine.collectives.fused_efficiency.value
 
-    def produce(self, launch: int, body: int, complete: Callable[[], None]) -> None:
+    def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
         """Remote slices first, round the peers; the own block last."""
         engine = self.simulation.engine
         total = (self.peers + 1) * self.slices
@@ -479,7 +500,8 @@ class _Slices:
         for number in range(self.peers * self.slices if self.block else 0):
             when = start + body * (number + 1) // total
             engine.at(when, self.shared.send, self.rank.number, number % self.peers + 1, size, _PRODUCED, self.efficiency)
-        self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
+        if complete is not None:
+            self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
 
     def gather(self, complete: Callable[[], None]) -> None:
         """The owner's sums go to everyone."""
@@ -500,7 +522,7 @@ class _Slices:
         self.shared.hooks[rank] = check
         engine.at(not_before, check)
 
-    def consume(self, launch: int, body: int, end: Callable[[], None]) -> None:
+    def consume(self, launch: int, body: int, end: Callable[[], None], send: bool) -> None:
         """Own block first, then each slice in the order of arrival."""
         engine, rank = self.simulation.engine, self.rank.number
         total = (self.peers + 1) * self.slices
@@ -517,7 +539,7 @@ class _Slices:
                 if state["seen"] == count:
                     engine.at(state["free"], end)
 
-        for number in range(count):
+        for number in range(count if send else 0):
             self.shared.send(rank, number % self.peers + 1, size, _PRODUCED, self.efficiency)
         self.shared.hooks[rank] = work
         if count == 0:

@@ -99,6 +99,8 @@ class Collectives(Strict):
     """Of each dependent step of an algorithm, beside the links' latency."""
     efficiency: Given
     """Share of the links' bandwidth that the library's collectives reach."""
+    efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = {}
+    """The same, for one collective."""
     fused_efficiency: Given
     """Share that a fused kernel's stores or puts reach."""
     fused_slowdown: Given
@@ -110,12 +112,21 @@ class Collectives(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Collectives:
-        for name in ("efficiency", "fused_efficiency"):
-            if not 0 < getattr(self, name).value <= 1:
+        for name, given in (
+            ("efficiency", self.efficiency),
+            ("fused_efficiency", self.fused_efficiency),
+            *self.efficiency_of.items(),
+        ):
+            if not 0 < given.value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1")
         if self.fused_slowdown.value < 1:
             raise ValueError("fused_slowdown must be at least 1")
         return self
+
+    def library_efficiency(self, kind: str) -> float:
+        """Share of the links' bandwidth that the library's collective of this kind reaches."""
+        given: Sourced = dict(self.efficiency_of).get(kind, self.efficiency)  # type: ignore[call-overload]
+        return given.value
 
 
 class Net(Strict):

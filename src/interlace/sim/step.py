@@ -85,9 +85,9 @@ class Consuming:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """``size`` bytes to the next rank along an axis, by a copy engine."""
+    """``size`` bytes to the next rank of a group, by a copy engine; across its outermost coordinate, the longest way."""
 
-    axis: int
+    axes: tuple[int, ...]
     size: int
 
 
@@ -361,7 +361,7 @@ class _Simulation:
         shared.enter(rank.number, end)
 
     def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
-        displacement = self.group((work.axis,)).displacement(1)
+        displacement = self.group(work.axes[-1:]).displacement(1)
         destination = self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
         self.fabric.send(rank.number, destination, work.size, end, traffic="message")
 
@@ -443,7 +443,7 @@ class _Rounds:
             self.ends[rank]()
             return
         step = self.rounds[number]
-        efficiency = self.simulation.machine.collectives.efficiency.value
+        efficiency = self.simulation.machine.collectives.library_efficiency(self.kind)
         for place, size in step.sends:
             self.send(rank, place, size, number, efficiency, step.exchange)
         self._check(rank, number)
@@ -604,5 +604,5 @@ class _Trees:
             self.ends[rank]()
 
     def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
-        efficiency = self.simulation.machine.collectives.efficiency.value
+        efficiency = self.simulation.machine.collectives.library_efficiency("all_reduce")
         self.simulation.fabric.send(rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency)

@@ -66,34 +66,43 @@ class Topology:
     classes: list[LinkClass]
     _whole: tuple[bool, ...] | None = None  # coordinates that must not be split into several; None: all may be
 
-    def refined(self, sizes: Sequence[int]) -> Topology:
-        """The same network with coordinates split into several: a switch of 16 as 8 x 2, for groups of 8 and of 2.
+    def split(self, sizes: Sequence[int]) -> tuple[Topology, list[tuple[int, ...]]]:
+        """The same network with coordinates split for groups of ranks, and each group's coordinates.
+
+        A switch of 16 for sizes 8 and 2 becomes 8 x 2, with groups (0,) and (1,); groups of size 1 have none.
 
         Raises:
-            ConfigError: the sizes cut across a ring, or make another number of ranks.
+            ConfigError: a group would be a piece of a ring, sizes do not fit together, or do not make all ranks.
         """
-        left = [size for size in sizes if size > 1]
-        whole: list[bool] = []
-        for count, uncut in zip(self.shape, self.whole(), strict=True):
-            product = 1
-            taken = []
-            while product < count and left:
-                taken.append(left.pop(0))
-                product *= taken[-1]
-            if product != count or (uncut and len(taken) > 1):
-                raise ConfigError(
-                    f"parallel groups must fill whole dimensions of {self.name}; got sizes {'x'.join(map(str, sizes))} for "
-                    f"dimensions {'x'.join(map(str, self.shape))}. Choose sizes whose products are those dimensions"
-                    f"{', rings undivided' if self._whole else ''}."
-                )
-            whole += [uncut] * len(taken)
-        if left:
+        dims, whole = list(self.shape), list(self.whole())
+        shape: list[int] = []
+        uncut: list[bool] = []
+        groups: list[tuple[int, ...]] = []
+        for size in sizes:
+            mine: list[int] = []
+            left = size
+            while left > 1:
+                while dims and dims[0] == 1:
+                    del dims[0], whole[0]
+                piece = math.gcd(left, dims[0]) if dims else 1
+                if piece == 1 or (whole[0] and piece != dims[0]) or (piece != left and piece != dims[0]):
+                    raise ConfigError(
+                        f"parallel groups must fill dimensions of {self.name}; got sizes {'x'.join(map(str, sizes))} for "
+                        f"dimensions {'x'.join(map(str, self.shape))}. Choose sizes that divide or are divided by those "
+                        f"dimensions, in this order{', rings undivided' if any(self.whole()) else ''}."
+                    )
+                mine.append(len(shape))
+                shape.append(piece)
+                uncut.append(whole[0])
+                left //= piece
+                dims[0] //= piece
+            groups.append(tuple(mine))
+        if math.prod(sizes) != self.ranks:
             raise ConfigError(f"parallel groups must make {self.ranks} ranks; got {'x'.join(map(str, sizes))}. Change one of them.")
         result = copy.copy(self)
-        if self._whole is not None:
-            result._whole = tuple(whole)
-        result.shape = tuple(size for size in sizes if size > 1) or (1,)
-        return result
+        result.shape = tuple(shape) or (1,)
+        result._whole = tuple(uncut) if any(uncut) else None
+        return result, groups
 
     def whole(self) -> tuple[bool, ...]:
         """Of each coordinate, whether it runs along links, so that only all of it is symmetric."""

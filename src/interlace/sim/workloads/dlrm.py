@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Literal
 
 from interlace.sim.machine import Machine
+from interlace.sim.operators import embedding_all_to_all
 from interlace.sim.results import Result
 from interlace.sim.step import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, run
 from interlace.sim.topology import Topology
@@ -76,15 +77,29 @@ def tasks(
     exchanged = round(bags * dim * model.exchange_bytes.value)
     rows_bytes = bags * model.pooling_factor.value * dim * model.embedding_bytes.value
     index_bytes = bags * model.pooling_factor.value * model.index_bytes.value
-    lookup = Kernel(bags * model.pooling_factor.value * dim, rows_bytes + index_bytes + exchanged)
 
     if model.prefetch:
         out.add("copy of the next batch", COPY, HostCopy(round(index_bytes + 4 * samples * model.bottom_mlp.value[0])))
-    features = _exchange_forward(out, model, lookup, exchanged, fused, all_to_all, slices)
+    lookup = embedding_all_to_all(
+        bags=bags,
+        pooling_factor=model.pooling_factor.value,
+        dim=int(dim),
+        itemsize=int(model.embedding_bytes.value),
+        exchange_itemsize=int(model.exchange_bytes.value),
+        index_itemsize=int(model.index_bytes.value),
+        algorithm=all_to_all,
+        unpack=model.unpack,
+        slices=slices,
+    )
+    *before, features = lookup.tasks(fused != "none")
+    unpacks = features.name == "unpack"
+    out.tasks += [*before, *([] if unpacks else [features])]
     bottom = _mlp_forward(out, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
+    if unpacks:  # the compute row goes on with the bottom MLP while the rows travel
+        out.tasks.append(features)
     pairs_flops = samples * (model.tables.value + 1) ** 2 * dim if model.interaction == "dot" else 0.0
     pairs_bytes = 2 * samples * (model.tables.value + 1) * dim * model.mlp_bytes.value
-    out.kernel("interaction", pairs_flops, pairs_bytes, bottom, features)
+    out.kernel("interaction", pairs_flops, pairs_bytes, bottom, features.name)
     _mlp_forward(out, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
 
     reducer = _Reducer(out, model.bucket_bytes.value, all_reduce)
@@ -114,18 +129,6 @@ def tasks(
     weights = sum(a * b for sizes in (model.bottom_mlp.value, model.top_mlp.value) for a, b in zip(sizes, sizes[1:], strict=False))
     out.kernel("optimizer", 2 * weights, 3 * weights * model.mlp_bytes.value, *reducer.names)
     return out
-
-
-def _exchange_forward(
-    out: Tasks, model: Dlrm, lookup: Kernel, exchanged: int, fused: Fusing, algorithm: str, slices: int
-) -> str:
-    if fused != "none":
-        return out.add("embedding + All-to-All", COMPUTE, Fused(lookup, "all_to_all", exchanged, slices=slices))
-    out.add("embedding", COMPUTE, lookup)
-    came = out.add("All-to-All", "all_to_all", Collective("all_to_all", algorithm, exchanged), "embedding")
-    if model.unpack:
-        return out.kernel("unpack", 0, 2 * exchanged, came)
-    return came
 
 
 def _mlp_forward(out: Tasks, name: str, sizes: list[int], samples: float, itemsize: float) -> str:

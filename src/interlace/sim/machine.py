@@ -101,6 +101,8 @@ class Collectives(Strict):
     """Share of the links' bandwidth that the library's collectives reach."""
     efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = {}
     """The same, for one collective."""
+    piece_bytes: Given | None = None
+    """The library goes round the destinations of a round in pieces of this size, at most 64 a message; none: whole messages."""
     fused_efficiency: Given
     """Share that a fused kernel's stores or puts reach."""
     fused_slowdown: Given

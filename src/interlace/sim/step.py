@@ -26,6 +26,7 @@ from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.topology import Topology
 
 COMPUTE, COPY = "compute", "copy engine"
+_MOST_PIECES = 64  # of a message
 _TREE_PIECES = 16  # pieces in which a tree's halves follow one another
 
 
@@ -346,7 +347,8 @@ class _Simulation:
                 f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not the same for all there. "
                 f"Ask for all ranks (--all-ranks), or use ring."
             )
-        return rounds
+        piece = self.machine.collectives.piece_bytes
+        return rounds if piece is None else [_in_pieces(step, piece.value) for step in rounds]
 
     def _collective(self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]) -> None:
         shared = self.shared.get(index)
@@ -421,6 +423,15 @@ class _Simulation:
 
     def _observe(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
         self.link_uses.append(LinkUse(link, traffic, start, end, size))
+
+
+def _in_pieces(step: Round, piece_bytes: float) -> Round:
+    """The same messages, each in pieces, going round the destinations."""
+    largest_send = max(size for _, size in step.sends)
+    pieces = min(_MOST_PIECES, max(1, round(largest_send / piece_bytes)))
+    if pieces == 1:
+        return step
+    return dataclasses.replace(step, sends=tuple((place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends))
 
 
 class _Rounds:

@@ -247,9 +247,9 @@ def replace(data: Any, key: str, value: Any, where: str) -> None:
         if not isinstance(at, dict) or part not in at:
             raise ConfigError(f"{where}: {key} must be a known key; {part} is not. Keys: {', '.join(at) if isinstance(at, dict) else 'none'}.")
         at = at[part]
-    if not isinstance(at, dict) or last not in at:
-        raise ConfigError(f"{where}: {key} must be a known key; {last} is not. Keys: {', '.join(at) if isinstance(at, dict) else 'none'}.")
-    if isinstance(at[last], dict) and "value" in at[last]:
+    if not isinstance(at, dict):
+        raise ConfigError(f"{where}: {key} must be a known key; {parents[-1]} has none.")
+    if isinstance(at.get(last), dict) and "value" in at[last]:  # a key that does not exist is refused when all is read
         at[last] = {"value": value, "source": "set by the user", "confidence": "assumed"}
     else:
         at[last] = value

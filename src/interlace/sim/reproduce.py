@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.errors import ConfigError
 from interlace.sim.scenario import FUSING, Scenario
-from interlace.sim.sweep import sweep
+from interlace.sim.sweep import run_all
 
 PAPER_PERCENT = 21.0
 """SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942, abstract)."""
@@ -105,32 +106,41 @@ class Study:
         }
 
 
-def sc24(*, cache_folder: Path | None = None, nodes: Sequence[int] = NODES) -> Study:
-    """Run the study."""
+def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES) -> Study:
+    """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweep.sweep`."""
     base = Scenario("dlrm")
-    table = []
-    for name, machine, topology, count in NETWORKS:
-        for algorithm in ALGORITHMS:
-            scenario = base.change({"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm})
-            table.append((name, algorithm, _saving(scenario, cache_folder)))
-    assumptions = []
-    for name, parameter, low, high in ASSUMPTIONS:
-        first, second = (_saving(base.change({parameter: value}), cache_folder) for value in (low, high))
-        assumptions.append((name, _name(low), _name(high), first, second))
+    table = [
+        (name, algorithm, base.change({"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm}))
+        for name, machine, topology, count in NETWORKS
+        for algorithm in ALGORITHMS
+    ]
+    assumptions = [
+        (name, _name(low), _name(high), base.change({parameter: low}), base.change({parameter: high}))
+        for name, parameter, low, high in ASSUMPTIONS
+    ]
     curve = [
-        (count, algorithm, _saving(base.change({"nodes": count, "all_to_all": algorithm}), cache_folder))
+        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm}))
         for count in nodes
         for algorithm in ("one_shot", "per_dimension")
     ]
-    return Study(_saving(base, cache_folder), table, assumptions, curve)
+    scenarios = [base, *(row[2] for row in table), *(s for row in assumptions for s in row[3:]), *(row[2] for row in curve)]
+    every = [scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING]
+    times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
 
+    def saving(scenario: Scenario) -> Saving:
+        outcomes = [times[scenario.change({"fused": fused}).complete()] for fused in FUSING]
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise ConfigError(outcome["error"])
+        none, forward, both = (outcome["total_ns"] for outcome in outcomes)
+        return Saving(none / 1e6, 100 * (1 - forward / none), 100 * (1 - both / none))
 
-def _saving(scenario: Scenario, cache_folder: Path | None) -> Saving:
-    if cache_folder is None:
-        times = [scenario.change({"fused": fused}).simulate().total_ns for fused in FUSING]
-    else:
-        times = [point.total_ns for point in sweep(scenario, {"fused": FUSING}, workers=1, cache_folder=cache_folder)]
-    return Saving(times[0] / 1e6, 100 * (1 - times[1] / times[0]), 100 * (1 - times[2] / times[0]))
+    return Study(
+        saving(base),
+        [(name, algorithm, saving(scenario)) for name, algorithm, scenario in table],
+        [(name, low, high, saving(first), saving(second)) for name, low, high, first, second in assumptions],
+        [(count, algorithm, saving(scenario)) for count, algorithm, scenario in curve],
+    )
 
 
 def _name(value: Any) -> str:

@@ -70,7 +70,7 @@ def sweep(
     combinations = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
     scenarios = [base.change(combination).complete() for combination in combinations]
     unfused = [dataclasses.replace(scenario, fused="none") for scenario in scenarios]
-    outcomes = _run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
+    outcomes = run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
     points = []
     for combination, scenario, plain in zip(combinations, scenarios, unfused, strict=True):
         mine, other = outcomes[scenario], outcomes[plain]
@@ -85,7 +85,8 @@ def sweep(
     return points
 
 
-def _run_all(scenarios: list[Scenario], workers: int | None, folder: Path | None) -> dict[Scenario, dict[str, Any]]:
+def run_all(scenarios: Sequence[Scenario], workers: int | None, folder: Path | None) -> dict[Scenario, dict[str, Any]]:
+    """Every scenario's figures, each run once; scenarios must be complete."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

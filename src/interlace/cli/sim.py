@@ -13,7 +13,9 @@ sim_app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-reproduce_app = typer.Typer(help="Run a published study again: its figure, ours, and the assumptions between.", no_args_is_help=True)
+reproduce_app = typer.Typer(
+    help="Run a published study again: its figure, ours, and the assumptions between.", no_args_is_help=True
+)
 sim_app.add_typer(reproduce_app, name="reproduce")
 
 Nodes = Annotated[int, typer.Option(min=0, help="Nodes of the machine's GPUs. [default: the workload's]", show_default=False)]
@@ -21,23 +23,39 @@ Machine = Annotated[str, typer.Option(help="A machine preset or YAML file; see `
 Model = Annotated[str, typer.Option(help="A model preset or YAML file; see `interlace sim presets`.", show_default=False)]
 Network = Annotated[
     str | None,
-    typer.Option("--topology", help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. [default: the machine's]"),
+    typer.Option(
+        "--topology", help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. [default: the machine's]"
+    ),
 ]
 Fused = Annotated[str, typer.Option(help="Passes with fused operators: none, forward or both.")]
 AllToAll = Annotated[str, typer.Option(help="The unfused All-to-All: one_shot, direct, per_dimension or ring.")]
 AllReduce = Annotated[str, typer.Option(help="The AllReduce: ring, direct, halving_doubling or double_binary_tree.")]
-Slices = Annotated[int, typer.Option(min=0, help="Slices in which a fused kernel's output for a rank leaves. [default: the workload's]", show_default=False)]
+Slices = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Slices in which a fused kernel's output for a rank leaves. [default: the workload's]", show_default=False
+    ),
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; several times."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; several times."
+    ),
 ]
 AllRanks = Annotated[bool, typer.Option("--all-ranks", help="Simulate every rank and link, not one of each kind.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")]
 CsvFile = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the tasks to FILE as CSV.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the timelines, and bars beside them (FILE-bars).")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the timelines, and bars beside them (FILE-bars).")
+]
 TraceFile = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes. [default: all processors]", show_default=False)]
-CacheFolder = Annotated[Path | None, typer.Option("--cache", metavar="FOLDER", help="Where outcomes are remembered. [default: the user's cache]", show_default=False)]
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache", metavar="FOLDER", help="Where outcomes are remembered. [default: the user's cache]", show_default=False
+    ),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")]
 OutFolder = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Write JSON, CSV and pictures there.")]
 
@@ -58,17 +76,33 @@ def dlrm(
     csv_file: CsvFile = None,
     plot: PlotFile = None,
     trace: TraceFile = None,
-    chakra: Annotated[str | None, typer.Option(metavar="PREFIX", help="Write the unfused step as Chakra traces for ASTRA-sim.")] = None,
+    chakra: Annotated[
+        str | None, typer.Option(metavar="PREFIX", help="Write the unfused step as Chakra traces for ASTRA-sim.")
+    ] = None,
 ) -> None:
     """A training step of a recommendation model: embedding + All-to-All, fused and not."""
     from interlace.cli.sim_run import run_workload
 
     run_workload(
         "dlrm",
-        dict(nodes=nodes, model=model, machine=machine, topology=topology, fused=fused, all_to_all=all_to_all, all_reduce=all_reduce,
-             slices=slices, all_ranks=all_ranks),
-        changes, json_file, csv_file, plot, trace, chakra,
-    )  # fmt: skip
+        {
+            "nodes": nodes,
+            "model": model,
+            "machine": machine,
+            "topology": topology,
+            "fused": fused,
+            "all_to_all": all_to_all,
+            "all_reduce": all_reduce,
+            "slices": slices,
+            "all_ranks": all_ranks,
+        },
+        changes,
+        json_file,
+        csv_file,
+        plot,
+        trace,
+        chakra,
+    )
 
 
 @sim_app.command()
@@ -94,10 +128,24 @@ def transformer(
 
     run_workload(
         "transformer",
-        dict(nodes=nodes, model=model, machine=machine, topology=topology, fused=fused, tensor=tensor, pipeline=pipeline,
-             all_reduce=all_reduce, slices=slices, all_ranks=all_ranks),
-        changes, json_file, csv_file, plot, trace,
-    )  # fmt: skip
+        {
+            "nodes": nodes,
+            "model": model,
+            "machine": machine,
+            "topology": topology,
+            "fused": fused,
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "all_reduce": all_reduce,
+            "slices": slices,
+            "all_ranks": all_ranks,
+        },
+        changes,
+        json_file,
+        csv_file,
+        plot,
+        trace,
+    )
 
 
 @sim_app.command()
@@ -122,10 +170,23 @@ def moe(
 
     run_workload(
         "moe",
-        dict(nodes=nodes, model=model, machine=machine, topology=topology, fused=fused, all_to_all=all_to_all, all_reduce=all_reduce,
-             slices=slices, all_ranks=all_ranks),
-        changes, json_file, csv_file, plot, trace,
-    )  # fmt: skip
+        {
+            "nodes": nodes,
+            "model": model,
+            "machine": machine,
+            "topology": topology,
+            "fused": fused,
+            "all_to_all": all_to_all,
+            "all_reduce": all_reduce,
+            "slices": slices,
+            "all_ranks": all_ranks,
+        },
+        changes,
+        json_file,
+        csv_file,
+        plot,
+        trace,
+    )
 
 
 @sim_app.command()
@@ -145,7 +206,16 @@ def collective(
     """One collective, by one algorithm or by all: time, bandwidth, and the physical bound."""
     from interlace.cli.sim_run import run_collective
 
-    run_collective(kind, size, algorithm, dict(nodes=nodes, machine=machine, topology=topology, all_ranks=all_ranks), changes, json_file, plot, trace)
+    run_collective(
+        kind,
+        size,
+        algorithm,
+        {"nodes": nodes, "machine": machine, "topology": topology, "all_ranks": all_ranks},
+        changes,
+        json_file,
+        plot,
+        trace,
+    )
 
 
 @sim_app.command()
@@ -154,7 +224,9 @@ def astra(
     system: Annotated[Path, typer.Option(help="ASTRA-sim's system JSON.", metavar="FILE")],
     workload: Annotated[str, typer.Option(help="Prefix of Chakra traces: PREFIX.RANK.et.", metavar="PREFIX")],
     groups: Annotated[Path | None, typer.Option(help="Communicator groups, JSON.", metavar="FILE")] = None,
-    unaware: Annotated[bool, typer.Option("--congestion-unaware", help="Every message has the network to itself: not physical.")] = False,
+    unaware: Annotated[
+        bool, typer.Option("--congestion-unaware", help="Every message has the network to itself: not physical.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Run ASTRA-sim's own inputs with its own semantics."""
@@ -166,15 +238,21 @@ def astra(
 @sim_app.command()
 def sweep(
     kind: Annotated[str, typer.Argument(help="dlrm, transformer, moe or collective.")],
-    parameters: Annotated[list[str], typer.Option("--param", metavar="NAME=A,B,...", help="Values of a parameter; every combination is run.")],
+    parameters: Annotated[
+        list[str], typer.Option("--param", metavar="NAME=A,B,...", help="Values of a parameter; every combination is run.")
+    ],
     changes: Set = None,
-    value: Annotated[str, typer.Option(help="What the heat map shows: total_ns, exposed_ns, bound_ns or saved_percent.")] = "saved_percent",
+    value: Annotated[
+        str, typer.Option(help="What the heat map shows: total_ns, exposed_ns, bound_ns or saved_percent.")
+    ] = "saved_percent",
     workers: Workers = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     json_file: JsonFile = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the points to FILE as CSV.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a heat map over the first two parameters.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a heat map over the first two parameters.")
+    ] = None,
 ) -> None:
     """Every combination of some parameters, in parallel, each run once and remembered."""
     from interlace.cli.sim_run import run_sweep
@@ -224,5 +302,3 @@ def reproduce_sc24(out: OutFolder = None, workers: Workers = None, cache: CacheF
     from interlace.cli.sim_run import run_sc24
 
     run_sc24(out, workers, cache, no_cache)
-
-

@@ -58,10 +58,13 @@ def run_workload(
     trace_file: Path | None,
     chakra_prefix: str | None = None,
 ) -> None:
-    """A workload with nothing, the forward pass, and both fused; files are of the pass that was asked for, beside the unfused one."""
+    """A workload with nothing, the forward pass, and both fused.
+
+    Files are of what was asked for, beside the unfused step.
+    """
     wanted = scenario(kind, options, changes).complete()
     started = time.perf_counter()
-    results = {fused: dataclasses.replace(wanted, fused=fused).simulate() for fused in FUSING}
+    results: dict[str, Result] = {fused: dataclasses.replace(wanted, fused=fused).simulate() for fused in FUSING}
     seconds = time.perf_counter() - started
     result = results[wanted.fused]
     console = make_console()
@@ -73,11 +76,14 @@ def run_workload(
     console.print(f"{events:,} events in {seconds:.2f} s ({events / seconds * 60:,.0f} a minute).", style="dim")
     shown = [results["none"], result] if wanted.fused != "none" else [result]
     if json_file is not None:
-        write_json(json_file, {
-            "scenario": dataclasses.asdict(wanted),
-            "result": result.to_json(),
-            "comparison": {fused: _summary(one, results["none"]) for fused, one in results.items()},
-        })  # fmt: skip
+        write_json(
+            json_file,
+            {
+                "scenario": dataclasses.asdict(wanted),
+                "result": result.to_json(),
+                "comparison": {fused: _summary(one, results["none"]) for fused, one in results.items()},
+            },
+        )
     if csv_file is not None:
         write_text(csv_file, result.to_csv())
     if trace_file is not None:
@@ -110,8 +116,14 @@ def _comparison(results: Mapping[str, Result], wanted: str) -> Table:
     for name in ("fused", "step", "saved", "exposed", "physical bound", "bound by"):
         table.add_column(name, justify="left" if name in ("fused", "bound by") else "right")
     for fused, result in results.items():
-        cells = [fused, format_ns(result.total_ns), f"{_saved(result, results['none']):.1f} %", format_ns(result.exposed_ns),
-                 format_ns(result.bound.time_ns), result.bound.reason]  # fmt: skip
+        cells = [
+            fused,
+            format_ns(result.total_ns),
+            f"{_saved(result, results['none']):.1f} %",
+            format_ns(result.exposed_ns),
+            format_ns(result.bound.time_ns),
+            result.bound.reason,
+        ]
         table.add_row(*cells, style="bold" if fused == wanted else None)
     return table
 
@@ -228,7 +240,9 @@ def run_collective(
     for name, why in skipped.items():
         console.print(f"{name} was not run: {why}", style="dim")
     if json_file is not None:
-        write_json(json_file, {"scenario": dataclasses.asdict(base.complete()), "results": {n: r.to_json() for n, r in results.items()}})
+        write_json(
+            json_file, {"scenario": dataclasses.asdict(base.complete()), "results": {n: r.to_json() for n, r in results.items()}}
+        )
     if trace_file is not None:
         write_json(trace_file, to_perfetto(list(results.values())))
     if plot_file is not None:
@@ -242,21 +256,40 @@ def run_astra(network: Path, system: Path, workload: str, groups: Path | None, u
     graphs = chakra.read_traces(workload, net.npus)
     report = run_graphs(net, config, graphs, congestion_aware=not unaware, groups=chakra.read_groups(groups) if groups else None)
     needed = max(
-        (validate.network_bound(net, node.collective, node.size) for node in graphs[0] if node.kind == "collective" and not node.group and node.dims is None),
+        (
+            validate.network_bound(net, node.collective, node.size)
+            for node in graphs[0]
+            if node.kind == "collective" and not node.group and node.dims is None
+        ),
         default=0.0,
     )
     console = make_console()
-    console.print(f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; exposed communication at most {max(report.exposed_ns)} ns.")
+    console.print(
+        f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; exposed communication "
+        f"at most {max(report.exposed_ns)} ns."
+    )
     console.print(f"Physical bound of the largest collective: {needed:.0f} ns.")
     if report.total_ns < needed:
-        console.print("UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets messages share links for nothing.", style="bold red")
+        console.print(
+            "UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets messages share links for nothing.",
+            style="bold red",
+        )
     console.print(f"{report.events:,} events.", style="dim")
     if json_file is not None:
-        write_json(json_file, {
-            "end_ns": report.end_ns, "exposed_ns": report.exposed_ns, "bound_ns": round(needed), "unphysical": report.total_ns < needed,
-            "sent_bytes": report.sent_bytes, "events": report.events,
-            "spans": [[{"node": node, "start_ns": start, "end_ns": end} for node, start, end in spans] for spans in report.spans],
-        })  # fmt: skip
+        write_json(
+            json_file,
+            {
+                "end_ns": report.end_ns,
+                "exposed_ns": report.exposed_ns,
+                "bound_ns": round(needed),
+                "unphysical": report.total_ns < needed,
+                "sent_bytes": report.sent_bytes,
+                "events": report.events,
+                "spans": [
+                    [{"node": node, "start_ns": start, "end_ns": end} for node, start, end in spans] for spans in report.spans
+                ],
+            },
+        )
 
 
 def run_sweep(
@@ -285,15 +318,24 @@ def run_sweep(
         table.add_column(name, justify="right")
     for point in points:
         cells = [str(item) for item in point.parameters.values()]
-        figures = [format_ns(point.total_ns), format_ns(point.exposed_ns), format_ns(point.bound_ns), f"{point.saved_percent:.1f} %"]
+        figures = [
+            format_ns(point.total_ns),
+            format_ns(point.exposed_ns),
+            format_ns(point.bound_ns),
+            f"{point.saved_percent:.1f} %",
+        ]
         table.add_row(*cells, *(["not run", "", "", ""] if point.error else figures))
     console.print(table)
     for reason in dict.fromkeys(point.error for point in points if point.error):
         console.print(f"Not run: {reason}", style="dim")
     fresh = sum(not point.cached for point in points)
-    console.print(f"{len(points)} points, {len(points) - fresh} of them remembered; {time.perf_counter() - started:.1f} s.", style="dim")
+    console.print(
+        f"{len(points)} points, {len(points) - fresh} of them remembered; {time.perf_counter() - started:.1f} s.", style="dim"
+    )
     if json_file is not None:
-        write_json(json_file, {"scenario": dataclasses.asdict(base.complete()), "points": [dataclasses.asdict(point) for point in points]})
+        write_json(
+            json_file, {"scenario": dataclasses.asdict(base.complete()), "points": [dataclasses.asdict(point) for point in points]}
+        )
     if csv_file is not None:
         write_text(csv_file, sweeps.to_csv(points))
     if plot_file is not None:
@@ -309,17 +351,27 @@ def _heat_map(points: Sequence[sweeps.Point], values: Mapping[str, Sequence[Any]
         line = []
         for column in values[columns] if columns else [None]:
             mine = [
-                getattr(point, value) for point in points
+                getattr(point, value)
+                for point in points
                 if not point.error and point.parameters[rows] == row and (columns is None or point.parameters[columns] == column)
-            ]  # fmt: skip
+            ]
             line.append(sum(mine) / len(mine) if mine else float("nan"))
         grid.append(line)
     scale, unit = (1e6, "ms") if value.endswith("_ns") else (1, "%" if value.endswith("percent") else "")
-    titles = {"total_ns": "time of a step", "exposed_ns": "exposed communication", "bound_ns": "physical bound", "saved_percent": "time saved by fusing"}
+    titles = {
+        "total_ns": "time of a step",
+        "exposed_ns": "exposed communication",
+        "bound_ns": "physical bound",
+        "saved_percent": "time saved by fusing",
+    }
     plot.heat_map(
-        [str(item) for item in values[rows]], [str(item) for item in values[columns]] if columns else [""],
-        [[cell / scale for cell in line] for line in grid], f"{kind}: {titles.get(value, value)}, {unit}".rstrip(", "), (rows, columns or ""), file,
-    )  # fmt: skip
+        [str(item) for item in values[rows]],
+        [str(item) for item in values[columns]] if columns else [""],
+        [[cell / scale for cell in line] for line in grid],
+        f"{kind}: {titles.get(value, value)}, {unit}".rstrip(", "),
+        (rows, columns or ""),
+        file,
+    )
 
 
 def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> int:
@@ -334,8 +386,14 @@ def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> i
     for case in cases:
         if show_all or not case.passed or case.source == "measured":
             note = "" if case.passed else "FAILED"
-            table.add_row(case.name, case.quantity, f"{case.theirs:.10g}", f"{case.ours:.10g}", f"{100 * case.error:+.3f} %",
-                          note + (" unphysical" if case.unphysical else ""))  # fmt: skip
+            table.add_row(
+                case.name,
+                case.quantity,
+                f"{case.theirs:.10g}",
+                f"{case.ours:.10g}",
+                f"{100 * case.error:+.3f} %",
+                note + (" unphysical" if case.unphysical else ""),
+            )
     if table.row_count:
         console.print(table)
     astra = [case for case in cases if case.source == "astra-sim"]
@@ -343,19 +401,34 @@ def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> i
     exact = sum(case.error == 0 for case in astra)
     worst = max((abs(case.error) for case in astra), default=0.0)
     names = {case.name for case in astra}
-    console.print(f"ASTRA-sim: {len(astra)} figures of {len(names)} runs, {exact} exact to the nanosecond, largest error {100 * worst:.4f} %.")
+    console.print(
+        f"ASTRA-sim: {len(astra)} figures of {len(names)} runs, {exact} exact to the nanosecond, largest error {100 * worst:.4f} %."
+    )
     flagged = sorted({case.name for case in cases if case.unphysical})
     if flagged:
-        console.print(f"{len(flagged)} recorded runs of the congestion-unaware network lie under the physical bound, and so do ours: {', '.join(flagged)}.")
+        console.print(
+            f"{len(flagged)} recorded runs of the congestion-unaware network lie under the physical bound, and so do "
+            f"ours: {', '.join(flagged)}."
+        )
     events = sum({(case.name, case.events): case.events for case in cases}.values())
-    console.print(f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of ASTRA-sim's, {100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
-                  f"{events:,} events, {seconds:.1f} s.")  # fmt: skip
+    console.print(
+        f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of ASTRA-sim's, "
+        f"{100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
+        f"{events:,} events, {seconds:.1f} s."
+    )
     if out is not None:
         _make(out)
         write_text(out / "validate.csv", validate.to_csv(cases))
-        write_json(out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases])
+        write_json(
+            out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases]
+        )
         groups = [(case.quantity.split(",")[0], case.theirs, case.ours) for case in astra if case.theirs > 0 and case.ours > 0]
-        plot.correlation(groups, f"ASTRA-sim and this simulator: {exact} of {len(astra)} figures equal", ("ASTRA-sim, ns", "ours, ns"), out / "validate.png")
+        plot.correlation(
+            groups,
+            f"ASTRA-sim and this simulator: {exact} of {len(astra)} figures equal",
+            ("ASTRA-sim, ns", "ours, ns"),
+            out / "validate.png",
+        )
         _say_written(console, out / "validate.csv", out / "validate.json", out / "validate.png")
     return 0 if passed == len(cases) else 1
 
@@ -375,8 +448,10 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
         raise ConfigError(f"there must be measurements of {gpus} GPUs; got none. Leave --gpus out.")
     console = make_console()
     for fit in fits:
-        console.print(f"{fit.what}: fitted to {fit.points} points; on {fit.held_out} held-out points {100 * fit.mean_error:.1f} % mean, "
-                      f"{100 * fit.median_error:.1f} % median, {100 * fit.worst_error:.0f} % largest error")  # fmt: skip
+        console.print(
+            f"{fit.what}: fitted to {fit.points} points; on {fit.held_out} held-out points {100 * fit.mean_error:.1f} % mean, "
+            f"{100 * fit.median_error:.1f} % median, {100 * fit.worst_error:.0f} % largest error"
+        )
         for key, value in fit.values.items():
             console.print(f"  {key} = {value:.4g}")
     calibrate.write(calibrate.machine_document(base, fits, ", ".join(file.name for file in files), name), out)
@@ -392,8 +467,8 @@ def run_presets(name: str | None) -> None:
             console.print(f"{folder}: {', '.join(presets(folder))}")
         console.print("Show one with its sources: interlace sim presets NAME", style="dim")
         return
-    folder = next((folder for folder in folders if name in presets(folder)), None)
-    if folder is None:
+    folder = next((candidate for candidate in folders if name in presets(candidate)), "")
+    if not folder:
         raise ConfigError(f"a preset must be one of {', '.join(p for f in folders for p in presets(f))}; got {name!r}.")
     document = yaml.safe_load(find(folder, name).read_text(encoding="utf-8"))
     table = Table(title=f"{folder}: {document['name']}", box=None, padding=(0, 2, 0, 0), title_justify="left")
@@ -426,9 +501,15 @@ def run_sc24(out: Path | None, workers: int | None, cache: Path | None, no_cache
     started = time.perf_counter()
     study = reproduce.sc24(workers=workers, cache_folder=None if no_cache else cache or sweeps.default_cache())
     console = make_console()
-    console.print("DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the gradients' exchange as well (both).")
+    console.print(
+        "DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the gradients' exchange "
+        "as well (both)."
+    )
     console.print(f"Paper (SC24, ASTRA-sim, 128 nodes): up to {reproduce.PAPER_PERCENT:g} %.")
-    console.print(f"Ours, presets as they are: {study.base.forward:.1f} % forward, {study.base.both:.1f} % both, of {study.base.unfused_ms:.1f} ms.\n")
+    console.print(
+        f"Ours, presets as they are: {study.base.forward:.1f} % forward, {study.base.both:.1f} % both, of "
+        f"{study.base.unfused_ms:.1f} ms.\n"
+    )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("network", "unfused All-to-All", "unfused step", "forward", "both"):
         table.add_column(name, justify="left" if name in ("network", "unfused All-to-All") else "right")
@@ -440,7 +521,9 @@ def run_sc24(out: Path | None, workers: int | None, cache: Path | None, no_cache
     for name in ("assumption", "from", "to", "forward", "both"):
         table.add_column(name, justify="left" if name == "assumption" else "right")
     for name, low_name, high_name, low, high in study.assumptions:
-        table.add_row(name, low_name, high_name, f"{low.forward:.1f} ... {high.forward:.1f} %", f"{low.both:.1f} ... {high.both:.1f} %")
+        table.add_row(
+            name, low_name, high_name, f"{low.forward:.1f} ... {high.forward:.1f} %", f"{low.both:.1f} ... {high.both:.1f} %"
+        )
     console.print(table)
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -449,10 +532,13 @@ def run_sc24(out: Path | None, workers: int | None, cache: Path | None, no_cache
     for nodes, algorithm, saving in study.curve:
         table.add_row(str(nodes), algorithm, f"{saving.unfused_ms:.1f} ms", f"{saving.forward:.1f} %", f"{saving.both:.1f} %")
     console.print(table)
-    low, high = study.spread(lambda saving: saving.forward)
+    least, most = study.spread(lambda saving: saving.forward)
     low_both, high_both = study.spread(lambda saving: saving.both)
-    console.print(f"\nRange: {low:.1f} to {high:.1f} % forward, {low_both:.1f} to {high_both:.1f} % both; the paper's {reproduce.PAPER_PERCENT:g} % lies "
-                  f"{'inside' if low <= reproduce.PAPER_PERCENT <= high else 'OUTSIDE'}. Within 1.5 points of it:")  # fmt: skip
+    console.print(
+        f"\nRange: {least:.1f} to {most:.1f} % forward, {low_both:.1f} to {high_both:.1f} % both; the paper's "
+        f"{reproduce.PAPER_PERCENT:g} % lies "
+        f"{'inside' if least <= reproduce.PAPER_PERCENT <= most else 'OUTSIDE'}. Within 1.5 points of it:"
+    )
     for network, algorithm, name, percent in study.matches():
         console.print(f"  {network}, {algorithm}, {name} fused: {percent:.1f} %")
     console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
@@ -467,24 +553,39 @@ def draw_sc24(study: reproduce.Study, out: Path) -> None:
     """Tornado of the assumptions, curve over nodes, and savings by network and All-to-All."""
     rows = [(name, low.forward, high.forward, low_name, high_name) for name, low_name, high_name, low, high in study.assumptions]
     plot.tornado(
-        rows, study.base.forward, reproduce.PAPER_PERCENT,
-        "DLRM on 128 GPUs, forward pass fused: what each assumption does, the others as in the presets", "time of a step saved, %", out / "sc24-tornado.png",
-    )  # fmt: skip
+        rows,
+        study.base.forward,
+        reproduce.PAPER_PERCENT,
+        "DLRM on 128 GPUs, forward pass fused: what each assumption does, the others as in the presets",
+        "time of a step saved, %",
+        out / "sc24-tornado.png",
+    )
     nodes = list(dict.fromkeys(row[0] for row in study.curve))
     lines = []
     for algorithm in dict.fromkeys(row[1] for row in study.curve):
         mine = [saving for _, name, saving in study.curve if name == algorithm]
-        lines += [(f"forward, against {algorithm}", [s.forward for s in mine]), (f"both, against {algorithm}", [s.both for s in mine])]
+        lines += [
+            (f"forward, against {algorithm}", [s.forward for s in mine]),
+            (f"both, against {algorithm}", [s.both for s in mine]),
+        ]
     plot.curve(
-        nodes, lines, [("paper: 21 %, 128 nodes", reproduce.PAPER_PERCENT)], "DLRM on a 2-D torus, the same samples a GPU: what fusing saves",
-        ("nodes of one GPU", "time of a step saved, %"), out / "sc24-nodes.png",
-    )  # fmt: skip
+        nodes,
+        lines,
+        [("paper: 21 %, 128 nodes", reproduce.PAPER_PERCENT)],
+        "DLRM on a 2-D torus, the same samples a GPU: what fusing saves",
+        ("nodes of one GPU", "time of a step saved, %"),
+        out / "sc24-nodes.png",
+    )
     networks = list(dict.fromkeys(row[0] for row in study.table))
     found = {(network, algorithm): saving for network, algorithm, saving in study.table}
     plot.heat_map(
-        networks, list(reproduce.ALGORITHMS), [[found[n, a].forward for a in reproduce.ALGORITHMS] for n in networks],
-        "DLRM on 128 GPUs, forward pass fused: % saved", ("network", "unfused All-to-All"), out / "sc24-networks.png",
-    )  # fmt: skip
+        networks,
+        list(reproduce.ALGORITHMS),
+        [[found[n, a].forward for a in reproduce.ALGORITHMS] for n in networks],
+        "DLRM on 128 GPUs, forward pass fused: % saved",
+        ("network", "unfused All-to-All"),
+        out / "sc24-networks.png",
+    )
 
 
 def _make(folder: Path) -> None:

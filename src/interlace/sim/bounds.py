@@ -29,7 +29,8 @@ class Bound:
         """
         if total_ns < self.time_ns * (1 - 1e-9):
             raise UnphysicalError(
-                f"{what} must not be faster than physics; got {total_ns:.0f} ns, where {self.reason} alone needs {self.time_ns:.0f} ns. "
+                f"{what} must not be faster than physics; got {total_ns:.0f} ns, where {self.reason} alone needs "
+                f"{self.time_ns:.0f} ns. "
                 f"Do not use the result; report it, unless the mode is known to be unphysical."
             )
 
@@ -58,10 +59,16 @@ def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
     if isinstance(topology, Hierarchical) and topology.nodes > 1:
         inside = group.sizes[group.axes.index(0)] if 0 in group.axes else 1
         nodes = group.size // inside
-        leaving = sent * (group.size - inside) / (group.size - 1) if kind == "all_to_all" else least_sent_bytes(kind, size, nodes) / inside
+        leaving = (
+            sent * (group.size - inside) / (group.size - 1)
+            if kind == "all_to_all"
+            else least_sent_bytes(kind, size, nodes) / inside
+        )
         bounds.append(Bound(1e9 * leaving / topology.network_bytes_per_s() if everyone else 0.0, "leaving the node"))
     if everyone:
-        crossing = size * group.size / 4 if kind == "all_to_all" else size if kind == "all_reduce" else size / 2
+        half = group.size // 2
+        pairs = half * (group.size - half) / group.size  # of blocks from one half to the other, in blocks of the buffer
+        crossing = size * {"all_to_all": pairs, "all_reduce": 1.0}.get(kind, half / group.size)
         bounds.append(Bound(1e9 * crossing / topology.bisection_bytes_per_s(), "the bisection"))
     if kind == "all_to_all":
         bounds.append(Bound(size / group.size * _hop_ns_per_byte(topology, group.axes), "all links together"))

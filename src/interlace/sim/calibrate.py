@@ -90,7 +90,9 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
                 elif {"op", "gpus", "bytes", "us"} <= items[0].keys():
                     timings += [Timing(_kind(t["op"], f"{file}, {key}"), t["gpus"], t["bytes"], 1e3 * t["us"]) for t in items]
         if len(products) + len(timings) == before:
-            raise ConfigError(f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench document; it has none.")
+            raise ConfigError(
+                f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench document; it has none."
+            )
     return products, timings
 
 
@@ -158,14 +160,21 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
     """
     kinds = sorted({t.kind for t in timings})
     if len(timings) < 2 * HOLD_OUT * len(kinds):
-        raise ConfigError(f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got {len(timings)} of {len(kinds)}. Measure more.")
+        raise ConfigError(
+            f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got {len(timings)} of {len(kinds)}. Measure more."
+        )
     seen, unseen = _split(timings)
 
     def predict(parameters: np.ndarray, points: Sequence[Timing]) -> np.ndarray:
         launch, step = np.exp(parameters[0]), np.exp(parameters[1])
         share = dict(zip(kinds, 1 / (1 + np.exp(-parameters[2:])), strict=True))
         return np.array(
-            [launch + step * steps(t.kind, t.gpus) + 1e9 * link_bytes(t.kind, t.gpus, t.size) / (link_bytes_per_s * share[t.kind]) for t in points]
+            [
+                launch
+                + step * steps(t.kind, t.gpus)
+                + 1e9 * link_bytes(t.kind, t.gpus, t.size) / (link_bytes_per_s * share[t.kind])
+                for t in points
+            ]
         )
 
     measured = np.array([t.ns for t in seen])
@@ -230,13 +239,18 @@ def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
-        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median error on {fit.held_out} held-out points."
+        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median error on {fit.held_out} "
+        "held-out points."
         for fit in fits
     )
     for fit in fits:
         part = document["gpu" if fit.what == "matrix products" else "collectives"]
         for key, value in fit.values.items():
-            sourced = {"value": float(f"{value:.4g}"), "source": f"fit to {fit.points} points of {source}", "confidence": "measured"}
+            sourced = {
+                "value": float(f"{value:.4g}"),
+                "source": f"fit to {fit.points} points of {source}",
+                "confidence": "measured",
+            }
             head, _, kind = key.partition(".")
             if kind:
                 part.setdefault(head, {})[kind] = sourced

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from interlace.errors import ConfigError
 from interlace.sim import topology
@@ -83,7 +83,7 @@ class Gpu(Strict):
         compute = 1e9 * flops / (self.flops_per_s.value * self.flops_efficiency.value)
         memory = 1e9 * memory_bytes / (self.memory_bytes_per_s.value * self.memory_efficiency.value)
         larger, smaller = max(compute, memory), min(compute, memory)
-        return round(self.kernel_ns.value + larger * (1 + (smaller / larger) ** p) ** (1 / p) + 0.5)
+        return int(self.kernel_ns.value + larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p)) + 1
 
     def floor_ns(self, flops: float, memory_bytes: float) -> float:
         """No kernel is faster: both resources at their peaks, perfectly overlapped."""
@@ -99,7 +99,7 @@ class Collectives(Strict):
     """Of each dependent step of an algorithm, beside the links' latency."""
     efficiency: Given
     """Share of the links' bandwidth that the library's collectives reach."""
-    efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = {}
+    efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = Field(default={})
     """The same, for one collective."""
     piece_bytes: Given | None = None
     """The library goes round the destinations of a round in pieces of this size, at most 64 a message; none: whole messages."""
@@ -245,7 +245,9 @@ def replace(data: Any, key: str, value: Any, where: str) -> None:
     at = data
     for part in parents:
         if not isinstance(at, dict) or part not in at:
-            raise ConfigError(f"{where}: {key} must be a known key; {part} is not. Keys: {', '.join(at) if isinstance(at, dict) else 'none'}.")
+            raise ConfigError(
+                f"{where}: {key} must be a known key; {part} is not. Keys: {', '.join(at) if isinstance(at, dict) else 'none'}."
+            )
         at = at[part]
     if not isinstance(at, dict):
         raise ConfigError(f"{where}: {key} must be a known key; {parents[-1]} has none.")
@@ -253,5 +255,3 @@ def replace(data: Any, key: str, value: Any, where: str) -> None:
         at[last] = {"value": value, "source": "set by the user", "confidence": "assumed"}
     else:
         at[last] = value
-
-

@@ -68,7 +68,15 @@ def embedding_all_to_all(
 
 
 def gemm_all_to_all(
-    *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, axes: Axes = None, algorithm: str = "one_shot", slices: int = 8
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    itemsize: int,
+    world_size: int,
+    axes: Axes = None,
+    algorithm: str = "one_shot",
+    slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T``; its rows to their owners."""
     cost = gemm_all_to_all_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
@@ -82,7 +90,15 @@ def gemm_all_to_all(
 
 
 def gemm_reduce_scatter(
-    *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, axes: Axes = None, algorithm: str = "ring", slices: int = 8
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    itemsize: int,
+    world_size: int,
+    axes: Axes = None,
+    algorithm: str = "ring",
+    slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T`` summed over ranks, its rows split over them."""
     cost = gemm_reduce_scatter_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
@@ -96,7 +112,15 @@ def gemm_reduce_scatter(
 
 
 def gemm_all_reduce(
-    *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, axes: Axes = None, algorithm: str = "ring", slices: int = 8
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    itemsize: int,
+    world_size: int,
+    axes: Axes = None,
+    algorithm: str = "ring",
+    slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T`` summed over ranks, on every rank."""
     cost = gemm_all_reduce_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
@@ -110,7 +134,15 @@ def gemm_all_reduce(
 
 
 def gemv_all_reduce(
-    *, tokens: int, rows: int, columns: int, itemsize: int, world_size: int, axes: Axes = None, algorithm: str = "ring", slices: int = 4
+    *,
+    tokens: int,
+    rows: int,
+    columns: int,
+    itemsize: int,
+    world_size: int,
+    axes: Axes = None,
+    algorithm: str = "ring",
+    slices: int = 4,
 ) -> Operator:
     """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every rank; columns are the rank's."""
     memory = gemv_all_reduce_cost.floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
@@ -124,7 +156,15 @@ def gemv_all_reduce(
 
 
 def all_gather_gemm(
-    *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, axes: Axes = None, algorithm: str = "ring", slices: int = 8
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    itemsize: int,
+    world_size: int,
+    axes: Axes = None,
+    algorithm: str = "ring",
+    slices: int = 8,
 ) -> Operator:
     """``x [rows, inner]``, gathered, times this rank's ``w[columns, inner].T``."""
     cost = all_gather_gemm_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)

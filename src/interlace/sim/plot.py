@@ -9,6 +9,7 @@ from typing import Any
 
 from interlace.errors import ArgumentError
 from interlace.sim.results import Result, Span
+from interlace.units import format_ns
 
 # Okabe and Ito's colours, told apart by everyone.
 _COLOURS = {
@@ -27,7 +28,13 @@ _COLOURS = {
     "copy": "#8C6D31",
     "other": "#56B4E9",
 }
-_TRAFFIC = {"all_to_all": "All-to-All", "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "message": "message"}
+_TRAFFIC = {
+    "all_to_all": "All-to-All",
+    "all_reduce": "AllReduce",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "message": "message",
+}
 _FUSED_EDGE = "#D55E00"
 
 
@@ -58,7 +65,9 @@ def timeline(results: Sequence[Result], file: Path) -> None:
         scale, unit = _unit(max(result.total_ns for result in results))
         for axis, result, (streams, links) in zip(axes, results, panels, strict=True):
             _panel(axis, result, streams, links, scale, used)
+        axes[-1].set_xlim(0, 1.02 * max(result.total_ns for result in results) / scale)
         axes[-1].set_xlabel(unit)
+        figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
         figure.legend(handles=list(used.values()), loc="outside lower center", ncols=min(8, len(used)), frameon=False, fontsize=9)
 
 
@@ -69,22 +78,41 @@ def _panel(axis: Any, result: Result, streams: list[str], links: list[str], scal
     for row, stream in enumerate(streams):
         for family, start, end, fused in _merged([span for span in result.spans if span.row == stream]):
             colour = _COLOURS[family]
-            axis.barh(row, (end - start) / scale, left=start / scale, height=0.72, color=colour,
-                      hatch="////" if fused else None, edgecolor="white" if fused else colour, linewidth=0)  # fmt: skip
+            axis.barh(
+                row,
+                (end - start) / scale,
+                left=start / scale,
+                height=0.72,
+                color=colour,
+                hatch="////" if fused else None,
+                edgecolor="white" if fused else colour,
+                linewidth=0,
+            )
             used.setdefault(family, Patch(color=colour, label=family))
             if fused:
-                used.setdefault("fused", Patch(facecolor="#777777", edgecolor="white", hatch="////", label="fused: computes and sends"))
+                used.setdefault(
+                    "fused", Patch(facecolor="#777777", edgecolor="white", hatch="////", label="fused: computes and sends")
+                )
     for number, link in enumerate(links):
         _utilisation(axis, result, link, len(streams) + number, scale, used)
     axis.axvline(result.bound.time_ns / scale, color="black", linestyle=":", linewidth=1.2)
-    axis.annotate("physical bound", (result.bound.time_ns / scale, -0.62), ha="right", va="center", fontsize=8, xytext=(-4, 0), textcoords="offset points")
+    axis.annotate(
+        "physical bound",
+        (result.bound.time_ns / scale, -0.62),
+        ha="right",
+        va="center",
+        fontsize=8,
+        xytext=(-4, 0),
+        textcoords="offset points",
+    )
     axis.axvline(result.total_ns / scale, color="black", linewidth=1)
     axis.set_yticks(range(len(rows)), rows, fontsize=9)
     axis.set_ylim(len(rows) - 0.4, -0.95)
-    axis.set_xlim(left=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
-    axis.set_title(f"{result.name}: {result.total_ns / scale:.3g}, of which {result.exposed_ns / scale:.3g} exposed", loc="left", fontsize=10)
+    axis.set_title(
+        f"{result.name}: {format_ns(result.total_ns)}, of which {format_ns(result.exposed_ns)} exposed", loc="left", fontsize=10
+    )
 
 
 def _streams(result: Result) -> list[str]:
@@ -100,12 +128,29 @@ def _links(result: Result) -> list[str]:
 
 def _family(name: str) -> str:
     rules = (
-        ("gradients", "AllReduce"), ("AllReduce", "AllReduce"), ("embedding", "embedding"), ("interaction", "interaction"), ("unpack", "other"),
-        ("optimizer", "optimizer"), ("attention", "attention"), ("dispatch", "expert"), ("combine", "expert"),
-        ("weight gradient", "MLP"), ("top", "MLP"), ("bottom", "MLP"), ("copy", "copy"), ("activations", "message"),
-        ("FC", "product"), ("QKV", "product"), ("output", "product"), ("GEM", "product"), ("AllGather", "AllGather"),
-        ("ReduceScatter", "ReduceScatter"), ("all_to_all", "All-to-All"), ("all_reduce", "AllReduce"),
-    )  # fmt: skip
+        ("gradients", "AllReduce"),
+        ("AllReduce", "AllReduce"),
+        ("embedding", "embedding"),
+        ("interaction", "interaction"),
+        ("unpack", "other"),
+        ("optimizer", "optimizer"),
+        ("attention", "attention"),
+        ("dispatch", "expert"),
+        ("combine", "expert"),
+        ("weight gradient", "MLP"),
+        ("top", "MLP"),
+        ("bottom", "MLP"),
+        ("copy", "copy"),
+        ("activations", "message"),
+        ("FC", "product"),
+        ("QKV", "product"),
+        ("output", "product"),
+        ("GEM", "product"),
+        ("AllGather", "AllGather"),
+        ("ReduceScatter", "ReduceScatter"),
+        ("all_to_all", "All-to-All"),
+        ("all_reduce", "AllReduce"),
+    )
     if name.endswith(("All-to-All", "AllReduce")) and "+" not in name:
         return name.rsplit(" ", 1)[-1]
     return next((family for part, family in rules if part in name), "other")
@@ -139,7 +184,13 @@ def _utilisation(axis: Any, result: Result, link: str, row: int, scale: float, u
         share = np.diff(busy) / np.diff(edges)
         family = _TRAFFIC.get(traffic, "other")
         low = row + 0.36 - 0.72 * below
-        axis.fill_between(np.repeat(edges, 2)[1:-1] / scale, np.repeat(low, 2), np.repeat(low - 0.72 * share, 2), color=_COLOURS[family], linewidth=0)
+        axis.fill_between(
+            np.repeat(edges, 2)[1:-1] / scale,
+            np.repeat(low, 2),
+            np.repeat(low - 0.72 * share, 2),
+            color=_COLOURS[family],
+            linewidth=0,
+        )
         used.setdefault(family, Patch(color=_COLOURS[family], label=family))
         below = below + share
     axis.axhline(row + 0.36, color="#BBBBBB", linewidth=0.6)
@@ -155,6 +206,7 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
         exposed = [result.exposed_ns / scale for _, result in results]
         added = [result.added_ns / scale for _, result in results]
         places = range(len(results))
+        figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
         axis.bar(places, computed, color="#9AA5B1", width=0.6, label="computation")
         axis.bar(places, exposed, bottom=computed, color="#D55E00", width=0.6, label="exposed communication")
         if any(added):
@@ -162,19 +214,39 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
             axis.bar(places, added, bottom=bottom, color="#E69F00", width=0.6, label="pipeline fill and drain")
         for place, (_, result) in zip(places, results, strict=True):
             bound = result.bound.time_ns / scale
-            axis.plot([place - 0.38, place + 0.38], [bound, bound], color="black", linestyle=":", label="physical bound" if place == 0 else None)
+            axis.plot(
+                [place - 0.38, place + 0.38],
+                [bound, bound],
+                color="black",
+                linestyle=":",
+                label="physical bound" if place == 0 else None,
+            )
             saved = 1 - result.total_ns / base
             text = f"{result.total_ns / scale:.3g}" + (f"\n{-100 * saved:+.1f} %" if place else "")
-            axis.annotate(text, (place, result.total_ns / scale), ha="center", va="bottom", fontsize=9, xytext=(0, 2), textcoords="offset points")
+            axis.annotate(
+                text,
+                (place, result.total_ns / scale),
+                ha="center",
+                va="bottom",
+                fontsize=9,
+                xytext=(0, 2),
+                textcoords="offset points",
+            )
         axis.set_xticks(places, [name for name, _ in results])
         axis.set_ylabel(unit)
         axis.margins(y=0.14)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(f"{results[0][1].name.split(', fused')[0]}\n{results[0][1].ranks} ranks, {results[0][1].topology}", fontsize=11, loc="left")
+        axis.set_title(
+            f"{results[0][1].name.split(', fused')[0]}\n{results[0][1].ranks} ranks, {results[0][1].topology}",
+            fontsize=11,
+            loc="left",
+        )
         figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
-def heat_map(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str, labels: tuple[str, str], file: Path) -> None:
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]], title: str, labels: tuple[str, str], file: Path
+) -> None:
     """A table of numbers as colours, each with its number."""
     import numpy as np
 
@@ -190,7 +262,9 @@ def heat_map(rows: Sequence[str], columns: Sequence[str], values: Sequence[Seque
         for row in range(len(rows)):
             for column in range(len(columns)):
                 value = data[row, column]
-                axis.text(column, row, f"{value:.3g}", ha="center", va="center", fontsize=9, color="white" if value < middle else "black")
+                axis.text(
+                    column, row, f"{value:.3g}", ha="center", va="center", fontsize=9, color="white" if value < middle else "black"
+                )
         axis.set_title(title, fontsize=11, loc="left")
         figure.colorbar(image, ax=axis)
 
@@ -205,15 +279,24 @@ def correlation(points: Sequence[tuple[str, float, float]], title: str, labels: 
         axis.plot([low, high], [low, high], color="#BBBBBB", linewidth=1, zorder=0)
         for number, group in enumerate(dict.fromkeys(point[0] for point in points)):
             mine = [point for point in points if point[0] == group]
-            axis.scatter([p[1] for p in mine], [p[2] for p in mine], s=26, alpha=0.75, label=f"{group} ({len(mine)})",
-                         marker=markers[number % 7], color=colours[number % 7])  # fmt: skip
+            axis.scatter(
+                [p[1] for p in mine],
+                [p[2] for p in mine],
+                s=26,
+                alpha=0.75,
+                label=f"{group} ({len(mine)})",
+                marker=markers[number % 7],
+                color=colours[number % 7],
+            )
         axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel=labels[0], ylabel=labels[1])
         axis.set_title(title, fontsize=11, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=9)
 
 
-def tornado(rows: Sequence[tuple[str, float, float, str, str]], base: float, published: float, title: str, label: str, file: Path) -> None:
+def tornado(
+    rows: Sequence[tuple[str, float, float, str, str]], base: float, published: float, title: str, label: str, file: Path
+) -> None:
     """(assumption, value at low, value at high, name of low, name of high), the widest first, around the base."""
     ordered = sorted(rows, key=lambda row: abs(row[2] - row[1]))
     with _figure(file, 10, 1.5 + 0.36 * len(ordered)) as figure:
@@ -223,11 +306,27 @@ def tornado(rows: Sequence[tuple[str, float, float, str, str]], base: float, pub
             axis.barh(place, high - base, left=base, height=0.62, color="#0072B2")
             for value, name in ((low, low_name), (high, high_name)):
                 right = value > base or (value == base and name == high_name)
-                axis.annotate(name, (value, place), xytext=(4 if right else -4, 0), textcoords="offset points", va="center",
-                              ha="left" if right else "right", fontsize=8, color="#333333")  # fmt: skip
+                axis.annotate(
+                    name,
+                    (value, place),
+                    xytext=(4 if right else -4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    ha="left" if right else "right",
+                    fontsize=8,
+                    color="#333333",
+                )
         axis.axvline(base, color="black", linewidth=1)
         axis.axvline(published, color="#D55E00", linestyle="--", linewidth=1.3)
-        axis.annotate(f"paper: {published:g} %", (published, len(ordered) - 0.35), color="#D55E00", fontsize=9, ha="left", xytext=(4, 0), textcoords="offset points")
+        axis.annotate(
+            f"paper: {published:g} %",
+            (published, len(ordered) - 0.35),
+            color="#D55E00",
+            fontsize=9,
+            ha="left",
+            xytext=(4, 0),
+            textcoords="offset points",
+        )
         axis.set_yticks(range(len(ordered)), [row[0] for row in ordered], fontsize=9)
         axis.set_xlabel(label)
         axis.set_ylim(-0.6, len(ordered) + 0.1)
@@ -237,13 +336,28 @@ def tornado(rows: Sequence[tuple[str, float, float, str, str]], base: float, pub
         axis.set_title(title, fontsize=11, loc="left")
 
 
-def curve(x: Sequence[int], lines: Sequence[tuple[str, Sequence[float]]], marks: Sequence[tuple[str, float]], title: str, labels: tuple[str, str], file: Path) -> None:
+def curve(
+    x: Sequence[int],
+    lines: Sequence[tuple[str, Sequence[float]]],
+    marks: Sequence[tuple[str, float]],
+    title: str,
+    labels: tuple[str, str],
+    file: Path,
+) -> None:
     """Lines over a logarithmic axis, and horizontal marks."""
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
     with _figure(file, 8, 4.6) as figure:
         axis = figure.subplots()
         for number, (name, values) in enumerate(lines):
-            axis.plot(x, values, marker="o", markersize=4, label=name, color=colours[number // 2 % 8], linestyle="-" if number % 2 else "--")
+            axis.plot(
+                x,
+                values,
+                marker="o",
+                markersize=4,
+                label=name,
+                color=colours[number // 2 % 8],
+                linestyle="-" if number % 2 else "--",
+            )
         for name, value in marks:
             axis.axhline(value, color="black", linestyle=":", linewidth=1.2)
             axis.annotate(name, (x[0], value), xytext=(2, 3), textcoords="offset points", fontsize=9)

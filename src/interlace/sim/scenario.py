@@ -96,7 +96,10 @@ class Scenario:
                     f"got {key!r}."
                 )
         return dataclasses.replace(
-            self, **fields, model_changes=tuple(sorted(keyed["model"].items())), machine_changes=tuple(sorted(keyed["machine"].items()))
+            self,
+            **fields,
+            model_changes=tuple(sorted(keyed["model"].items())),
+            machine_changes=tuple(sorted(keyed["machine"].items())),
         )
 
     def load_machine(self) -> Machine:
@@ -126,5 +129,10 @@ class Scenario:
             dense = load_workload(transformer.Transformer, "transformer", full.model, changes)
             return transformer.simulate(dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common)
         work = Collective(full.collective, full.algorithm, full.size)
-        return run(machine, topology, [Task(full.collective, full.collective, work)], name=f"{full.collective}, {full.algorithm}",
-                   all_ranks=full.all_ranks)  # fmt: skip
+        return run(
+            machine,
+            topology,
+            [Task(full.collective, full.collective, work)],
+            name=f"{full.collective}, {full.algorithm}",
+            all_ranks=full.all_ranks,
+        )

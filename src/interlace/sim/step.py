@@ -206,9 +206,7 @@ class _Simulation:
             exposed_ns=total - last.compute_ns,
             busy_ns={COMPUTE: last.compute_ns, **busy},
             sent_bytes={
-                link.name: sent / ranks
-                for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True)
-                if sent
+                link.name: sent / ranks for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True) if sent
             },
             traffic_bytes=self.traffic(),
             tasks=last.times,
@@ -523,7 +521,7 @@ class _Slices:
 
     def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
         engine, rank = self.simulation.engine, self.rank.number
-        called = []
+        called: list[bool] = []
 
         def check() -> None:
             if not called and engine.now >= not_before and self.shared.arrived.get((rank, number), 0) >= count:

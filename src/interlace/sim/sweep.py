@@ -91,7 +91,9 @@ def run_all(scenarios: Sequence[Scenario], workers: int | None, folder: Path | N
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the cache {folder} must be a folder that can be written; {error.strerror}. Name another, or use no cache.") from error
+            raise ConfigError(
+                f"the cache {folder} must be a folder that can be written; {error.strerror}. Name another, or use no cache."
+            ) from error
     found: dict[Scenario, dict[str, Any]] = {}
     for scenario in scenarios:
         remembered = _recall(folder, scenario)
@@ -116,7 +118,12 @@ def run_one(scenario: Scenario) -> dict[str, Any]:
         result = scenario.simulate()
     except ConfigError as error:
         return {"error": str(error)}
-    return {"total_ns": result.total_ns, "exposed_ns": result.exposed_ns, "bound_ns": round(result.bound.time_ns), "events": result.events}
+    return {
+        "total_ns": result.total_ns,
+        "exposed_ns": result.exposed_ns,
+        "bound_ns": round(result.bound.time_ns),
+        "events": result.events,
+    }
 
 
 @cache

@@ -259,7 +259,9 @@ class FatTree(Topology):
 
     def __init__(self, leaves: int, down: int, up: int, bytes_per_s: float, latency_ns: int) -> None:
         if down % up:
-            raise ConfigError(f"a fat tree's ranks per leaf must divide evenly over its uplinks; got {down} and {up}. Change one of them.")
+            raise ConfigError(
+                f"a fat tree's ranks per leaf must divide evenly over its uplinks; got {down} and {up}. Change one of them."
+            )
         self.shape = (down, leaves)
         self.down, self.leaves, self.up = down, leaves, up
         self.name = f"fattree:{leaves}x{down}/{up}"
@@ -318,7 +320,10 @@ class Hierarchical(Topology):
         self._whole = ((inner._whole or (False,))[0], *outer_whole)
         self.name = f"nodes:{self.nodes}x{gpus} [{inner.name}, {outer.name}]"
         self.classes = [
-            *(dataclasses.replace(link, name=f"node {link.name}", kind="link", count=link.count * self.nodes) for link in inner.classes),
+            *(
+                dataclasses.replace(link, name=f"node {link.name}", kind="link", count=link.count * self.nodes)
+                for link in inner.classes
+            ),
             *(dataclasses.replace(link, name=f"net {link.name}") for link in outer.classes),
         ]
 
@@ -329,9 +334,7 @@ class Hierarchical(Topology):
             inner = self.inner.path(source % gpus, destination % gpus)
             return [(index, here * self.inner.classes[index].count + link) for index, link in inner]
         first, per_card = len(self.inner.classes), gpus // self.cards
-        outer = self.outer.path(
-            here * self.cards + source % gpus // per_card, there * self.cards + destination % gpus // per_card
-        )
+        outer = self.outer.path(here * self.cards + source % gpus // per_card, there * self.cards + destination % gpus // per_card)
         return [(first + index, link) for index, link in outer]
 
     def injection_bytes_per_s(self) -> float:
@@ -348,7 +351,9 @@ class Hierarchical(Topology):
         return self.outer.diameter_ns() if self.nodes > 1 else self.inner.diameter_ns()
 
 
-def build(text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: Literal["clockwise", "split"] = "clockwise") -> Topology:
+def build(
+    text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: Literal["clockwise", "split"] = "clockwise"
+) -> Topology:
     """A topology from its short name: ``ring``, ``torus2d``, ``torus3d``, ``torus:8x16``, ``switch``, ``full``,
     ``fattree:LEAVESxDOWN/UP`` or ``fattree`` (leaves of 16, not oversubscribed).
 
@@ -360,11 +365,17 @@ def build(text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: L
         ConfigError: the name is unknown, or its sizes do not make ``ranks``.
     """
     if bytes_per_s <= 0 or latency_ns < 0:
-        raise ConfigError(f"a link's bandwidth must be positive and its latency not negative; got {bytes_per_s / GB:g} GB/s, {latency_ns} ns.")
+        raise ConfigError(
+            f"a link's bandwidth must be positive and its latency not negative; got {bytes_per_s / GB:g} GB/s, {latency_ns} ns."
+        )
     name, _, sizes = text.partition(":")
     try:
         if name in ("ring", "torus", "torus2d", "torus3d"):
-            shape = tuple(int(part) for part in sizes.split("x")) if sizes else _balanced(ranks, {"torus2d": 2, "torus": 2, "torus3d": 3}.get(name, 1))
+            shape = (
+                tuple(int(part) for part in sizes.split("x"))
+                if sizes
+                else _balanced(ranks, {"torus2d": 2, "torus": 2, "torus3d": 3}.get(name, 1))
+            )
             result: Topology = Torus(shape, bytes_per_s, latency_ns, ties)
         elif name == "switch":
             result = Switch(int(sizes or ranks), bytes_per_s, latency_ns)
@@ -375,7 +386,9 @@ def build(text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: L
             leaves, down = (int(part) for part in leaf.split("x")) if sizes else (max(1, ranks // 16), min(16, ranks))
             result = FatTree(leaves, down, int(up or down), bytes_per_s, latency_ns)
         else:
-            raise ConfigError(f"--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or fattree[:LEAVESxDOWN/UP]; got {text!r}.")
+            raise ConfigError(
+                f"--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or fattree[:LEAVESxDOWN/UP]; got {text!r}."
+            )
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise

@@ -46,9 +46,10 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
     flows: list[dict[str, Any]] = []
     for number, task in enumerate(result.tasks):
         during = [
-            use for use in result.link_uses
+            use
+            for use in result.link_uses
             if use.traffic and use.traffic in _traffics(task.name, task.row) and task.start_ns <= use.start_ns <= task.end_ns
-        ]  # fmt: skip
+        ]
         for which, use in enumerate(during[:1] + during[-1:]):
             flow = {"cat": "message", "name": use.traffic, "id": f"{pid}.{number}.{which}", "pid": pid}
             flows.append({**flow, "ph": "s", "tid": rows[task.row], "ts": task.start_ns / 1000})
@@ -58,8 +59,15 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
 
 def _traffics(name: str, row: str) -> tuple[str, ...]:
     """The kinds of traffic that a task may have caused."""
-    found = [row] if row.startswith("all_") else ["message"] if row == "copy engine" else ["all_reduce"] if row == "gradients" else []
-    for word, traffic in (("All-to-All", "all_to_all"), ("AllReduce", "all_reduce"), ("ReduceScatter", "reduce_scatter"), ("AllGather", "all_gather")):
+    found = (
+        [row] if row.startswith("all_") else ["message"] if row == "copy engine" else ["all_reduce"] if row == "gradients" else []
+    )
+    for word, traffic in (
+        ("All-to-All", "all_to_all"),
+        ("AllReduce", "all_reduce"),
+        ("ReduceScatter", "reduce_scatter"),
+        ("AllGather", "all_gather"),
+    ):
         if word in name:
             found.append(traffic)
     return tuple(found)

@@ -73,7 +73,9 @@ def validate(file: Path | None = None) -> list[Case]:
     file = file or packaged_cases()
     document = read(file)
     if not isinstance(document, dict) or not any(key in document for key in ("collectives", "overlap", "dlrm_graph")):
-        raise ConfigError(f"{file} must have collectives, overlap or dlrm_graph; it has none. See docs/simulator.md for the format.")
+        raise ConfigError(
+            f"{file} must have collectives, overlap or dlrm_graph; it has none. See docs/simulator.md for the format."
+        )
     cases = list(_collectives(document.get("collectives", []), file))
     cases += _overlap(document.get("overlap", []), file)
     cases += _graph(document.get("dlrm_graph"), file)
@@ -85,10 +87,25 @@ def to_csv(cases: list[Case]) -> str:
     """One line per figure."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["case", "source", "quantity", "theirs", "ours", "error", "passed", "unphysical", "bound_ns", "events", "seconds"])
+    writer.writerow(
+        ["case", "source", "quantity", "theirs", "ours", "error", "passed", "unphysical", "bound_ns", "events", "seconds"]
+    )
     for case in cases:
-        writer.writerow([case.name, case.source, case.quantity, case.theirs, case.ours, f"{case.error:.6g}", int(case.passed),
-                         int(case.unphysical), round(case.bound_ns), case.events, f"{case.seconds:.3f}"])  # fmt: skip
+        writer.writerow(
+            [
+                case.name,
+                case.source,
+                case.quantity,
+                case.theirs,
+                case.ours,
+                f"{case.error:.6g}",
+                int(case.passed),
+                int(case.unphysical),
+                round(case.bound_ns),
+                case.events,
+                f"{case.seconds:.3f}",
+            ]
+        )
     return out.getvalue()
 
 
@@ -119,7 +136,9 @@ def _ends(name: str, case: dict[str, Any], report: Report, bound: float, seconds
     under = report.total_ns < bound
     yield Case(name, "astra-sim", "last NPU, ns", case["time_ns_max"], report.total_ns, bound, under, report.events, seconds)
     if "time_ns_min" in case:
-        yield Case(name, "astra-sim", "first NPU, ns", case["time_ns_min"], min(report.end_ns), bound, under, report.events, seconds)
+        yield Case(
+            name, "astra-sim", "first NPU, ns", case["time_ns_min"], min(report.end_ns), bound, under, report.events, seconds
+        )
 
 
 def network_bound(network: Network, collective: str, size: int) -> float:
@@ -167,7 +186,8 @@ def describe(text: str, where: str) -> list[Node]:
             Node(3, "top", (1, 2), duration_us=int(chain[6])),
         ]
     raise ConfigError(
-        f"{where}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); bottom 150us ...; top 20us after both'; "
+        f"{where}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); bottom 150us ...; top "
+        "20us after both'; "
         f"got {text!r}."
     )
 
@@ -198,13 +218,19 @@ def read_graph(items: list[dict[str, Any]], where: str) -> list[Node]:
             compute = item["kind"] == "COMP"
             nodes.append(
                 Node(
-                    item["id"], item["name"], tuple(item["deps"]), "compute" if compute else "collective",
+                    item["id"],
+                    item["name"],
+                    tuple(item["deps"]),
+                    "compute" if compute else "collective",
                     duration_us=item["duration_us"] if compute else 0,
-                    collective="" if compute else item["kind"].lower(), size=0 if compute else item["bytes"],
-                )  # fmt: skip
+                    collective="" if compute else item["kind"].lower(),
+                    size=0 if compute else item["bytes"],
+                )
             )
         except KeyError as error:
-            raise ConfigError(f"{where}: every node must have id, name, deps, kind and duration_us or bytes; {error} is missing.") from error
+            raise ConfigError(
+                f"{where}: every node must have id, name, deps, kind and duration_us or bytes; {error} is missing."
+            ) from error
     return nodes
 
 
@@ -228,7 +254,10 @@ def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
     for row in (part or {}).get("rows", []):
         found = re.match(r"(\d+(?:x\d+)+) torus", row.get("topology", ""))
         if not found:
-            raise ConfigError(f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, such as 4x4x4 torus; got {row.get('topology')!r}.")
+            raise ConfigError(
+                f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, such as 4x4x4 torus; got "
+                f"{row.get('topology')!r}."
+            )
         machine = load_machine("tpuv4-torus")
         ranks = 1
         for part_size in found[1].split("x"):
@@ -237,5 +266,14 @@ def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         start = time.perf_counter()
         work = Task("all_to_all", "all_to_all", Collective("all_to_all", "one_shot", size))
         result = run_step(machine, machine.build_topology(ranks, f"torus:{found[1]}"), [work])
-        yield Case(f"TPU v4 {found[1]} torus", "measured", "all-to-all, GB/s", row["measured_GBps"], size / result.total_ns,
-                   result.bound.time_ns, False, result.events, time.perf_counter() - start)  # fmt: skip
+        yield Case(
+            f"TPU v4 {found[1]} torus",
+            "measured",
+            "all-to-all, GB/s",
+            row["measured_GBps"],
+            size / result.total_ns,
+            result.bound.time_ns,
+            False,
+            result.events,
+            time.perf_counter() - start,
+        )

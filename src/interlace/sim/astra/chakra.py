@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.errors import BackendError, ConfigError
-from interlace.sim.astra.workload import Node
+from interlace.sim.astra.workload import Kind, Node
 from interlace.sim.configfile import read
 
 _COLLECTIVES = {0: "all_reduce", 2: "all_gather", 6: "all_to_all", 7: "reduce_scatter"}
@@ -46,7 +46,9 @@ def read_trace(file: Path) -> list[Node]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{file} must be a Chakra trace; {error.strerror}. Traces are named PREFIX.RANK.et, one for each NPU.") from error
+        raise ConfigError(
+            f"{file} must be a Chakra trace; {error.strerror}. Traces are named PREFIX.RANK.et, one for each NPU."
+        ) from error
     messages = _messages(content, file)
     metadata = next(messages, None)
     if metadata is None:
@@ -57,7 +59,9 @@ def read_trace(file: Path) -> list[Node]:
         try:
             node.ParseFromString(message)
         except Exception as error:  # protobuf's own class, which the package need not have
-            raise ConfigError(f"{file}: node {number} must be a Chakra node; it cannot be parsed. Write the trace again.") from error
+            raise ConfigError(
+                f"{file}: node {number} must be a Chakra node; it cannot be parsed. Write the trace again."
+            ) from error
         nodes.append(_node(node, file))
     return nodes
 
@@ -77,7 +81,8 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
                 break
         if at + size > len(content):
             raise ConfigError(
-                f"{file} must end with a whole message; the one at byte {start} has {size} bytes, of which {len(content) - at} are there. "
+                f"{file} must end with a whole message; the one at byte {start} has {size} bytes, of which "
+                f"{len(content) - at} are there. "
                 f"Write or copy the file again."
             )
         yield content[at : at + size]
@@ -107,10 +112,13 @@ def _node(node: Any, file: Path) -> Node:
         return dataclasses.replace(base, flops=int(attributes.get("num_ops", 0)), size=int(attributes.get("tensor_size", 0)))
     size = int(attributes.get("comm_size", 0))
     if node.type in (_SEND, _RECEIVE):
-        kind, peer = ("send", "comm_dst") if node.type == _SEND else ("receive", "comm_src")
+        kind: Kind = "send" if node.type == _SEND else "receive"
+        peer = "comm_dst" if node.type == _SEND else "comm_src"
         if peer not in attributes:
             raise ConfigError(f"{where}: {peer} must be given; it is missing. Add it.")
-        return dataclasses.replace(base, kind=kind, size=size, peer=int(attributes[peer]), tag=int(attributes.get("comm_tag", 0)), cpu=False)
+        return dataclasses.replace(
+            base, kind=kind, size=size, peer=int(attributes[peer]), tag=int(attributes.get("comm_tag", 0)), cpu=False
+        )
     if node.type != _COLLECTIVE:
         raise ConfigError(f"{where}: type must be one of Chakra's; got {node.type}. Is the trace newer than mlc-chakra?")
     number = int(attributes.get("comm_type", -1))
@@ -120,9 +128,15 @@ def _node(node: Any, file: Path) -> Node:
     if not group.lstrip("-").isdecimal():
         raise ConfigError(f"{where}: pg_name must be a number; got {group!r}. Number the communicator groups.")
     return dataclasses.replace(
-        base, kind="collective", collective=_COLLECTIVES[number], size=size, dims=attributes.get("involved_dim"), group=int(group),
-        priority=int(attributes.get("comm_priority", 0)), cpu=False,
-    )  # fmt: skip
+        base,
+        kind="collective",
+        collective=_COLLECTIVES[number],
+        size=size,
+        dims=attributes.get("involved_dim"),
+        group=int(group),
+        priority=int(attributes.get("comm_priority", 0)),
+        cpu=False,
+    )
 
 
 def read_groups(file: Path) -> dict[int, list[int]]:

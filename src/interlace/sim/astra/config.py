@@ -22,7 +22,9 @@ def _plain_block(value: Any) -> Any:
 
 
 Implementation = Annotated[
-    list[Annotated[str, Field(pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$")]],
+    list[
+        Annotated[str, Field(pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$")]
+    ],
     BeforeValidator(_as_list),
 ]
 
@@ -60,10 +62,10 @@ class System(Strict):
     endpoint_delay: Annotated[int, Field(alias="endpoint-delay", ge=0)] = 10
     active_chunks_per_dimension: Annotated[PositiveInt, Field(alias="active-chunks-per-dimension")] = 1
     preferred_dataset_splits: Annotated[PositiveInt, Field(alias="preferred-dataset-splits")] = 1
-    all_reduce: Annotated[Implementation, Field(alias="all-reduce-implementation")] = ["ring"]
-    all_gather: Annotated[Implementation, Field(alias="all-gather-implementation")] = ["ring"]
-    reduce_scatter: Annotated[Implementation, Field(alias="reduce-scatter-implementation")] = ["ring"]
-    all_to_all: Annotated[Implementation, Field(alias="all-to-all-implementation")] = ["direct"]
+    all_reduce: Annotated[Implementation | None, Field(alias="all-reduce-implementation")] = None
+    all_gather: Annotated[Implementation | None, Field(alias="all-gather-implementation")] = None
+    reduce_scatter: Annotated[Implementation | None, Field(alias="reduce-scatter-implementation")] = None
+    all_to_all: Annotated[Implementation | None, Field(alias="all-to-all-implementation")] = None
     collective_optimization: Annotated[Literal["localBWAware", "baseline"], Field(alias="collective-optimization")] = "localBWAware"
     local_mem_bw: Annotated[PositiveFloat, Field(alias="local-mem-bw")] = 1600.0
     """Bytes per nanosecond (10**9 B/s)."""
@@ -89,6 +91,6 @@ class System(Strict):
     def _number_is_bool(cls, value: Any) -> Any:
         return bool(value) if isinstance(value, int) else value
 
-    def algorithms(self, kind: str) -> list[str]:
-        """The algorithm of every dimension."""
-        return list(getattr(self, kind))
+    def algorithms(self, kind: str, dimensions: int) -> list[str]:
+        """The algorithm of every dimension; where the file says none, direct for an all-to-all and rings for the others."""
+        return list(getattr(self, kind) or ["direct" if kind == "all_to_all" else "ring"] * dimensions)

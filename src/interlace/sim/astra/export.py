@@ -34,12 +34,20 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
         number = len(nodes)
         if isinstance(work, Kernel):
             time = work.given_ns if work.given_ns is not None else machine.gpu.kernel_time_ns(work.flops, work.memory_bytes)
-            node = Node(number, task.name, deps, duration_us=max(1, round(time / 1000)), flops=round(work.flops), size=round(work.memory_bytes))
+            node = Node(
+                number,
+                task.name,
+                deps,
+                duration_us=max(1, round(time / 1000)),
+                flops=round(work.flops),
+                size=round(work.memory_bytes),
+            )
         elif isinstance(work, Collective) and work.axes is None:
             node = Node(number, task.name, deps, "collective", collective=work.kind, size=work.size)
         else:
             raise ConfigError(
-                f"a Chakra trace must have kernels and collectives of all ranks only; {task.name!r} is neither. Ask for --fused none, of a DLRM."
+                f"a Chakra trace must have kernels and collectives of all ranks only; {task.name!r} is neither. Ask for "
+                "--fused none, of a DLRM."
             )
         numbers[task.name] = number
         last[task.row] = task.name

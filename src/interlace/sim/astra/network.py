@@ -5,6 +5,7 @@ Its ``bandwidth`` is per link and direction in units of 2**30 bytes per 10**9 ns
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -133,7 +134,7 @@ class AwareNetwork:
                 nodes = [here[dim], count, there[dim]]
             else:
                 nodes = [here[dim], there[dim]]
-            route += [self._link(dim, *group, a, b) for a, b in zip(nodes, nodes[1:], strict=False)]
+            route += [self._link(dim, *group, a, b) for a, b in itertools.pairwise(nodes)]
             here[dim] = there[dim]
         return route
 

@@ -123,7 +123,13 @@ class Npu:
     # Collectives.
 
     def collective(
-        self, kind: str, size: int, dims: Sequence[bool] | None, group: tuple[int, list[int]] | None, priority: int, done: Callable[[], None]
+        self,
+        kind: str,
+        size: int,
+        dims: Sequence[bool] | None,
+        group: tuple[int, list[int]] | None,
+        priority: int,
+        done: Callable[[], None],
     ) -> None:
         """Start a collective of ``size`` bytes; ``done()`` is called when this NPU has finished its part.
 
@@ -175,7 +181,7 @@ class Npu:
             if len(members) == 1:
                 return []
             return [Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))]
-        algorithms = self.system.algorithms(kind)
+        algorithms = self.system.algorithms(kind, len(self.shape))
         axes = self._axes(algorithms)
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
         if kind == "all_gather":
@@ -195,7 +201,8 @@ class Npu:
 
     def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
         """Members and stride of every logical dimension; an algorithm named ``one...`` takes all NPUs as one dimension."""
-        axes, stride = [], 1
+        axes: list[tuple[int, int]] = []
+        stride = 1
         for name, count in zip(algorithms, self.shape, strict=False):
             if name.startswith("one"):
                 return [*axes, (math.prod(self.shape), 1)]

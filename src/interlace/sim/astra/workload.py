@@ -175,11 +175,13 @@ def run(
         ConfigError: the graphs do not fit the network, have cycles, or wait for messages that never come.
     """
     if len(graphs) != network.npus:
-        raise ConfigError(f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change npus_count, or the graphs.")
+        raise ConfigError(
+            f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change npus_count, or the graphs."
+        )
     for rank, graph in enumerate(graphs):
         check_graph(graph, f"the graph of NPU {rank}", network.npus, groups or {})
     for kind in COLLECTIVES:
-        names = system.algorithms(kind)
+        names = system.algorithms(kind, len(network.shape))
         if len(names) > len(network.shape) or (len(names) < len(network.shape) and not names[-1].startswith("one")):
             raise ConfigError(
                 f"{kind.replace('_', '-')}-implementation must name one algorithm per dimension, or one over all; got {names} "
@@ -189,9 +191,7 @@ def run(
     make = AwareNetwork if congestion_aware else UnawareNetwork
     fabric = make(engine, list(network.topology), network.shape, network.bandwidth, network.latency)
     mailbox = Mailbox(engine, fabric)
-    runners = [
-        _Runner(Npu(rank, engine, mailbox, system, network.shape), graph, groups or {}) for rank, graph in enumerate(graphs)
-    ]
+    runners = [_Runner(Npu(rank, engine, mailbox, system, network.shape), graph, groups or {}) for rank, graph in enumerate(graphs)]
     for runner in runners:
         runner.start_ready()
     engine.run()
@@ -222,7 +222,9 @@ def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[in
             raise ConfigError(f"{where}: node ids must differ; got {node.id} twice. Renumber one.")
         nodes[node.id] = node
         if node.kind == "collective" and node.collective not in COLLECTIVES:
-            raise ConfigError(f"{where}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; got {node.collective!r}.")
+            raise ConfigError(
+                f"{where}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; got {node.collective!r}."
+            )
         if node.kind in ("collective", "send", "receive") and node.size <= 0:
             raise ConfigError(f"{where}: node {node.id} must move bytes; got {node.size}. Set its comm_size.")
         if node.kind in ("send", "receive") and not 0 <= node.peer < npus:
@@ -234,7 +236,10 @@ def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[in
     for node in graph:
         for dep in node.deps:
             if dep not in nodes:
-                raise ConfigError(f"{where}: node {node.id} must depend on nodes of the graph; got {dep}. The graph is cut short, or the id is wrong.")
+                raise ConfigError(
+                    f"{where}: node {node.id} must depend on nodes of the graph; got {dep}. The graph is cut short, or "
+                    "the id is wrong."
+                )
             children.setdefault(dep, []).append(node.id)
         left[node.id] = len(node.deps)
     free = [ident for ident, count in left.items() if count == 0]
@@ -245,4 +250,7 @@ def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[in
                 free.append(child)
     cycle = sorted(ident for ident, count in left.items() if count > 0)
     if cycle:
-        raise ConfigError(f"{where}: dependencies must not form a cycle; nodes {', '.join(map(str, cycle[:6]))} do. Remove one of their dependencies.")
+        raise ConfigError(
+            f"{where}: dependencies must not form a cycle; nodes {', '.join(map(str, cycle[:6]))} do. Remove one of "
+            "their dependencies."
+        )

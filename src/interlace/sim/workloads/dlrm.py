@@ -19,6 +19,7 @@ both: the interaction's backward kernel sends gradients as it has them, and the 
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from interlace.sim.machine import Machine
@@ -106,34 +107,27 @@ def tasks(
     _mlp_backward(out, reducer, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
     gradient = Kernel(2 * pairs_flops, 2 * pairs_bytes)
     update = Kernel(2 * bags * model.pooling_factor.value * dim, 2 * rows_bytes + index_bytes + exchanged)
+    sending, consuming = "interaction backward + gradient All-to-All", "gradient All-to-All + embedding update"
+    came: str | None = None
     if fused == "both":
-        out.add(
-            "interaction backward", COMPUTE, Fused(gradient, "all_to_all", exchanged, slices=slices, waits=False)
-        )
-        came: str | None = None
+        out.add(sending, COMPUTE, Fused(gradient, "all_to_all", exchanged, slices=slices, waits=False))
     else:
-        out.add("interaction backward", COMPUTE, gradient)
-        came = out.add(
-            "gradient All-to-All", "all_to_all", Collective("all_to_all", all_to_all, exchanged), "interaction backward"
-        )
+        sent = out.add("interaction backward", COMPUTE, gradient)
+        came = out.add("gradient All-to-All", "all_to_all", Collective("all_to_all", all_to_all, exchanged), sent)
     _mlp_backward(out, reducer, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
     reducer.flush()
     if fused == "both":
-        out.add(
-            "embedding update",
-            COMPUTE,
-            Consuming(update, "all_to_all", exchanged, slices=slices, sent_by="interaction backward"),
-        )
+        out.add(consuming, COMPUTE, Consuming(update, "all_to_all", exchanged, slices=slices, sent_by=sending))
     else:
         out.add("embedding update", COMPUTE, update, came)
-    weights = sum(a * b for sizes in (model.bottom_mlp.value, model.top_mlp.value) for a, b in zip(sizes, sizes[1:], strict=False))
+    weights = sum(a * b for sizes in (model.bottom_mlp.value, model.top_mlp.value) for a, b in itertools.pairwise(sizes))
     out.kernel("optimizer", 2 * weights, 3 * weights * model.mlp_bytes.value, *reducer.names)
     return out
 
 
 def _mlp_forward(out: Tasks, name: str, sizes: list[int], samples: float, itemsize: float) -> str:
     last = ""
-    for layer, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         last = out.kernel(f"{name} {layer}", *product(samples, fan_out, fan_in, itemsize))
     return last
 

@@ -49,9 +49,7 @@ class Moe(Workload):
 class _Layers:
     """The tasks of one layer, both ways."""
 
-    def __init__(
-        self, out: Tasks, model: Moe, ranks: int, axes: tuple[int, ...] | None, all_to_all: str, slices: int
-    ) -> None:
+    def __init__(self, out: Tasks, model: Moe, ranks: int, axes: tuple[int, ...] | None, all_to_all: str, slices: int) -> None:
         self.out, self.model, self.ranks, self.algorithm, self.slices = out, model, ranks, all_to_all, slices
         self.tokens = int(model.sequence.value * model.batch_per_rank.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
@@ -103,7 +101,9 @@ class _Layers:
 
     def _exchange(self, name: str) -> None:
         if self.ranks > 1:
-            self.last = self.out.add(name, "all_to_all", Collective("all_to_all", self.algorithm, self.exchanged, self.axes), self.last)
+            self.last = self.out.add(
+                name, "all_to_all", Collective("all_to_all", self.algorithm, self.exchanged, self.axes), self.last
+            )
 
     def forward(self, name: str, fused: bool) -> None:
         ffn = int(self.model.expert_ffn.value)
@@ -141,7 +141,9 @@ def tasks(
     """
     experts = int(model.experts.value)
     if experts % ranks and ranks % experts:
-        raise ConfigError(f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and {ranks}. Change the nodes.")
+        raise ConfigError(
+            f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and {ranks}. Change the nodes."
+        )
     out = Tasks()
     stage = _Layers(out, model, ranks, groups[0] if groups else None, all_to_all, slices)
     layers = int(model.layers.value)

@@ -56,9 +56,13 @@ def check_parallel(model: Transformer, ranks: int, tensor: int, pipeline: int) -
         ConfigError: the sizes do not divide.
     """
     if tensor < 1 or pipeline < 1 or ranks % (tensor * pipeline):
-        raise ConfigError(f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for {ranks}. Change one of them.")
+        raise ConfigError(
+            f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for {ranks}. Change one of them."
+        )
     if model.layers.value % pipeline:
-        raise ConfigError(f"layers must divide evenly over the pipeline's stages; got {model.layers.value:g} and {pipeline}. Change pipeline.")
+        raise ConfigError(
+            f"layers must divide evenly over the pipeline's stages; got {model.layers.value:g} and {pipeline}. Change pipeline."
+        )
     if model.heads.value % tensor:
         raise ConfigError(f"heads must divide evenly over the tensor group; got {model.heads.value:g} and {tensor}. Change tensor.")
     return ranks // (tensor * pipeline)
@@ -100,7 +104,9 @@ def tasks(
         if pipeline > 1:
             out.add(f"m{micro} gradients of activations", COPY, Message(groups[1], activations), stage.last)
     weights = stage.weights() * layers
-    out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)  # Adam: two moments and the float32 weight, read and written
+    out.kernel(
+        "optimizer", 4 * weights, 16 * weights, stage.last, *gradients
+    )  # Adam: two moments and the float32 weight, read and written
     return out
 
 
@@ -129,9 +135,15 @@ class _Stage:
             self._kernel(prefix + "GEMM", columns, inner)
             return
         operator = gemm_all_reduce(
-            rows=self.tokens, columns=columns, inner=int(inner), itemsize=self.itemsize, world_size=self.tensor,
-            axes=self.group, algorithm=self.algorithm, slices=self.slices,
-        )  # fmt: skip
+            rows=self.tokens,
+            columns=columns,
+            inner=int(inner),
+            itemsize=self.itemsize,
+            world_size=self.tensor,
+            axes=self.group,
+            algorithm=self.algorithm,
+            slices=self.slices,
+        )
         tasks = operator.tasks(fused, prefix, (self.last,) if self.last else ())
         self.out.tasks += tasks
         self.last = tasks[-1].name
@@ -195,6 +207,10 @@ def simulate(
         return (pipeline - 1) * (max(t.end_ns for t in micro) - min(t.start_ns for t in micro) + sum(messages))
 
     return run(
-        machine, topology, step.tasks, name=f"{model.name}, tensor {tensor}, pipeline {pipeline}, data {data}, fused: {fused}",
-        all_ranks=all_ranks, extra_ns=fill_and_drain,
-    )  # fmt: skip
+        machine,
+        topology,
+        step.tasks,
+        name=f"{model.name}, tensor {tensor}, pipeline {pipeline}, data {data}, fused: {fused}",
+        all_ranks=all_ranks,
+        extra_ns=fill_and_drain,
+    )

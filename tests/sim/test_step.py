@@ -137,7 +137,9 @@ def test_trees_need_every_rank_and_reduce_everywhere() -> None:
 def test_a_fused_kernel_hides_the_shorter_part() -> None:
     topology = Switch(8, 1e9, 0)
     kernel = Kernel(given_ns=20_000)
-    unfused = run(machine(), topology, [Task("k", COMPUTE, kernel), Task("c", "row", Collective("all_to_all", "one_shot", 8000), ("k",))])
+    unfused = run(
+        machine(), topology, [Task("k", COMPUTE, kernel), Task("c", "row", Collective("all_to_all", "one_shot", 8000), ("k",))]
+    )
     fused = one(topology, Fused(kernel, "all_to_all", 8000, slices=8))
     assert unfused.total_ns == 27_000
     assert 20_000 <= fused.total_ns <= 20_000 + 200  # all but the last slices leave while it computes
@@ -160,7 +162,9 @@ def test_slices_slowdown_skew_and_flags_are_charged() -> None:
 def test_a_consumer_starts_on_what_has_come() -> None:
     topology = Switch(8, 1e9, 0)
     kernel = Kernel(given_ns=8000)
-    unfused = run(machine(), topology, [Task("c", "row", Collective("all_to_all", "one_shot", 8000)), Task("k", COMPUTE, kernel, ("c",))])
+    unfused = run(
+        machine(), topology, [Task("c", "row", Collective("all_to_all", "one_shot", 8000)), Task("k", COMPUTE, kernel, ("c",))]
+    )
     fused = one(topology, Consuming(kernel, "all_to_all", 8000, slices=8))
     assert unfused.total_ns == 15_000
     assert 8000 <= fused.total_ns <= 9100
@@ -213,7 +217,9 @@ def test_more_bandwidth_or_less_latency_is_not_slower(kind: str) -> None:
         if algorithm in ("halving_doubling", "double_binary_tree"):
             continue
         work = Collective(kind, algorithm, 160_000)
-        times = [one(Torus((4, 4), bandwidth, latency), work).total_ns for bandwidth, latency in ((1e9, 1000), (1e9, 10), (4e9, 10))]
+        times = [
+            one(Torus((4, 4), bandwidth, latency), work).total_ns for bandwidth, latency in ((1e9, 1000), (1e9, 10), (4e9, 10))
+        ]
         assert times[0] >= times[1] >= times[2]
 
 
@@ -255,7 +261,10 @@ def test_rows_keep_their_order_and_tasks_their_dependencies() -> None:
 
 def test_two_runs_are_the_same() -> None:
     topology = Torus((4, 4), 1e9, 11)
-    tasks = [Task("f", COMPUTE, Fused(Kernel(given_ns=5000), "all_to_all", 70_001)), Task("r", "row", Collective("all_reduce", "ring", 9001))]
+    tasks = [
+        Task("f", COMPUTE, Fused(Kernel(given_ns=5000), "all_to_all", 70_001)),
+        Task("r", "row", Collective("all_reduce", "ring", 9001)),
+    ]
     first, second = (run(machine(), topology, tasks) for _ in range(2))
     assert first == second
 
@@ -267,7 +276,10 @@ def test_two_runs_are_the_same() -> None:
         ([Task("a", "r", Kernel()), Task("a", "r", Kernel())], "must have different names; got 'a' twice"),
         ([Task("a", "r", Collective("all_to_all", "bruck", 8))], "all_to_all's algorithm must be one of one_shot, .*; got 'bruck'"),
         ([Task("a", "r", Collective("broadcast", "ring", 8))], "a collective must be one of .*; got 'broadcast'"),
-        ([Task("a", "r", Collective("all_reduce", "halving_doubling", 8))], "halving_doubling must have a power of two of ranks; got 6"),
+        (
+            [Task("a", "r", Collective("all_reduce", "halving_doubling", 8))],
+            "halving_doubling must have a power of two of ranks; got 6",
+        ),
     ],
 )
 def test_rejections(tasks: list[Task], message: str) -> None:

@@ -315,7 +315,10 @@ class Hierarchical(Topology):
         elif outer.shape[0] % cards == 0 and len(outer.shape) == 2:
             self.shape = (gpus, outer.shape[0] // cards, outer.shape[1])
         else:
-            raise ConfigError(f"a torus of nodes must have one network card per node; got {cards}. Set cards to 1.")
+            raise ConfigError(
+                f"the outer network must hold whole nodes of {cards} cards, and a torus of nodes one card a node; got "
+                f"{outer.name}. Choose leaves of a multiple of {cards}, or set cards to 1."
+            )
         outer_whole = outer._whole or (False,) * (len(self.shape) - 1)
         self._whole = ((inner._whole or (False,))[0], *outer_whole)
         self.name = f"nodes:{self.nodes}x{gpus} [{inner.name}, {outer.name}]"
@@ -355,7 +358,7 @@ def build(
     text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: Literal["clockwise", "split"] = "clockwise"
 ) -> Topology:
     """A topology from its short name: ``ring``, ``torus2d``, ``torus3d``, ``torus:8x16``, ``switch``, ``full``,
-    ``fattree:LEAVESxDOWN/UP`` or ``fattree`` (leaves of 16, not oversubscribed).
+    ``fattree:LEAVESxDOWN/UP`` or ``fattree`` (leaves of 16 or less, not oversubscribed).
 
     Args:
         ranks: how many it must have.
@@ -383,7 +386,7 @@ def build(
             result = FullyConnected(int(sizes or ranks), bytes_per_s, latency_ns)
         elif name == "fattree":
             leaf, _, up = sizes.partition("/")
-            leaves, down = (int(part) for part in leaf.split("x")) if sizes else (max(1, ranks // 16), min(16, ranks))
+            leaves, down = (int(part) for part in leaf.split("x")) if sizes else _leaves(ranks)
             result = FatTree(leaves, down, int(up or down), bytes_per_s, latency_ns)
         else:
             raise ConfigError(
@@ -399,6 +402,12 @@ def build(
             f"Say --nodes {result.ranks}, or sizes whose product is {ranks}."
         )
     return result
+
+
+def _leaves(ranks: int) -> tuple[int, int]:
+    """Leaves of at most 16 ranks each; of whole nodes of 8 where that can be."""
+    down = max((size for size in range(1, min(16, ranks) + 1) if ranks % size == 0), key=lambda size: (size % 8 == 0, size))
+    return ranks // down, down
 
 
 def _balanced(ranks: int, dimensions: int) -> tuple[int, ...]:

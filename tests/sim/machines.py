@@ -24,6 +24,7 @@ def machine(**changes: Any) -> Machine:
         "collectives": {
             "launch_ns": 0,
             "step_ns": 0,
+            "reduction": 1,
             "efficiency": 1,
             "fused_efficiency": 1,
             "fused_slowdown": 1,

@@ -61,7 +61,7 @@ def test_trace_opens_in_perfetto(results: list[Result]) -> None:
     names = [name for (pid, _), name in rows.items() if pid == 0]
     assert names == ["compute", "all_reduce", "all_to_all", "link x+", "link x-", "link y+", "link y-"]
     slices = [e for e in trace if e["ph"] == "X"]
-    assert all(0 <= e["ts"] and e["ts"] + e["dur"] <= results[e["pid"]].total_ns / 1000 + 1e-6 for e in slices)
+    assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= results[e["pid"]].total_ns / 1000 + 1e-6 for e in slices)
     assert {(e["pid"], e["tid"]) for e in slices} == set(rows)
     starts = {e["id"]: e for e in trace if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace if e["ph"] == "f"}
@@ -116,7 +116,7 @@ def test_a_changed_model_file_is_run_again(tmp_path: Path) -> None:
 
 
 def test_sweep_rejections() -> None:
-    with pytest.raises(ConfigError, match="a parameter must be one of model, .*; got 'speed'"):
+    with pytest.raises(ConfigError, match=r"a parameter must be one of model, .*; got 'speed'"):
         sweep(Scenario("dlrm"), {"speed": [1]})
     with pytest.raises(ConfigError, match="parameter nodes must have values"):
         sweep(Scenario("dlrm"), {"nodes": []})
@@ -230,8 +230,23 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dlrm_command(tmp_path: Path) -> None:
     files = {name: tmp_path / f"d.{name}" for name in ("json", "csv", "png", "trace")}
-    done = command("dlrm", "--nodes", 8, "--topology", "torus:2x4", "--set", "model.tables=1024", "--json", files["json"], "--csv", files["csv"],
-                   "--plot", files["png"], "--trace", files["trace"])  # fmt: skip
+    done = command(
+        "dlrm",
+        "--nodes",
+        8,
+        "--topology",
+        "torus:2x4",
+        "--set",
+        "model.tables=1024",
+        "--json",
+        files["json"],
+        "--csv",
+        files["csv"],
+        "--plot",
+        files["png"],
+        "--trace",
+        files["trace"],
+    )
     assert "Critical path:" in done.output
     document = json.loads(files["json"].read_text())
     assert document["scenario"]["model_changes"] == [["tables", 1024]]
@@ -241,12 +256,16 @@ def test_dlrm_command(tmp_path: Path) -> None:
     assert (tmp_path / "d-bars.png").exists()
 
 
-@pytest.mark.parametrize("arguments", [
-    ("transformer", "--nodes", 2, "--tensor", 8, "--pipeline", 1, "--set", "model.layers=2", "--set", "model.microbatches=2"),
-    ("moe", "--nodes", 2, "--model", "deepspeed-1.3b-moe128", "--set", "model.layers=1", "--fused", "forward"),
-    ("collective", "all_reduce", "--size", "1MiB", "--nodes", 8),
-    ("presets",), ("presets", "sc24-torus"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("transformer", "--nodes", 2, "--tensor", 8, "--pipeline", 1, "--set", "model.layers=2", "--set", "model.microbatches=2"),
+        ("moe", "--nodes", 2, "--model", "deepspeed-1.3b-moe128", "--set", "model.layers=1", "--fused", "forward"),
+        ("collective", "all_reduce", "--size", "1MiB", "--nodes", 8),
+        ("presets",),
+        ("presets", "sc24-torus"),
+    ],
+)
 def test_commands(arguments: tuple[Any, ...]) -> None:
     assert command(*arguments).output
 
@@ -262,8 +281,24 @@ def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
 
 
 def test_sweep_command(tmp_path: Path) -> None:
-    done = command("sweep", "dlrm", "--param", "nodes=4,8", "--param", "all_to_all=one_shot,ring", "--workers", 1, "--cache", tmp_path / "cache",
-                   "--csv", tmp_path / "s.csv", "--json", tmp_path / "s.json", "--plot", tmp_path / "s.png")  # fmt: skip
+    done = command(
+        "sweep",
+        "dlrm",
+        "--param",
+        "nodes=4,8",
+        "--param",
+        "all_to_all=one_shot,ring",
+        "--workers",
+        1,
+        "--cache",
+        tmp_path / "cache",
+        "--csv",
+        tmp_path / "s.csv",
+        "--json",
+        tmp_path / "s.json",
+        "--plot",
+        tmp_path / "s.png",
+    )
     assert "4 points, 0 of them remembered" in done.output
     assert (tmp_path / "s.png").read_bytes().startswith(PNG)
     assert len(json.loads((tmp_path / "s.json").read_text())["points"]) == 4

@@ -106,10 +106,15 @@ def test_mirrored_equals_every_rank(text: str, kind: str, algorithm: str) -> Non
     assert every.sent_bytes == pytest.approx(mirrored.sent_bytes)
 
 
-@pytest.mark.parametrize("work", [
-    Fused(Kernel(memory_bytes=5e6), "all_to_all", 64_000), Fused(Kernel(memory_bytes=5e6), "all_reduce", 64_000, receive_bytes=1000),
-    Consuming(Kernel(memory_bytes=5e6), "all_gather", 64_000), Message((0,), 5000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "work",
+    [
+        Fused(Kernel(memory_bytes=5e6), "all_to_all", 64_000),
+        Fused(Kernel(memory_bytes=5e6), "all_reduce", 64_000, receive_bytes=1000),
+        Consuming(Kernel(memory_bytes=5e6), "all_gather", 64_000),
+        Message((0,), 5000),
+    ],
+)
 def test_fused_mirrored_equals_every_rank(work: Work) -> None:
     topology = Torus((4, 4), 1e9, 11)
     assert one(topology, work).total_ns == one(topology, work, all_ranks=True).total_ns
@@ -190,7 +195,7 @@ def test_what_a_producer_sends_a_consumer_gets_even_later() -> None:
 @given(data=st.data())
 def test_nothing_is_faster_than_physics(data: st.DataObject) -> None:
     """Random collectives on random networks; run() itself holds each against its bound, and raises."""
-    text = data.draw(st.sampled_from(TOPOLOGIES + ["torus:8x2", "fattree:2x4/2", "switch:16"]))
+    text = data.draw(st.sampled_from([*TOPOLOGIES, "torus:8x2", "fattree:2x4/2", "switch:16"]))
     ranks = 1
     for part in text.split(":")[1].split("/")[0].split("x"):
         ranks *= int(part)
@@ -254,8 +259,11 @@ def test_rows_keep_their_order_and_tasks_their_dependencies() -> None:
     ]
     result = run(machine(), Switch(1, 1e9, 0), tasks)
     assert {task.name: (task.start_ns, task.end_ns) for task in result.tasks} == {
-        "a": (0, 10), "late": (10, 11), "behind": (11, 12), "b": (12, 22),
-    }  # fmt: skip
+        "a": (0, 10),
+        "late": (10, 11),
+        "behind": (11, 12),
+        "b": (12, 22),
+    }
     assert [task.name for task in result.critical_path()] == ["a", "late", "behind", "b"]
 
 

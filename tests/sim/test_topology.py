@@ -71,9 +71,18 @@ def test_fat_tree_goes_to_the_spine_of_the_destination() -> None:
 
 @pytest.mark.parametrize(
     ("text", "ranks", "shape"),
-    [("ring", 6, (6,)), ("torus2d", 128, (8, 16)), ("torus3d", 128, (4, 4, 8)), ("torus:16x8", 128, (16, 8)), ("switch", 5, (5,)),
-     ("full", 4, (4,)), ("fattree:4x8/4", 32, (8, 4)), ("fattree", 64, (16, 4)), ("torus2d", 7, (1, 7))],
-)  # fmt: skip
+    [
+        ("ring", 6, (6,)),
+        ("torus2d", 128, (8, 16)),
+        ("torus3d", 128, (4, 4, 8)),
+        ("torus:16x8", 128, (16, 8)),
+        ("switch", 5, (5,)),
+        ("full", 4, (4,)),
+        ("fattree:4x8/4", 32, (8, 4)),
+        ("fattree", 64, (16, 4)),
+        ("torus2d", 7, (1, 7)),
+    ],
+)
 def test_names(text: str, ranks: int, shape: tuple[int, ...]) -> None:
     assert build(text, ranks, bytes_per_s=1e9, latency_ns=1).shape == shape
 

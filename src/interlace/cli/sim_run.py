@@ -365,13 +365,20 @@ def _heat_map(points: Sequence[sweeps.Point], values: Mapping[str, Sequence[Any]
         "saved_percent": "time saved by fusing",
     }
     plot.heat_map(
-        [str(item) for item in values[rows]],
-        [str(item) for item in values[columns]] if columns else [""],
+        [_short(item) for item in values[rows]],
+        [_short(item) for item in values[columns]] if columns else [""],
         [[cell / scale for cell in line] for line in grid],
         f"{kind}: {titles.get(value, value)}, {unit}".rstrip(", "),
         (rows, columns or ""),
         file,
     )
+
+
+def _short(value: Any) -> str:
+    """``25000000000.0`` -> ``"25e9"``."""
+    if isinstance(value, float):
+        return f"{value / 1e9:g}e9" if value >= 1e8 else f"{value:g}"
+    return str(value)
 
 
 def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> int:
@@ -454,7 +461,9 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
         )
         for key, value in fit.values.items():
             console.print(f"  {key} = {value:.4g}")
-    calibrate.write(calibrate.machine_document(base, fits, ", ".join(file.name for file in files), name), out)
+    source = ", ".join(file.name for file in files)
+    document = calibrate.machine_document(base, fits, source, name, gpus or max((t.gpus for t in timings), default=1))
+    calibrate.write(document, out)
     console.print(f"Written: {out}")
 
 

@@ -234,8 +234,15 @@ def _simplex(loss: Callable[[np.ndarray], float], start: np.ndarray, scale: floa
     return corners[int(np.argmin(values))]
 
 
-def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str) -> dict[str, Any]:
-    """The base machine with what was fitted, as its YAML file has it."""
+def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4) -> dict[str, Any]:
+    """The base machine with what was fitted, as its YAML file has it.
+
+    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing adds.
+
+    Args:
+        gpus: of the measured collectives; the base's network between them says the latency.
+    """
+    base.build_topology(gpus).path_latency_ns(0, 1)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from interlace.errors import ConfigError
 from interlace.sim import topology
 from interlace.sim.configfile import Strict, load, parse, read
+from interlace.sim.engine import duration_ns
 
 Confidence = Literal["measured", "published", "derived", "assumed"]
 
@@ -101,6 +102,8 @@ class Collectives(Strict):
     """Share of the links' bandwidth that the library's collectives reach."""
     efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = Field(default={})
     """The same, for one collective."""
+    reduction: Given
+    """Share of a reduction's memory time that a step adds: 1 where it starts when all has come, 0 where it keeps up."""
     piece_bytes: Given | None = None
     """The library goes round the destinations of a round in pieces of this size, at most 64 a message; none: whole messages."""
     fused_efficiency: Given
@@ -166,6 +169,11 @@ class Machine(Strict):
     collectives: Collectives
     network: Net
     node: NodeNet | None = None
+
+    def reduction_ns(self, size: float) -> int:
+        """What adding ``size`` received bytes to one's own adds to a step of a collective: two reads and a write."""
+        share = 3 * size * self.collectives.reduction.value
+        return duration_ns(share, self.gpu.memory_bytes_per_s.value * self.gpu.memory_efficiency.value)
 
     def build_topology(self, ranks: int, text: str | None = None) -> topology.Topology:
         """The network of ``ranks`` GPUs.

@@ -56,7 +56,7 @@ def embedding_all_to_all(
         unpack: whether the unfused exchange is followed by a kernel that orders its output.
     """
     exchanged = round(bags * dim * exchange_itemsize)
-    read = bags * pooling_factor * (dim * itemsize + index_itemsize)
+    read = bags * pooling_factor * dim * itemsize + index_itemsize * (bags * pooling_factor + bags + 1)  # rows, indices, offsets
     lookup = Kernel(bags * pooling_factor * dim, read + exchanged)
     unfused: list[tuple[str, str, Work]] = [
         ("embedding", COMPUTE, lookup),
@@ -140,17 +140,28 @@ def gemv_all_reduce(
     columns: int,
     itemsize: int,
     world_size: int,
+    protocol: str = "two_phase",
     axes: Axes = None,
     algorithm: str = "ring",
     slices: int = 4,
 ) -> Operator:
-    """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every rank; columns are the rank's."""
+    """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every rank; columns are the rank's.
+
+    Args:
+        protocol: of the fused kernel: ``"one_shot"`` (everyone's packed float32 parts to everyone) or ``"two_phase"`` (float32
+            parts to the owner of a row, its sum to everyone).
+    """
     memory = gemv_all_reduce_cost.floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
     kernel = Kernel(2 * tokens * rows * columns, memory)
     size = tokens * rows * itemsize
+    if protocol == "one_shot":
+        words = tokens * rows * gemv_all_reduce_cost.WORD_BYTES
+        fused = Fused(kernel, "all_to_all", words * world_size, axes, slices)
+    else:
+        fused = Fused(kernel, "all_reduce", tokens * rows * 4, axes, slices, gather_size=size)
     return Operator(
         "GEMV + AllReduce",
-        Fused(kernel, "all_reduce", size, axes, slices),
+        fused,
         (("GEMV", COMPUTE, kernel), ("AllReduce", "all_reduce", Collective("all_reduce", algorithm, size, axes))),
     )
 

@@ -263,7 +263,7 @@ def heat_map(
             for column in range(len(columns)):
                 value = data[row, column]
                 axis.text(
-                    column, row, f"{value:.3g}", ha="center", va="center", fontsize=9, color="white" if value < middle else "black"
+                    column, row, f"{value:.1f}", ha="center", va="center", fontsize=9, color="white" if value < middle else "black"
                 )
         axis.set_title(title, fontsize=11, loc="left")
         figure.colorbar(image, ax=axis)
@@ -298,42 +298,39 @@ def tornado(
     rows: Sequence[tuple[str, float, float, str, str]], base: float, published: float, title: str, label: str, file: Path
 ) -> None:
     """(assumption, value at low, value at high, name of low, name of high), the widest first, around the base."""
-    ordered = sorted(rows, key=lambda row: abs(row[2] - row[1]))
-    with _figure(file, 10, 1.5 + 0.36 * len(ordered)) as figure:
+    from matplotlib.patches import Patch
+
+    ordered = sorted(rows, key=lambda row: max(row[1], row[2], base) - min(row[1], row[2], base))
+    with _figure(file, 10, 1.9 + 0.34 * len(ordered)) as figure:
         axis = figure.subplots()
-        for place, (_, low, high, low_name, high_name) in enumerate(ordered):
-            axis.barh(place, low - base, left=base, height=0.62, color="#56B4E9")
-            axis.barh(place, high - base, left=base, height=0.62, color="#0072B2")
-            for value, name in ((low, low_name), (high, high_name)):
-                right = value > base or (value == base and name == high_name)
-                axis.annotate(
-                    name,
-                    (value, place),
-                    xytext=(4 if right else -4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    ha="left" if right else "right",
-                    fontsize=8,
-                    color="#333333",
-                )
+        for place, (_, low, high, _, _) in enumerate(ordered):
+            for value, colour in sorted(((low, "#56B4E9"), (high, "#0072B2")), key=lambda end: -abs(end[0] - base)):
+                axis.barh(place, value - base, left=base, height=0.66, color=colour)
         axis.axvline(base, color="black", linewidth=1)
         axis.axvline(published, color="#D55E00", linestyle="--", linewidth=1.3)
-        axis.annotate(
-            f"paper: {published:g} %",
-            (published, len(ordered) - 0.35),
-            color="#D55E00",
-            fontsize=9,
-            ha="left",
-            xytext=(4, 0),
-            textcoords="offset points",
-        )
-        axis.set_yticks(range(len(ordered)), [row[0] for row in ordered], fontsize=9)
+        for value, text, colour, side in (
+            (published, f"paper: {published:g} %", "#D55E00", 1),
+            (base, f"presets: {base:.1f} %", "black", -1),
+        ):
+            spot = (value, len(ordered) - 0.3)
+            axis.annotate(
+                text,
+                spot,
+                color=colour,
+                fontsize=9,
+                ha="left" if side > 0 else "right",
+                xytext=(4 * side, 0),
+                textcoords="offset points",
+            )
+        axis.set_yticks(range(len(ordered)), [f"{row[0]}: {row[3]} to {row[4]}" for row in ordered], fontsize=9)
         axis.set_xlabel(label)
-        axis.set_ylim(-0.6, len(ordered) + 0.1)
-        axis.margins(x=0.12)
+        axis.set_ylim(-0.6, len(ordered) + 0.2)
+        axis.margins(x=0.05)
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
-        axis.set_title(title, fontsize=11, loc="left")
+        figure.suptitle(title, fontsize=11)
+        handles = [Patch(color="#56B4E9", label="at the first value"), Patch(color="#0072B2", label="at the second value")]
+        axis.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
 
 
 def curve(
@@ -360,14 +357,14 @@ def curve(
             )
         for name, value in marks:
             axis.axhline(value, color="black", linestyle=":", linewidth=1.2)
-            axis.annotate(name, (x[0], value), xytext=(2, 3), textcoords="offset points", fontsize=9)
+            axis.annotate(name, (1.01, value), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.set_xticks(list(x), [str(value) for value in x])
         axis.set_xlabel(labels[0])
         axis.set_ylabel(labels[1])
         axis.set_ylim(bottom=min(0, *(min(values) for _, values in lines)))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axis.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axis.set_title(title, fontsize=11, loc="left")
 
 

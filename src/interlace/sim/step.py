@@ -55,6 +55,7 @@ class Fused:
 
     Attributes:
         slices: pieces in which what goes to one rank leaves.
+        gather_size: bytes of the whole sum that the owners then send to everyone, in an all-reduce; ``size`` by default.
         receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
         waits: until the peers' slices are here; otherwise a consuming task does.
     """
@@ -66,6 +67,7 @@ class Fused:
     slices: int = 4
     receive_bytes: float = 0.0
     waits: bool = True
+    gather_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,9 +235,11 @@ class _Simulation:
             floor = 0.0
             if isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
                 group = self.group(work.axes)
-                floor = collective_bound(work.kind, work.size, group).time_ns
-                if group.size == self.topology.ranks > 1 and work.size:
-                    for bound in collective_bounds(work.kind, work.size, group):
+                gathered = work.gather_size if isinstance(work, Fused) else None
+                size = work.size if gathered is None else min(work.size, gathered)
+                floor = collective_bound(work.kind, size, group).time_ns
+                if group.size == self.topology.ranks > 1 and size:
+                    for bound in collective_bounds(work.kind, size, group):
                         if bound.reason != LATENCY:
                             resources[bound.reason] = resources.get(bound.reason, 0.0) + bound.time_ns
             if isinstance(work, HostCopy):
@@ -272,7 +276,11 @@ class _Simulation:
                     sent = sum(size for step in self._rounds(work) for _, size in step.sends)
                 else:
                     n = self.group(work.axes).size
-                    sent = (2 if name == "all_reduce" else 1) * work.size * (n - 1) // n
+                    whole = work.size
+                    if name == "all_reduce":
+                        gathered = work.gather_size if isinstance(work, Fused) else None
+                        whole += work.size if gathered is None else gathered
+                    sent = whole * (n - 1) // n
                 out[name] = out.get(name, 0.0) + sent
         return out
 
@@ -396,7 +404,10 @@ class _Simulation:
         def complete() -> None:
             wait = round(library.slice_ns.value) + skew
             if work.kind == "all_reduce":
-                self.engine.after(wait, slices.gather, lambda: self.engine.after(round(library.slice_ns.value), last))
+                total = work.size if work.gather_size is None else work.gather_size
+                self.engine.after(
+                    wait, slices.gather, -(-total // group.size), lambda: self.engine.after(round(library.slice_ns.value), last)
+                )
             else:
                 self.engine.after(wait, last)
 
@@ -483,7 +494,7 @@ class _Rounds:
         if self.at.get(rank) != number or self.arrived.get((rank, number), 0) < len(step.sends):
             return
         machine = self.simulation.machine
-        reduce = duration_ns(3 * step.reduced, machine.gpu.memory_bytes_per_s.value * machine.gpu.memory_efficiency.value)
+        reduce = machine.reduction_ns(step.reduced)
         self.at[rank] = -1  # between rounds
         self.simulation.engine.after(round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1)
 
@@ -500,23 +511,27 @@ class _Slices:
         self.peers = shared.group.size - 1
         self.efficiency = simulation.machine.collectives.fused_efficiency.value
 
+    def _piece(self, number: int) -> int:
+        """Bytes of a slice; together they are the block."""
+        return self.block * (number + 1) // self.slices - self.block * number // self.slices
+
     def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
         """Remote slices first, round the peers; the own block last."""
         engine = self.simulation.engine
         total = (self.peers + 1) * self.slices
         start = engine.now + launch
-        size = -(-self.block // self.slices)
         for number in range(self.peers * self.slices if self.block else 0):
             when = start + body * (number + 1) // total
+            size = self._piece(number // self.peers)
             engine.at(when, self.shared.send, self.rank.number, number % self.peers + 1, size, _PRODUCED, self.efficiency)
         if complete is not None:
             self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
 
-    def gather(self, complete: Callable[[], None]) -> None:
+    def gather(self, block: int, complete: Callable[[], None]) -> None:
         """The owner's sums go to everyone."""
         engine = self.simulation.engine
         for place in range(1, self.peers + 1):
-            self.shared.send(self.rank.number, place, self.block, _GATHERED, self.efficiency)
+            self.shared.send(self.rank.number, place, block, _GATHERED, self.efficiency)
         self._when(_GATHERED, self.peers, engine.now, complete)
 
     def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
@@ -535,7 +550,6 @@ class _Slices:
         """Own block first, then each slice in the order of arrival."""
         engine, rank = self.simulation.engine, self.rank.number
         total = (self.peers + 1) * self.slices
-        size = -(-self.block // self.slices)
         count = self.peers * self.slices if self.block else 0
         flag = round(self.simulation.machine.collectives.slice_ns.value)
         state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
@@ -549,7 +563,7 @@ class _Slices:
                     engine.at(state["free"], end)
 
         for number in range(count if send else 0):
-            self.shared.send(rank, number % self.peers + 1, size, _PRODUCED, self.efficiency)
+            self.shared.send(rank, number % self.peers + 1, self._piece(number // self.peers), _PRODUCED, self.efficiency)
         self.shared.hooks[rank] = work
         if count == 0:
             engine.at(state["free"], end)
@@ -596,7 +610,7 @@ class _Trees:
         if self.waiting[key] <= sum(child >= 0 for child in children):
             return
         machine = self.simulation.machine
-        reduce = duration_ns(3 * self.piece, machine.gpu.memory_bytes_per_s.value * machine.gpu.memory_efficiency.value)
+        reduce = machine.reduction_ns(self.piece)
         delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
         if parent >= 0:
             self.simulation.engine.after(delay, self._send, rank, parent, lambda: self._ready(parent, last, piece))

@@ -104,6 +104,13 @@ def test_splits_are_chunks_and_active_chunks_a_limit() -> None:
     assert together < whole < one_by_one
 
 
+def test_what_splits_do_not_divide_is_a_whole_chunk_more() -> None:
+    """401 bytes in 4 are chunks of 100: five of them."""
+    system = {"preferred-dataset-splits": 4, "all-gather-implementation": ["ring"]}
+    odd, even = (run_all(ring(4), system, collective("all_gather", size)) for size in (401, 400))
+    assert odd.sent_bytes == 5 / 4 * even.sent_bytes
+
+
 @pytest.mark.parametrize(("policy", "order"), [("LIFO", ["a", "c", "b"]), ("FIFO", ["a", "b", "c"])])
 def test_lifo_lets_the_later_collective_go_first(policy: str, order: list[str]) -> None:
     """Three at once, one chunk at a time: the first is running already when the others come."""
@@ -230,8 +237,8 @@ def test_what_does_not_fit_together() -> None:
         run(ring(4), parse(System, {}, "s"), [collective("all_reduce", 400)])
     with pytest.raises(ConfigError, match=r"must name one algorithm per dimension"):
         run_all(ring(4), {"all-reduce-implementation": ["ring", "ring"]}, collective("all_reduce", 400))
-    with pytest.raises(ConfigError, match=r"divide evenly by preferred-dataset-splits; got 401 bytes and 4 splits"):
-        run_all(ring(4), {"preferred-dataset-splits": 4}, collective("all_reduce", 401))
+    with pytest.raises(ConfigError, match=r"at least preferred-dataset-splits; got 3 bytes and 4 splits"):
+        run_all(ring(4), {"preferred-dataset-splits": 4}, collective("all_gather", 3))
     with pytest.raises(ConfigError, match=r"power of two of NPUs in its dimension; got 6"):
         run_all(ring(6), {"all-reduce-implementation": ["halvingDoubling"]}, collective("all_reduce", 600))
 

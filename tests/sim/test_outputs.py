@@ -7,8 +7,10 @@ import dataclasses
 import io
 import json
 import math
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from interlace.sim import calibrate, plot, reproduce
 from interlace.sim.machine import load_machine
 from interlace.sim.results import Result
 from interlace.sim.scenario import Scenario
-from interlace.sim.sweep import parse_parameter, sweep, to_csv
+from interlace.sim.step import Collective, Task, run
+from interlace.sim.sweeps import parse_parameter, sweep, to_csv
 from interlace.sim.trace import to_perfetto
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -77,6 +80,17 @@ def test_pictures(results: list[Result], tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match="must be a PNG, SVG or PDF file that can be written"):
         plot.bars([("unfused", results[0])], tmp_path / "nowhere" / "bars.png")
+
+
+def test_the_examples_of_the_package_run() -> None:
+    """Every block of Python in its docstring."""
+    from interlace import sim
+
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", sim.__doc__ or "")
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(textwrap.dedent(block), {})
+    assert all(getattr(sim, name) is not None for name in sim.__all__)
 
 
 # Sweeps.
@@ -168,6 +182,10 @@ def test_a_fit_finds_the_machine_behind_the_times(tmp_path: Path) -> None:
     assert "held-out" in made.note
     assert made.collectives.library_efficiency("all_to_all") == pytest.approx(0.75, rel=0.02)
     assert made.gpu.kernel_ns.confidence == "measured"
+    assert made.collectives.reduction.value == 0
+    largest = Task("c", "c", Collective("all_reduce", "ring", 2**28))
+    ours = run(made, made.build_topology(8), [largest]).total_ns / 1e3
+    assert ours == pytest.approx(collectives[16]["us"], rel=0.05)  # the machine file says what was measured
     assert Scenario("dlrm", machine=str(out), nodes=4).simulate().total_ns > 0
 
 
@@ -315,7 +333,7 @@ def test_validate_command(tmp_path: Path) -> None:
     assert (tmp_path / "validate.png").read_bytes().startswith(PNG)
     assert len((tmp_path / "validate.csv").read_text().splitlines()) == 1 + 3 * 2 + 2 * 3
     file.write_text(json.dumps({"collectives": [{**document["collectives"][0], "time_ns_max": 5}]}))
-    assert "FAILED" in command("validate", "--cases", file, code=1).output
+    assert "FAILED" in command("validate", "--cases", file, "--out", tmp_path, code=1).output
 
 
 def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ CacheFolder = Annotated[
     ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")]
-OutFolder = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Write JSON, CSV and pictures there.")]
+OutFolder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where JSON, CSV and pictures go.")]
 
 
 @sim_app.command()
@@ -263,13 +263,13 @@ def sweep(
 @sim_app.command()
 def validate(
     cases: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded runs. [default: those of the package]")] = None,
-    out: OutFolder = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every case, not only a summary and what differs.")] = False,
+    out: OutFolder = Path("interlace-sim-validate"),
+    brief: Annotated[bool, typer.Option("--brief", help="Show a summary and what differs, not every case.")] = False,
 ) -> None:
     """Run recorded ASTRA-sim runs and measured all-to-alls again; print and write the error of each."""
     from interlace.cli.sim_run import run_validate
 
-    raise typer.Exit(run_validate(cases, out, show_all))
+    raise typer.Exit(run_validate(cases, out, brief))
 
 
 @sim_app.command()
@@ -279,11 +279,14 @@ def calibrate(
     base: Annotated[str, typer.Option(help="Machine whose other values are kept.")] = "h200-node",
     gpus: Annotated[int | None, typer.Option(help="Use collectives of this many GPUs only.")] = None,
     name: Annotated[str, typer.Option(help="The machine's name.")] = "calibrated",
+    source: Annotated[
+        str, typer.Option(help="Where the measurements come from. [default: the files' names]", show_default=False)
+    ] = "",
 ) -> None:
     """Fit a machine file to measurements, and say how well it predicts points that it has not seen."""
     from interlace.cli.sim_run import run_calibrate
 
-    run_calibrate(measurements, out, base, gpus, name)
+    run_calibrate(measurements, out, base, gpus, name, source)
 
 
 @sim_app.command("presets")
@@ -297,7 +300,9 @@ def show_presets(
 
 
 @reproduce_app.command("sc24")
-def reproduce_sc24(out: OutFolder = None, workers: Workers = None, cache: CacheFolder = None, no_cache: NoCache = False) -> None:
+def reproduce_sc24(
+    out: OutFolder = Path("interlace-sim-sc24"), workers: Workers = None, cache: CacheFolder = None, no_cache: NoCache = False
+) -> None:
     """DLRM training on 128 nodes (Punniyamurthy et al., SC24): 21 %, and what it hangs on."""
     from interlace.cli.sim_run import run_sc24
 

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from interlace.cli.console import make_console, write_json
 from interlace.errors import ArgumentError, ConfigError
-from interlace.sim import calibrate, plot, reproduce, validate
-from interlace.sim import sweep as sweeps
+from interlace.sim import calibrate, plot, reproduce, sweeps, validate
 from interlace.sim.astra import chakra, export
 from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.workload import run as run_graphs
@@ -139,7 +138,8 @@ def _resources(unfused: Result, result: Result) -> Table:
             busy = one.busy_ns.get(resource, 0)
             row.append(f"{format_ns(busy)} ({100 * busy / max(1, one.total_ns):.0f} %)")
         for one in (unfused, result):
-            row.append(format_bytes(one.sent_bytes[resource]) if resource in one.sent_bytes else "")
+            moved = one.memory_bytes if resource == "memory" else one.sent_bytes.get(resource)
+            row.append("" if moved is None else format_bytes(moved))
         table.add_row(resource, *row)
     for traffic in dict.fromkeys([*unfused.traffic_bytes, *result.traffic_bytes]):
         cells = [format_bytes(one.traffic_bytes.get(traffic, 0)) for one in (unfused, result)]
@@ -381,7 +381,7 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> int:
+def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
     """0 if every case is within its tolerance."""
     started = time.perf_counter()
     cases = validate.validate(cases_file)
@@ -391,7 +391,7 @@ def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> i
     for name in ("case", "quantity", "recorded", "ours", "error", ""):
         table.add_column(name, justify="left" if name in ("case", "quantity", "") else "right")
     for case in cases:
-        if show_all or not case.passed or case.source == "measured":
+        if not brief or not case.passed or case.source == "measured":
             note = "" if case.passed else "FAILED"
             table.add_row(
                 case.name,
@@ -423,24 +423,21 @@ def run_validate(cases_file: Path | None, out: Path | None, show_all: bool) -> i
         f"{100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
         f"{events:,} events, {seconds:.1f} s."
     )
-    if out is not None:
-        _make(out)
-        write_text(out / "validate.csv", validate.to_csv(cases))
-        write_json(
-            out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases]
-        )
-        groups = [(case.quantity.split(",")[0], case.theirs, case.ours) for case in astra if case.theirs > 0 and case.ours > 0]
-        plot.correlation(
-            groups,
-            f"ASTRA-sim and this simulator: {exact} of {len(astra)} figures equal",
-            ("ASTRA-sim, ns", "ours, ns"),
-            out / "validate.png",
-        )
-        _say_written(console, out / "validate.csv", out / "validate.json", out / "validate.png")
+    _make(out)
+    write_text(out / "validate.csv", validate.to_csv(cases))
+    write_json(out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases])
+    groups = [(case.quantity.split(",")[0], case.theirs, case.ours) for case in astra if case.theirs > 0 and case.ours > 0]
+    plot.correlation(
+        groups,
+        f"ASTRA-sim and this simulator: {exact} of {len(astra)} figures equal",
+        ("ASTRA-sim, ns", "ours, ns"),
+        out / "validate.png",
+    )
+    _say_written(console, out / "validate.csv", out / "validate.json", out / "validate.png")
     return 0 if passed == len(cases) else 1
 
 
-def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | None, name: str) -> None:
+def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | None, name: str, source: str) -> None:
     """Fit, say how well, write the machine file."""
     products, timings = calibrate.read_measurements(files)
     timings = [timing for timing in timings if gpus is None or timing.gpus == gpus]
@@ -461,7 +458,7 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
         )
         for key, value in fit.values.items():
             console.print(f"  {key} = {value:.4g}")
-    source = ", ".join(file.name for file in files)
+    source = source or ", ".join(file.name for file in files)
     document = calibrate.machine_document(base, fits, source, name, gpus or max((t.gpus for t in timings), default=1))
     calibrate.write(document, out)
     console.print(f"Written: {out}")
@@ -505,7 +502,7 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     return out
 
 
-def run_sc24(out: Path | None, workers: int | None, cache: Path | None, no_cache: bool) -> None:
+def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool) -> None:
     """The paper's 21 % and ours, over baselines, networks and assumptions; and over node counts."""
     started = time.perf_counter()
     study = reproduce.sc24(workers=workers, cache_folder=None if no_cache else cache or sweeps.default_cache())
@@ -551,11 +548,10 @@ def run_sc24(out: Path | None, workers: int | None, cache: Path | None, no_cache
     for network, algorithm, name, percent in study.matches():
         console.print(f"  {network}, {algorithm}, {name} fused: {percent:.1f} %")
     console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
-    if out is not None:
-        _make(out)
-        write_json(out / "sc24.json", study.to_json())
-        draw_sc24(study, out)
-        _say_written(console, out / "sc24.json", out / "sc24-tornado.png", out / "sc24-nodes.png", out / "sc24-networks.png")
+    _make(out)
+    write_json(out / "sc24.json", study.to_json())
+    draw_sc24(study, out)
+    _say_written(console, out / "sc24.json", out / "sc24-tornado.png", out / "sc24-nodes.png", out / "sc24-networks.png")
 
 
 def draw_sc24(study: reproduce.Study, out: Path) -> None:

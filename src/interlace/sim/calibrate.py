@@ -242,7 +242,7 @@ def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str,
     Args:
         gpus: of the measured collectives; the base's network between them says the latency.
     """
-    base.build_topology(gpus).path_latency_ns(0, 1)
+    latency = base.build_topology(gpus).path_latency_ns(0, 1)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
@@ -253,6 +253,9 @@ def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str,
     for fit in fits:
         part = document["gpu" if fit.what == "matrix products" else "collectives"]
         for key, value in fit.values.items():
+            if key == "step_ns":
+                value = max(0.0, value - latency)
+                part["reduction"] = {"value": 0.0, "source": "held by the fitted efficiencies", "confidence": "derived"}
             sourced = {
                 "value": float(f"{value:.4g}"),
                 "source": f"fit to {fit.points} points of {source}",

@@ -122,7 +122,7 @@ def _streams(result: Result) -> list[str]:
 
 def _links(result: Result) -> list[str]:
     """The links that were busiest, at most four."""
-    busy = {name: time for name, time in result.busy_ns.items() if name != "compute" and time}
+    busy = {name: time for name, time in result.busy_ns.items() if name in result.sent_bytes and time}
     return sorted(sorted(busy, key=lambda name: -busy[name])[:4])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.scenario import FUSING, Scenario
-from interlace.sim.sweep import run_all
+from interlace.sim.sweeps import run_all
 
 PAPER_PERCENT = 21.0
 """SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942, abstract)."""
@@ -107,7 +107,7 @@ class Study:
 
 
 def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES) -> Study:
-    """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweep.sweep`."""
+    """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweeps.sweep`."""
     base = Scenario("dlrm")
     table = [
         (name, algorithm, base.change({"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm}))

@@ -52,6 +52,7 @@ class Result:
         busy_ns: how long each resource of a rank worked: computation, and each kind of link.
         sent_bytes: that a rank's traffic put on each kind of link.
         traffic_bytes: that leave a rank, by collective.
+        memory_bytes: that a rank's kernels read and write in its device memory; of a library's collectives not.
         bound: the physical lower bound; ``total_ns`` is not below it.
         events: that the engine called.
     """
@@ -62,6 +63,7 @@ class Result:
     busy_ns: dict[str, int]
     sent_bytes: dict[str, float]
     traffic_bytes: dict[str, float]
+    memory_bytes: float
     tasks: list[TaskTime]
     spans: list[Span]
     link_uses: list[LinkUse]
@@ -98,6 +100,7 @@ class Result:
             "bound_reason": self.bound.reason,
             "busy_ns": self.busy_ns,
             "sent_bytes": {name: round(value) for name, value in self.sent_bytes.items()},
+            "memory_bytes": round(self.memory_bytes),
             "traffic_bytes": {name: round(value) for name, value in self.traffic_bytes.items()},
             "events": self.events,
             "critical_path": [dataclasses.asdict(task) for task in self.critical_path()],

@@ -172,6 +172,8 @@ class _Rank:
         self.done: dict[str, int] = {}
         self.times: list[TaskTime] = []
         self.compute_ns = 0
+        self.memory_bytes = 0.0
+        self.copy_ns = 0
 
 
 class _Simulation:
@@ -206,7 +208,8 @@ class _Simulation:
             name=name,
             total_ns=total,
             exposed_ns=total - last.compute_ns,
-            busy_ns={COMPUTE: last.compute_ns, **busy},
+            busy_ns={COMPUTE: last.compute_ns, **self._beside(last), **busy},
+            memory_bytes=last.memory_bytes,
             sent_bytes={
                 link.name: sent / ranks for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True) if sent
             },
@@ -221,6 +224,12 @@ class _Simulation:
             machine=self.machine.name,
             all_ranks=self.all_ranks,
         )
+
+    def _beside(self, rank: _Rank) -> dict[str, int]:
+        """How long the device's memory and copy engines worked, where they did."""
+        gpu = self.machine.gpu
+        memory = duration_ns(rank.memory_bytes, gpu.memory_bytes_per_s.value * gpu.memory_efficiency.value)
+        return {name: time for name, time in (("memory", memory), (COPY, rank.copy_ns)) if time}
 
     # Bounds.
 
@@ -320,10 +329,12 @@ class _Simulation:
 
         def end() -> None:
             self._span(rank, task.row, task.name, start, self.engine.now)
+            if isinstance(work, HostCopy | Message):
+                rank.copy_ns += self.engine.now - start
             self._end(rank, index, start)
 
         if isinstance(work, Kernel):
-            duration = self._kernel_ns(work)
+            duration = self._compute_ns(rank, work)
             rank.compute_ns += duration
             self.engine.after(duration, end)
         elif isinstance(work, Collective):
@@ -337,6 +348,11 @@ class _Simulation:
             self._message(rank, work, end)
         else:
             self.engine.after(duration_ns(work.size, self.machine.gpu.host_link_bytes_per_s.value), end)
+
+    def _compute_ns(self, rank: _Rank, kernel: Kernel) -> int:
+        """How long a kernel takes alone; and that it moves its bytes."""
+        rank.memory_bytes += kernel.memory_bytes
+        return self._kernel_ns(kernel)
 
     def _kernel_ns(self, kernel: Kernel) -> int:
         if kernel.given_ns is not None:
@@ -385,7 +401,7 @@ class _Simulation:
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Slices leave as they are computed; the kernel ends when its own work is done and everything has come."""
         library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
-        alone = self._kernel_ns(work.kernel)
+        alone = self._compute_ns(rank, work.kernel)
         launch = min(alone, round(gpu.kernel_ns.value))
         body = round((alone - launch) * library.fused_slowdown.value)
         rank.compute_ns += launch + body
@@ -395,7 +411,7 @@ class _Simulation:
             slices.produce(launch, body, None)
             self.engine.after(launch + body, end)
             return
-        receive = self._kernel_ns(Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
+        receive = self._compute_ns(rank, Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
 
         def last() -> None:
             rank.compute_ns += receive
@@ -416,7 +432,7 @@ class _Simulation:
     def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
         """Everything is sent at once; a slice is worked on when it is there and the one before is done."""
         library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
-        alone = self._kernel_ns(work.kernel)
+        alone = self._compute_ns(rank, work.kernel)
         launch = min(alone, round(gpu.kernel_ns.value))
         body = round((alone - launch) * library.fused_slowdown.value)
         rank.compute_ns += launch + body

@@ -145,12 +145,12 @@ class Npu:
         chunk = size // splits
         if kind != "all_gather" and everyone > chunk:
             chunk, size = everyone, splits * everyone
-        if chunk == 0 or size % chunk:
+        if chunk == 0:
             raise ConfigError(
-                f"a collective's bytes must divide evenly by preferred-dataset-splits; got {size} bytes and {splits} splits. "
+                f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes and {splits} splits. "
                 f"Change one of them."
             )
-        chunks = size // chunk
+        chunks = -(-size // chunk)  # a rest is a whole chunk more
         if self.system.scheduling_policy == "LIFO":
             priority, self._priority = self._priority, self._priority + 1
         elif self.system.scheduling_policy == "FIFO":

@@ -148,17 +148,23 @@ def _resources(unfused: Result, result: Result) -> Table:
 
 
 def _critical(result: Result) -> str:
-    """The critical path in one line, neighbours of a row taken together."""
-    parts: list[tuple[str, str, int]] = []
+    """The critical path in one line; short neighbours of a row are taken together."""
+    parts: list[tuple[str, str, str, int]] = []  # row, first, last, time
     for task in result.critical_path():
         time_ns = task.end_ns - task.start_ns
-        if parts and parts[-1][0] == task.row and time_ns < 0.03 * result.total_ns and not parts[-1][1].startswith("*"):
-            parts[-1] = (task.row, parts[-1][1], parts[-1][2] + time_ns)
+        short = time_ns < 0.03 * result.total_ns
+        if parts and parts[-1][0] == f"{task.row} short" and short:
+            _, first, _, before = parts[-1]
+            parts[-1] = (f"{task.row} short", first, task.name, before + time_ns)
         else:
-            parts.append((task.row, task.name, time_ns))
-    shown = [f"{name} {format_ns(time_ns)}" for _, name, time_ns in parts if time_ns >= 0.01 * result.total_ns]
+            parts.append((f"{task.row} short" if short else task.row, task.name, task.name, time_ns))
+    shown = [
+        f"{first if first == last else f'{first} ... {last}'} {format_ns(time_ns)}"
+        for _, first, last, time_ns in parts
+        if time_ns >= 0.01 * result.total_ns
+    ]
     if len(shown) > 10:
-        shown = [*shown[:6], f"... {len(shown) - 9} more ...", *shown[-3:]]
+        shown = [*shown[:6], f"({len(shown) - 9} more)", *shown[-3:]]
     return "Critical path: " + " -> ".join(shown)
 
 

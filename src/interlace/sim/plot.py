@@ -106,6 +106,9 @@ def _panel(axis: Any, result: Result, streams: list[str], links: list[str], scal
         textcoords="offset points",
     )
     axis.axvline(result.total_ns / scale, color="black", linewidth=1)
+    if result.added_ns:
+        axis.axvspan((result.total_ns - result.added_ns) / scale, result.total_ns / scale, color="#F3E3B5", zorder=0)
+        used.setdefault("added", Patch(color="#F3E3B5", label="pipeline fill and drain"))
     axis.set_yticks(range(len(rows)), rows, fontsize=9)
     axis.set_ylim(len(rows) - 0.4, -0.95)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -126,34 +129,42 @@ def _links(result: Result) -> list[str]:
     return sorted(sorted(busy, key=lambda name: -busy[name])[:4])
 
 
+# What a task's name holds, the first that fits, and its family.
+_FAMILIES = (
+    ("activations", "message"),
+    ("copy", "copy"),
+    ("gradients", "AllReduce"),
+    ("embedding", "embedding"),
+    ("interaction", "interaction"),
+    ("optimizer", "optimizer"),
+    ("attention", "attention"),
+    ("dispatch", "expert"),
+    ("combine", "expert"),
+    ("first weight", "expert"),
+    ("second weight", "expert"),
+    ("FC", "product"),
+    ("QKV", "product"),
+    ("output", "product"),
+    ("GEM", "product"),
+    ("top", "MLP"),
+    ("bottom", "MLP"),
+    ("all_to_all", "All-to-All"),
+    ("all_reduce", "AllReduce"),
+    ("all_gather", "AllGather"),
+    ("reduce_scatter", "ReduceScatter"),
+)
+_COLLECTIVES = ("All-to-All", "AllReduce", "AllGather", "ReduceScatter")
+
+
 def _family(name: str) -> str:
-    rules = (
-        ("gradients", "AllReduce"),
-        ("AllReduce", "AllReduce"),
-        ("embedding", "embedding"),
-        ("interaction", "interaction"),
-        ("unpack", "other"),
-        ("optimizer", "optimizer"),
-        ("attention", "attention"),
-        ("dispatch", "expert"),
-        ("combine", "expert"),
-        ("weight gradient", "MLP"),
-        ("top", "MLP"),
-        ("bottom", "MLP"),
-        ("copy", "copy"),
-        ("activations", "message"),
-        ("FC", "product"),
-        ("QKV", "product"),
-        ("output", "product"),
-        ("GEM", "product"),
-        ("AllGather", "AllGather"),
-        ("ReduceScatter", "ReduceScatter"),
-        ("all_to_all", "All-to-All"),
-        ("all_reduce", "AllReduce"),
-    )
-    if name.endswith(("All-to-All", "AllReduce")) and "+" not in name:
-        return name.rsplit(" ", 1)[-1]
-    return next((family for part, family in rules if part in name), "other")
+    """The colour's name: of a fused task, its computation's."""
+    if " + " not in name:
+        found = next((collective for collective in _COLLECTIVES if collective in name), None)
+        if found:
+            return found
+    else:
+        name = name.replace("gradient ", "")
+    return next((family for part, family in _FAMILIES if part in name), "other")
 
 
 def _merged(spans: list[Span]) -> list[tuple[str, int, int, bool]]:

@@ -321,7 +321,7 @@ class Hierarchical(Topology):
             )
         outer_whole = outer._whole or (False,) * (len(self.shape) - 1)
         self._whole = ((inner._whole or (False,))[0], *outer_whole)
-        self.name = f"nodes:{self.nodes}x{gpus} [{inner.name}, {outer.name}]"
+        self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
         self.classes = [
             *(
                 dataclasses.replace(link, name=f"node {link.name}", kind="link", count=link.count * self.nodes)

@@ -25,9 +25,10 @@ from interlace.sim import calibrate, plot, reproduce
 from interlace.sim.machine import load_machine
 from interlace.sim.results import Result
 from interlace.sim.scenario import Scenario
-from interlace.sim.step import Collective, Task, run
+from interlace.sim.step import run
 from interlace.sim.sweeps import parse_parameter, sweep, to_csv
 from interlace.sim.trace import to_perfetto
+from interlace.sim.work import Collective, Task
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -12,8 +12,9 @@ from interlace.errors import ConfigError, UnphysicalError
 from interlace.sim.bounds import Bound
 from interlace.sim.collectives import ALGORITHMS, Group, schedule
 from interlace.sim.results import Result
-from interlace.sim.step import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work, run
+from interlace.sim.step import run
 from interlace.sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
+from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work
 from tests.sim.machines import machine
 
 

@@ -17,8 +17,9 @@ from interlace.errors import ConfigError
 from interlace.sim import operators
 from interlace.sim.machine import find, load_machine, presets
 from interlace.sim.scenario import FUSING, Scenario
-from interlace.sim.step import COMPUTE, Collective, Fused, Kernel, Task, run
+from interlace.sim.step import run
 from interlace.sim.topology import Switch, Torus
+from interlace.sim.work import COMPUTE, Collective, Fused, Kernel, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import load_workload
 from tests.sim.machines import machine

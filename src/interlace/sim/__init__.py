@@ -31,24 +31,25 @@ if TYPE_CHECKING:
     from interlace.sim.machine import Machine, load_machine
     from interlace.sim.results import Result
     from interlace.sim.scenario import Scenario
-    from interlace.sim.step import Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, run
+    from interlace.sim.step import run
     from interlace.sim.sweeps import sweep
+    from interlace.sim.work import Collective, Consuming, Fused, HostCopy, Kernel, Message, Task
 
 _PUBLIC = {
-    "Collective": "step",
-    "Consuming": "step",
+    "Collective": "work",
+    "Consuming": "work",
     "Engine": "engine",
     "Fabric": "fabric",
-    "Fused": "step",
-    "HostCopy": "step",
+    "Fused": "work",
+    "HostCopy": "work",
     "Join": "engine",
-    "Kernel": "step",
+    "Kernel": "work",
     "Machine": "machine",
-    "Message": "step",
+    "Message": "work",
     "Result": "results",
     "Scenario": "scenario",
     "Server": "engine",
-    "Task": "step",
+    "Task": "work",
     "load_machine": "machine",
     "run": "step",
     "sweep": "sweeps",

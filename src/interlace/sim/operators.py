@@ -13,7 +13,7 @@ from interlace.costs import gemm_all_reduce as gemm_all_reduce_cost
 from interlace.costs import gemm_all_to_all as gemm_all_to_all_cost
 from interlace.costs import gemm_reduce_scatter as gemm_reduce_scatter_cost
 from interlace.costs import gemv_all_reduce as gemv_all_reduce_cost
-from interlace.sim.step import COMPUTE, Collective, Consuming, Fused, Kernel, Task, Work
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task, Work
 
 Axes = tuple[int, ...] | None
 

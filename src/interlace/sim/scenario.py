@@ -10,7 +10,8 @@ from interlace.errors import ConfigError
 from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.machine import Machine, load_machine
 from interlace.sim.results import Result
-from interlace.sim.step import Collective, Task, run
+from interlace.sim.step import run
+from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Fusing, load_workload
 

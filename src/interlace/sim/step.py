@@ -1,117 +1,20 @@
-"""A step of a program on every rank: tasks in rows, run on a machine's network.
-
-A *row* is a stream: its tasks run one at a time, in the order in which they were given. A task also waits for the tasks that it
-names. Three kinds of row exist on a real rank, and nothing keeps them from overlapping: ``compute``, one per collective library
-stream, and ``copy engine``.
-
-A **fused** task is one kernel that computes and communicates. Its output leaves slice by slice while it goes on, in the order
-in which the kernels of this library compute: what goes to others first, from the neighbour on, what stays last. A **consuming**
-task is the mirror image: it starts on what has arrived while the rest is on its way.
-"""
+"""A step of a program on every rank: the rows of tasks of :mod:`interlace.sim.work`, run on a machine's network."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from interlace.errors import ConfigError
-from interlace.sim.astra.algorithms import binary_tree
 from interlace.sim.bounds import LATENCY, Bound, collective_bound, collective_bounds, largest
 from interlace.sim.collectives import Group, Round, schedule
 from interlace.sim.engine import Engine, duration_ns
+from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
 from interlace.sim.fabric import Fabric
 from interlace.sim.machine import Machine
 from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.topology import Topology
-
-COMPUTE, COPY = "compute", "copy engine"
-_MOST_PIECES = 64  # of a message
-_TREE_PIECES = 16  # pieces in which a tree's halves follow one another
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """Computation: FLOPs and bytes of this GPU's memory. ``seconds`` instead, where a time was given."""
-
-    flops: float = 0.0
-    memory_bytes: float = 0.0
-    given_ns: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A library's collective over a group: ``size`` bytes a rank, see :mod:`interlace.sim.collectives`."""
-
-    kind: str
-    algorithm: str
-    size: int
-    axes: tuple[int, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """A kernel whose output is an all-to-all, a reduce-scatter or an all-reduce of ``size`` bytes a rank.
-
-    Attributes:
-        slices: pieces in which what goes to one rank leaves.
-        gather_size: bytes of the whole sum that the owners then send to everyone, in an all-reduce; ``size`` by default.
-        receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
-        waits: until the peers' slices are here; otherwise a consuming task does.
-    """
-
-    kernel: Kernel
-    kind: Literal["all_to_all", "reduce_scatter", "all_reduce"]
-    size: int
-    axes: tuple[int, ...] | None = None
-    slices: int = 4
-    receive_bytes: float = 0.0
-    waits: bool = True
-    gather_size: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Consuming:
-    """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives.
-
-    Attributes:
-        sent_by: a fused task that does not wait and has the same sizes; without it, everything is sent when this one starts.
-    """
-
-    kernel: Kernel
-    kind: Literal["all_to_all", "all_gather"]
-    size: int
-    axes: tuple[int, ...] | None = None
-    slices: int = 4
-    sent_by: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """``size`` bytes to the next rank of a group, by a copy engine; across its outermost coordinate, the longest way."""
-
-    axes: tuple[int, ...]
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class HostCopy:
-    """``size`` bytes from the host, by a copy engine."""
-
-    size: int
-
-
-Work = Kernel | Collective | Fused | Consuming | Message | HostCopy
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Work in a row, after other tasks of the same rank."""
-
-    name: str
-    row: str
-    work: Work
-    deps: tuple[str, ...] = ()
+from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work
 
 
 def run(
@@ -159,6 +62,16 @@ def _check(tasks: Sequence[Task]) -> None:
         seen.add(task.name)
 
 
+def _before(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
+    """What each task waits for: its dependencies, and the task before it in its row."""
+    last: dict[str, str] = {}
+    out = []
+    for task in tasks:
+        out.append((*task.deps, last[task.row]) if task.row in last else task.deps)
+        last[task.row] = task.name
+    return out
+
+
 class _Rank:
     """One rank's rows, and what each of its tasks waits for."""
 
@@ -184,9 +97,11 @@ class _Simulation:
         self.link_uses: list[LinkUse] = []
         self.fabric = Fabric(self.engine, topology, mirrored=not all_ranks, observe=self._observe)
         self.all_ranks = all_ranks
+        self.setting = Setting(machine, topology, self.engine, self.fabric, all_ranks)
         self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
         self.groups: dict[tuple[int, ...] | None, Group] = {}
-        self.shared: dict[int, _Rounds | _Trees] = {}  # by task: what the ranks of a collective share
+        self.shared: dict[int, Rounds | Trees] = {}  # by task: what the ranks of a collective share
+        self.before = _before(tasks)
 
     def start(self) -> None:
         for rank in self.ranks:
@@ -315,9 +230,7 @@ class _Simulation:
 
     def _end(self, rank: _Rank, index: int, start: int) -> None:
         task, now = self.tasks[index], self.engine.now
-        position = rank.rows[task.row].index(index)
-        before = [*task.deps, *([self.tasks[rank.rows[task.row][position - 1]].name] if position else [])]
-        cause = max(before, key=lambda name: rank.done[name], default=None)
+        cause = max(self.before[index], key=lambda name: rank.done[name], default=None)
         rank.done[task.name] = now
         rank.running.discard(task.row)
         rank.times.append(TaskTime(task.name, task.row, start, now, cause))
@@ -370,7 +283,7 @@ class _Simulation:
                 f"Ask for all ranks (--all-ranks), or use ring."
             )
         piece = self.machine.collectives.piece_bytes
-        return rounds if piece is None else [_in_pieces(step, piece.value) for step in rounds]
+        return rounds if piece is None else [in_pieces(step, piece.value) for step in rounds]
 
     def _collective(self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]) -> None:
         shared = self.shared.get(index)
@@ -378,9 +291,9 @@ class _Simulation:
             if work.algorithm == "double_binary_tree":
                 if not self.all_ranks:
                     raise ConfigError("double_binary_tree must be run on every rank; it is not the same for all. Add --all-ranks.")
-                shared = _Trees(self, work)
+                shared = Trees(self.setting, work, self.group(work.axes))
             else:
-                shared = _Rounds(self, self._rounds(work), self.group(work.axes), work.kind)
+                shared = Rounds(self.setting, self._rounds(work), self.group(work.axes), work.kind)
             self.shared[index] = shared
         shared.enter(rank.number, end)
 
@@ -389,14 +302,14 @@ class _Simulation:
         destination = self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
         self.fabric.send(rank.number, destination, work.size, end, traffic="message")
 
-    def _slices(self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int) -> _Slices:
+    def _slices(self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int) -> Slices:
         shared = self.shared.get(index)
         if shared is None:
-            shared = _Rounds(self, [], group, kind)
+            shared = Rounds(self.setting, [], group, kind)
             self.shared[index] = shared
-        assert isinstance(shared, _Rounds)
+        assert isinstance(shared, Rounds)
         block = -(-size // group.size)
-        return _Slices(self, rank, shared, block, min(slices, max(1, block)))
+        return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Slices leave as they are computed; the kernel ends when its own work is done and everything has come."""
@@ -448,200 +361,3 @@ class _Simulation:
 
     def _observe(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
         self.link_uses.append(LinkUse(link, traffic, start, end, size))
-
-
-def _in_pieces(step: Round, piece_bytes: float) -> Round:
-    """The same messages, each in pieces, going round the destinations."""
-    largest_send = max(size for _, size in step.sends)
-    pieces = min(_MOST_PIECES, max(1, round(largest_send / piece_bytes)))
-    if pieces == 1:
-        return step
-    return dataclasses.replace(step, sends=tuple((place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends))
-
-
-class _Rounds:
-    """A collective that all ranks go through round by round."""
-
-    def __init__(self, simulation: _Simulation, rounds: list[Round], group: Group, kind: str) -> None:
-        self.simulation, self.rounds, self.group, self.kind = simulation, rounds, group, kind
-        self.arrived: dict[tuple[int, int], int] = {}
-        self.at: dict[int, int] = {}
-        self.ends: dict[int, Callable[[], None]] = {}
-        self.hooks: dict[int, Callable[[], None]] = {}
-
-    def enter(self, rank: int, end: Callable[[], None]) -> None:
-        self.ends[rank] = end
-        self._begin(rank, 0)
-
-    def _begin(self, rank: int, number: int) -> None:
-        self.at[rank] = number
-        if number == len(self.rounds):
-            self.ends[rank]()
-            return
-        step = self.rounds[number]
-        efficiency = self.simulation.machine.collectives.library_efficiency(self.kind)
-        for place, size in step.sends:
-            self.send(rank, place, size, number, efficiency, step.exchange)
-        self._check(rank, number)
-
-    def send(self, rank: int, place: int, size: int, number: int, efficiency: float, exchange: bool = False) -> None:
-        """Send to the rank ``place`` further on in the group; it arrives there as a part of round ``number``."""
-        fabric, topology, group = self.simulation.fabric, self.simulation.topology, self.group
-        if not self.simulation.all_ranks:
-            destination, receiver = group.displacement(place), 0
-        elif exchange:
-            members = group.members(rank)
-            destination = receiver = members[group.place(rank) ^ place]
-        else:
-            destination = receiver = topology.shift(rank, group.displacement(place))
-        fabric.send(rank, destination, size, lambda: self._arrive(receiver, number), traffic=self.kind, efficiency=efficiency)
-
-    def _arrive(self, rank: int, number: int) -> None:
-        self.arrived[rank, number] = self.arrived.get((rank, number), 0) + 1
-        self._check(rank, number)
-        hook = self.hooks.get(rank)
-        if hook is not None:
-            hook()
-
-    def _check(self, rank: int, number: int) -> None:
-        if not 0 <= number < len(self.rounds):
-            return
-        step = self.rounds[number]
-        if self.at.get(rank) != number or self.arrived.get((rank, number), 0) < len(step.sends):
-            return
-        machine = self.simulation.machine
-        reduce = machine.reduction_ns(step.reduced)
-        self.at[rank] = -1  # between rounds
-        self.simulation.engine.after(round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1)
-
-
-_PRODUCED, _GATHERED = -1, -2  # "rounds" of a fused kernel's messages
-
-
-class _Slices:
-    """One rank's part in a fused task: slices that leave, slices that come."""
-
-    def __init__(self, simulation: _Simulation, rank: _Rank, shared: _Rounds, block: int, slices: int) -> None:
-        self.simulation, self.rank, self.shared = simulation, rank, shared
-        self.block, self.slices = block, slices
-        self.peers = shared.group.size - 1
-        self.efficiency = simulation.machine.collectives.fused_efficiency.value
-
-    def _piece(self, number: int) -> int:
-        """Bytes of a slice; together they are the block."""
-        return self.block * (number + 1) // self.slices - self.block * number // self.slices
-
-    def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
-        """Remote slices first, round the peers; the own block last."""
-        engine = self.simulation.engine
-        total = (self.peers + 1) * self.slices
-        start = engine.now + launch
-        for number in range(self.peers * self.slices if self.block else 0):
-            when = start + body * (number + 1) // total
-            size = self._piece(number // self.peers)
-            engine.at(when, self.shared.send, self.rank.number, number % self.peers + 1, size, _PRODUCED, self.efficiency)
-        if complete is not None:
-            self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
-
-    def gather(self, block: int, complete: Callable[[], None]) -> None:
-        """The owner's sums go to everyone."""
-        engine = self.simulation.engine
-        for place in range(1, self.peers + 1):
-            self.shared.send(self.rank.number, place, block, _GATHERED, self.efficiency)
-        self._when(_GATHERED, self.peers, engine.now, complete)
-
-    def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
-        engine, rank = self.simulation.engine, self.rank.number
-        called: list[bool] = []
-
-        def check() -> None:
-            if not called and engine.now >= not_before and self.shared.arrived.get((rank, number), 0) >= count:
-                called.append(True)
-                then()
-
-        self.shared.hooks[rank] = check
-        engine.at(not_before, check)
-
-    def consume(self, launch: int, body: int, end: Callable[[], None], send: bool) -> None:
-        """Own block first, then each slice in the order of arrival."""
-        engine, rank = self.simulation.engine, self.rank.number
-        total = (self.peers + 1) * self.slices
-        count = self.peers * self.slices if self.block else 0
-        flag = round(self.simulation.machine.collectives.slice_ns.value)
-        state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
-
-        def work() -> None:
-            while state["seen"] < self.shared.arrived.get((rank, _PRODUCED), 0):
-                state["seen"] += 1
-                share = body * (total - count + state["seen"]) // total - body * (total - count + state["seen"] - 1) // total
-                state["free"] = max(state["free"], engine.now + flag) + share
-                if state["seen"] == count:
-                    engine.at(state["free"], end)
-
-        for number in range(count if send else 0):
-            self.shared.send(rank, number % self.peers + 1, self._piece(number // self.peers), _PRODUCED, self.efficiency)
-        self.shared.hooks[rank] = work
-        if count == 0:
-            engine.at(state["free"], end)
-        else:
-            work()
-
-
-class _Trees:
-    """All-reduce over two binary trees, each half of the buffer, in pieces that follow one another."""
-
-    def __init__(self, simulation: _Simulation, work: Collective) -> None:
-        if work.kind != "all_reduce":
-            raise ConfigError(f"double_binary_tree must be of an all_reduce; got {work.kind}. Use ring or direct.")
-        self.simulation = simulation
-        self.group = simulation.group(work.axes)
-        self.piece = -(-work.size // (2 * _TREE_PIECES))
-        self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
-        self.left: dict[int, int] = {}
-        self.ends: dict[int, Callable[[], None]] = {}
-        self.waiting: dict[tuple[int, bool, int], int] = {}
-
-    def _links(self, rank: int, last: bool) -> tuple[int, int, int]:
-        members = self.group.members(rank)
-        key = (members[0], last)
-        if key not in self.trees:
-            self.trees[key] = binary_tree(members, last)
-        return self.trees[key][rank]
-
-    def enter(self, rank: int, end: Callable[[], None]) -> None:
-        if self.group.size == 1 or self.piece == 0:
-            end()
-            return
-        self.ends[rank] = end
-        self.left[rank] = 2 * _TREE_PIECES
-        for last in (True, False):
-            for piece in range(_TREE_PIECES):
-                self._ready(rank, last, piece)  # the rank's own part
-
-    def _ready(self, rank: int, last: bool, piece: int) -> None:
-        """One of the parts that ``rank`` adds up is there: its own, or a child's."""
-        parent, *children = self._links(rank, last)
-        key = (rank, last, piece)
-        self.waiting[key] = self.waiting.get(key, 0) + 1
-        if self.waiting[key] <= sum(child >= 0 for child in children):
-            return
-        machine = self.simulation.machine
-        reduce = machine.reduction_ns(self.piece)
-        delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
-        if parent >= 0:
-            self.simulation.engine.after(delay, self._send, rank, parent, lambda: self._ready(parent, last, piece))
-        else:
-            self.simulation.engine.after(delay, self._down, rank, last, piece)
-
-    def _down(self, rank: int, last: bool, piece: int) -> None:
-        """``rank`` has the sum: pass it on."""
-        for child in self._links(rank, last)[1:]:
-            if child >= 0:
-                self._send(rank, child, lambda child=child: self._down(child, last, piece))  # type: ignore[misc]
-        self.left[rank] -= 1
-        if self.left[rank] == 0:
-            self.ends[rank]()
-
-    def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
-        efficiency = self.simulation.machine.collectives.library_efficiency("all_reduce")
-        self.simulation.fabric.send(rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency)

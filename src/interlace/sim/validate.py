@@ -22,8 +22,8 @@ from interlace.sim.astra.workload import Node, Report, run
 from interlace.sim.bounds import Bound
 from interlace.sim.configfile import parse, read
 from interlace.sim.machine import load_machine
-from interlace.sim.step import Collective, Task
 from interlace.sim.step import run as run_step
+from interlace.sim.work import Collective, Task
 from interlace.units import GIB, KIB, MIB
 
 TOLERANCE = 0.001

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from interlace.errors import ConfigError
 from interlace.sim.astra.workload import Node
 from interlace.sim.machine import Machine
-from interlace.sim.step import Collective, HostCopy, Kernel, Task
+from interlace.sim.work import Collective, HostCopy, Kernel, Task
 
 
 def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt,
 
 from interlace.sim.configfile import Strict, parse, read
 from interlace.sim.machine import Confidence, Given, find, replace
-from interlace.sim.step import COMPUTE, Kernel, Task, Work
+from interlace.sim.work import COMPUTE, Kernel, Task, Work
 
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""

@@ -25,8 +25,9 @@ from typing import Literal
 from interlace.sim.machine import Machine
 from interlace.sim.operators import embedding_all_to_all
 from interlace.sim.results import Result
-from interlace.sim.step import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, run
+from interlace.sim.step import run
 from interlace.sim.topology import Topology
+from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel
 from interlace.sim.workloads.common import Fusing, Given, GivenLayers, Tasks, Workload, product
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 from interlace.errors import ConfigError
 from interlace.sim.machine import Machine
 from interlace.sim.results import Result
-from interlace.sim.step import COMPUTE, Collective, Consuming, Fused, Kernel, run
+from interlace.sim.step import run
 from interlace.sim.topology import Topology
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel
 from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, product
 
 

@@ -21,8 +21,9 @@ from interlace.errors import ConfigError
 from interlace.sim.machine import Machine
 from interlace.sim.operators import gemm_all_reduce
 from interlace.sim.results import Result
-from interlace.sim.step import COPY, Collective, Message, run
+from interlace.sim.step import run
 from interlace.sim.topology import Topology
+from interlace.sim.work import COPY, Collective, Message
 from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, product
 
 

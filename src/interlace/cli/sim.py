@@ -228,11 +228,12 @@ def astra(
         bool, typer.Option("--congestion-unaware", help="Every message has the network to itself: not physical.")
     ] = False,
     json_file: JsonFile = None,
+    trace: TraceFile = None,
 ) -> None:
     """Run ASTRA-sim's own inputs with its own semantics."""
     from interlace.cli.sim_run import run_astra
 
-    run_astra(network, system, workload, groups, unaware, json_file)
+    run_astra(network, system, workload, groups, unaware, json_file, trace)
 
 
 @sim_app.command()

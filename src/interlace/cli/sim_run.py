@@ -23,7 +23,7 @@ from interlace.sim.configfile import load
 from interlace.sim.machine import find, load_machine, presets
 from interlace.sim.results import Result
 from interlace.sim.scenario import FUSING, Scenario
-from interlace.sim.trace import to_perfetto
+from interlace.sim.trace import report_to_perfetto, to_perfetto
 from interlace.sim.workloads import dlrm
 from interlace.sim.workloads.common import load_workload
 from interlace.units import GIB, KIB, MIB, format_bytes, format_ns
@@ -256,26 +256,26 @@ def run_collective(
     _say_written(console, json_file, plot_file, trace_file)
 
 
-def run_astra(network: Path, system: Path, workload: str, groups: Path | None, unaware: bool, json_file: Path | None) -> None:
+def run_astra(
+    network: Path,
+    system: Path,
+    workload: str,
+    groups: Path | None,
+    unaware: bool,
+    json_file: Path | None,
+    trace_file: Path | None,
+) -> None:
     """ASTRA-sim's inputs, its semantics; unphysical outcomes are flagged."""
     net, config = load(Network, network), load(System, system)
     graphs = chakra.read_traces(workload, net.npus)
     report = run_graphs(net, config, graphs, congestion_aware=not unaware, groups=chakra.read_groups(groups) if groups else None)
-    needed = max(
-        (
-            validate.network_bound(net, node.collective, node.size)
-            for node in graphs[0]
-            if node.kind == "collective" and not node.group and node.dims is None
-        ),
-        default=0.0,
-    )
     console = make_console()
     console.print(
         f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; exposed communication "
         f"at most {max(report.exposed_ns)} ns."
     )
-    console.print(f"Physical bound of the largest collective: {needed:.0f} ns.")
-    if report.total_ns < needed:
+    console.print(f"Physical bound: {report.bound_ns:.0f} ns.")
+    if report.unphysical:
         console.print(
             "UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets messages share links for nothing.",
             style="bold red",
@@ -287,8 +287,8 @@ def run_astra(network: Path, system: Path, workload: str, groups: Path | None, u
             {
                 "end_ns": report.end_ns,
                 "exposed_ns": report.exposed_ns,
-                "bound_ns": round(needed),
-                "unphysical": report.total_ns < needed,
+                "bound_ns": round(report.bound_ns),
+                "unphysical": report.unphysical,
                 "sent_bytes": report.sent_bytes,
                 "events": report.events,
                 "spans": [
@@ -296,6 +296,10 @@ def run_astra(network: Path, system: Path, workload: str, groups: Path | None, u
                 ],
             },
         )
+
+    if trace_file is not None:
+        write_json(trace_file, report_to_perfetto(report, graphs))
+    _say_written(console, json_file, trace_file)
 
 
 def run_sweep(

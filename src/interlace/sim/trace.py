@@ -6,8 +6,10 @@ Rows are named as in traces of the real kernels: ``compute``, a row for each of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from interlace.sim.astra.workload import Node, Report
 from interlace.sim.results import Result
 
 
@@ -27,6 +29,23 @@ def to_perfetto(results: list[Result]) -> dict[str, Any]:
         for use in result.link_uses:
             events.append(_slice(pid, rows[f"link {use.link}"], use.traffic, use.start_ns, use.end_ns, {"bytes": round(use.size)}))
         events += _flows(pid, rows, result)
+    return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def report_to_perfetto(report: Report, graphs: Sequence[Sequence[Node]], npus: int = 64) -> dict[str, Any]:
+    """A run of ASTRA-sim's graphs: each of the first ``npus`` NPUs is a process, with rows for what it does at once."""
+    rows = {"compute": 0, "collective": 1, "send": 1, "receive": 2, "none": 3}
+    events: list[dict[str, Any]] = []
+    for pid, (spans, graph) in enumerate(zip(report.spans[:npus], graphs, strict=False)):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"NPU {pid}"}})
+        nodes = {node.id: node for node in graph}
+        used: dict[int, str] = {}
+        for ident, start, end in spans:
+            node = nodes[ident]
+            tid = 4 if node.cpu else rows[node.kind]
+            used[tid] = ("compute", "communication", "receives", "other", "host")[tid]
+            events.append(_slice(pid, tid, node.name, start, end, {"node": ident, "bytes": node.size}))
+        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}} for tid, name in used.items()]
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from interlace.errors import ConfigError
 from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.workload import Node, Report, run
-from interlace.sim.bounds import Bound
 from interlace.sim.configfile import parse, read
 from interlace.sim.machine import load_machine
 from interlace.sim.step import run as run_step
@@ -109,14 +108,14 @@ def to_csv(cases: list[Case]) -> str:
     return out.getvalue()
 
 
-def _run(case: dict[str, Any], graph: list[Node], where: str) -> tuple[Network, Report, float]:
+def _run(case: dict[str, Any], graph: list[Node], where: str) -> tuple[Report, float]:
     network = parse(Network, case.get("network"), f"{where}, network")
     system = parse(System, case.get("system"), f"{where}, system")
     if "npus" in case and case["npus"] != network.npus:
         raise ConfigError(f"{where}: npus must be the product of npus_count; got {case['npus']} and {network.npus}. Correct one.")
     start = time.perf_counter()
     report = run(network, system, [graph] * network.npus, congestion_aware="unaware" not in case.get("backend", "congestion_aware"))
-    return network, report, time.perf_counter() - start
+    return report, time.perf_counter() - start
 
 
 def _collectives(cases: list[dict[str, Any]], file: Path) -> Iterator[Case]:
@@ -127,37 +126,17 @@ def _collectives(cases: list[dict[str, Any]], file: Path) -> Iterator[Case]:
             if key not in case:
                 raise ConfigError(f"{where}: {key} must be given; it is missing. Add it, or remove the case.")
         node = Node(0, case["collective"], (), "collective", collective=case["collective"], size=case["comm_size_bytes_per_npu"])
-        network, report, seconds = _run(case, [node], where)
-        bound = network_bound(network, node.collective, node.size)
-        yield from _ends(name, case, report, bound, seconds)
+        report, seconds = _run(case, [node], where)
+        yield from _ends(name, case, report, seconds)
 
 
-def _ends(name: str, case: dict[str, Any], report: Report, bound: float, seconds: float) -> Iterator[Case]:
-    under = report.total_ns < bound
+def _ends(name: str, case: dict[str, Any], report: Report, seconds: float) -> Iterator[Case]:
+    bound, under = report.bound_ns, report.unphysical
     yield Case(name, "astra-sim", "last NPU, ns", case["time_ns_max"], report.total_ns, bound, under, report.events, seconds)
     if "time_ns_min" in case:
         yield Case(
             name, "astra-sim", "first NPU, ns", case["time_ns_min"], min(report.end_ns), bound, under, report.events, seconds
         )
-
-
-def network_bound(network: Network, collective: str, size: int) -> float:
-    """The least time for what must leave an NPU, and cross the middle of the network; in nanoseconds."""
-    n = network.npus
-    if n == 1:
-        return 0.0
-    per_ns = [value * GIB / 1e9 for value in network.bandwidth]
-    ports = 0.0
-    for block, count, rate in zip(network.topology, network.shape, per_ns, strict=True):
-        ports += {"Ring": 2, "Switch": 1, "FullyConnected": count - 1}[block] * rate if count > 1 else 0.0
-    whole = size * n if collective == "all_gather" else size
-    factor = 2 if collective == "all_reduce" else 1
-    bounds = [Bound(factor * whole * (n - 1) / n / ports, "leaving the NPU")]
-    block, count, rate = max(zip(network.topology, network.shape, per_ns, strict=True), key=lambda dim: dim[1])
-    if collective == "all_to_all" and count % 2 == 0:
-        cut = {"Ring": 2, "Switch": count // 2, "FullyConnected": count * count // 4}[block] * rate * n / count
-        bounds.append(Bound(n * whole / 4 / cut, "the bisection"))
-    return max(bound.time_ns for bound in bounds)
 
 
 _SIZES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
@@ -197,10 +176,8 @@ def _overlap(cases: list[dict[str, Any]], file: Path) -> Iterator[Case]:
         name = str(case.get("id", number))
         where = f"{file}, overlap[{number}] ({name})"
         graph = describe(str(case.get("workload")), where)
-        network, report, seconds = _run(case, graph, where)
-        collective = next(node for node in graph if node.kind == "collective")
-        bound = network_bound(network, collective.collective, collective.size)
-        yield from _ends(name, case, report, bound, seconds)
+        report, seconds = _run(case, graph, where)
+        yield from _ends(name, case, report, seconds)
         exposed = case.get("exposed_comm_ns")
         if exposed:
             yield Case(name, "astra-sim", "exposed, ns", max(exposed), max(report.exposed_ns), 0.0, False, report.events, seconds)
@@ -239,14 +216,11 @@ def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         return
     graph = read_graph(part.get("graph", []), f"{file}, dlrm_graph")
     for number, case in enumerate(part.get("runs", [])):
-        network, report, seconds = _run(case, graph, f"{file}, dlrm_graph.runs[{number}]")
-        name = f"DLRM graph, {network.npus} NPUs"
-        pairs = sorted(set(zip(report.end_ns, report.exposed_ns, strict=True)))
-        chain = float(sum(node.duration_us for node in graph) * 1000)
-        theirs = sorted(tuple(pair) for pair in case["times_ns_and_exposed_comm_ns"])
-        for (total, exposed), (our_total, our_exposed) in zip(theirs, pairs[-len(theirs) :], strict=True):
-            yield Case(name, "astra-sim", "total, ns", total, our_total, chain, our_total < chain, report.events, seconds)
-            yield Case(name, "astra-sim", "exposed, ns", exposed, our_exposed, 0.0, False, report.events, seconds)
+        report, seconds = _run(case, graph, f"{file}, dlrm_graph.runs[{number}]")
+        name = f"DLRM graph, {len(report.end_ns)} NPUs"
+        for number, (quantity, ours) in enumerate((("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))):
+            theirs = max(pair[number] for pair in case["times_ns_and_exposed_comm_ns"])
+            yield Case(name, "astra-sim", quantity, theirs, max(ours), report.bound_ns, report.unphysical, report.events, seconds)
 
 
 def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:

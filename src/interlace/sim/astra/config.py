@@ -81,6 +81,7 @@ class System(Strict):
     trace_enabled: Annotated[int, Field(alias="trace-enabled")] = 0
     logging: Any = None
     track_local_mem: Annotated[int, Field(alias="track-local-mem")] = 0
+    local_mem_trace_filename: Annotated[str | None, Field(alias="local-mem-trace-filename")] = None
     L: float = 0
     o: float = 0
     g: float = 0

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from interlace.errors import ConfigError
+from interlace.sim.astra.bound import graph_bound
 from interlace.sim.astra.config import COLLECTIVES, Network, System
 from interlace.sim.astra.network import AwareNetwork, UnawareNetwork
 from interlace.sim.astra.system import Mailbox, Npu
@@ -62,6 +63,7 @@ class Report:
         events: that the engine called.
         sent_bytes: that all NPUs sent.
         spans: per NPU, (node id, start, end) in order of ending.
+        bound_ns: what physics needs at least, for any NPU.
     """
 
     end_ns: list[int]
@@ -69,10 +71,16 @@ class Report:
     events: int
     sent_bytes: int
     spans: list[list[tuple[int, int, int]]]
+    bound_ns: float
 
     @property
     def total_ns(self) -> int:
         return max(self.end_ns)
+
+    @property
+    def unphysical(self) -> bool:
+        """The run lies under its bound: the congestion-unaware network lets messages share links for nothing."""
+        return self.total_ns < self.bound_ns
 
 
 class _Runner:
@@ -207,7 +215,9 @@ def run(
         )
     ends = [runner.end_ns or 0 for runner in runners]
     exposed = [end - runner.compute_ns for end, runner in zip(ends, runners, strict=True)]
-    return Report(ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners])
+    bounds = {id(graph): graph for graph in graphs}  # NPUs often share one
+    bound = 0.0 if system.roofline_enabled else max(graph_bound(network, graph) for graph in bounds.values())
+    return Report(ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners], bound)
 
 
 def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[int, list[int]]) -> None:

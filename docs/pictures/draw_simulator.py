@@ -21,7 +21,7 @@ DRAWN = {
     "sweep": ("sim", "sweep", "dlrm", "--param", "machine.network.link_bytes_per_s=12.5e9,25e9,50e9,100e9",
               "--param", "model.tables=128,256,512,1024,2048", "--plot", "{folder}/simulator-sweep.png"),
 }
-KEPT = {"validate.png": "simulator-validate.png", "sc24-tornado.png": "simulator-tornado.png",
+KEPT = {"validate.png": "simulator-validate.png", "sc24-tornado.png": "simulator-tornado.png", "sc24-tornado-both.png": "simulator-tornado-both.png",
         "sc24-nodes.png": "simulator-nodes.png", "sc24-networks.png": "simulator-networks.png"}
 
 
@@ -79,8 +79,9 @@ def latency() -> None:
 
 
 def _save(figure: plt.Figure, name: str) -> None:
-    for kind in ("svg", "png"):
-        figure.savefig(FOLDER / f"{name}.{kind}", dpi=150, facecolor="white")
+    plt.rcParams["svg.hashsalt"] = name  # the same file from every run
+    figure.savefig(FOLDER / f"{name}.svg", facecolor="white", metadata={"Date": None})
+    figure.savefig(FOLDER / f"{name}.png", dpi=150, facecolor="white")
     plt.close(figure)
 
 

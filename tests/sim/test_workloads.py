@@ -98,6 +98,14 @@ def test_results_do_not_change_between_runs() -> None:
     assert scenario.simulate() == scenario.simulate()
 
 
+def test_cost_grows_as_documented() -> None:
+    """Ranks times hops, and slices: events, which no machine's speed changes. The largest takes half a second."""
+    events = {nodes: Scenario("dlrm", nodes=nodes, fused="both").simulate().events for nodes in (128, 256, 1024)}
+    assert events == {128: 7653, 256: 19045, 1024: 140389}
+    slices = {count: Scenario("dlrm", nodes=128, fused="both", slices=count).simulate().events for count in (1, 4, 16)}
+    assert slices == {1: 2283, 4: 7653, 16: 29133}
+
+
 def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
     """21 %: between forward and both against the best unfused all-to-all, and within a point with ASTRA-sim's per-dimension one."""
 

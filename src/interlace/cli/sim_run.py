@@ -566,15 +566,19 @@ def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool)
 
 def draw_sc24(study: reproduce.Study, out: Path) -> None:
     """Tornado of the assumptions, curve over nodes, and savings by network and All-to-All."""
-    rows = [(name, low.forward, high.forward, low_name, high_name) for name, low_name, high_name, low, high in study.assumptions]
-    plot.tornado(
-        rows,
-        study.base.forward,
-        reproduce.PAPER_PERCENT,
-        "DLRM on 128 GPUs, forward pass fused: what each assumption does, the others as in the presets",
-        "time of a step saved, %",
-        out / "sc24-tornado.png",
-    )
+    for passes, which in (("forward", "forward pass"), ("both", "both passes")):
+        rows = [
+            (name, getattr(low, passes), getattr(high, passes), first, second)
+            for name, first, second, low, high in study.assumptions
+        ]
+        plot.tornado(
+            rows,
+            getattr(study.base, passes),
+            reproduce.PAPER_PERCENT,
+            f"DLRM on 128 GPUs, {which} fused: what each assumption does, the others as in the presets",
+            "time of a step saved, %",
+            out / ("sc24-tornado.png" if passes == "forward" else "sc24-tornado-both.png"),
+        )
     nodes = list(dict.fromkeys(row[0] for row in study.curve))
     lines = []
     for algorithm in dict.fromkeys(row[1] for row in study.curve):

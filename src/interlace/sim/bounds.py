@@ -56,15 +56,13 @@ def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
         Bound(float(_latency_ns(topology, group.axes, farthest=kind == "all_to_all")), LATENCY),
     ]
     everyone = group.size == topology.ranks
-    if isinstance(topology, Hierarchical) and topology.nodes > 1:
-        inside = group.sizes[group.axes.index(0)] if 0 in group.axes else 1
-        nodes = group.size // inside
-        leaving = (
-            sent * (group.size - inside) / (group.size - 1)
-            if kind == "all_to_all"
-            else least_sent_bytes(kind, size, nodes) / inside
-        )
-        bounds.append(Bound(1e9 * leaving / topology.network_bytes_per_s() if everyone else 0.0, "leaving the node"))
+    if everyone and isinstance(topology, Hierarchical) and topology.nodes > 1:
+        inside = topology.inner.ranks
+        if kind == "all_to_all":
+            leaving = sent * (group.size - inside) / (group.size - 1)
+        else:  # a node can reduce or spread inside
+            leaving = least_sent_bytes(kind, size, topology.nodes) / inside
+        bounds.append(Bound(1e9 * leaving / topology.network_bytes_per_s(), "leaving the node"))
     if everyone:
         half = group.size // 2
         pairs = half * (group.size - half) / group.size  # of blocks from one half to the other, in blocks of the buffer

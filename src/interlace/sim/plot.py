@@ -319,9 +319,10 @@ def tornado(
                 axis.barh(place, value - base, left=base, height=0.66, color=colour)
         axis.axvline(base, color="black", linewidth=1)
         axis.axvline(published, color="#D55E00", linestyle="--", linewidth=1.3)
+        paper_side = 1 if published > base else -1
         for value, text, colour, side in (
-            (published, f"paper: {published:g} %", "#D55E00", 1),
-            (base, f"presets: {base:.1f} %", "black", -1),
+            (published, f"paper: {published:g} %", "#D55E00", paper_side),
+            (base, f"presets: {base:.1f} %", "black", -paper_side),
         ):
             spot = (value, len(ordered) - 0.3)
             axis.annotate(

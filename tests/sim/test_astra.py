@@ -236,7 +236,7 @@ def test_bad_graphs(graph: list[Node], message: str) -> None:
 def test_what_does_not_fit_together() -> None:
     with pytest.raises(ConfigError, match=r"one graph per NPU; got 1 for 4"):
         run(ring(4), parse(System, {}, "s"), [collective("all_reduce", 400)])
-    with pytest.raises(ConfigError, match=r"must name one algorithm per dimension"):
+    with pytest.raises(ConfigError, match=r"must name at most one algorithm per dimension"):
         run_all(ring(4), {"all-reduce-implementation": ["ring", "ring"]}, collective("all_reduce", 400))
     with pytest.raises(ConfigError, match=r"at least preferred-dataset-splits; got 3 bytes and 4 splits"):
         run_all(ring(4), {"preferred-dataset-splits": 4}, collective("all_gather", 3))
@@ -268,11 +268,28 @@ def test_validate_names_what_it_does_not_understand(tmp_path: Path) -> None:
         ({"collectives": [{"id": "x"}]}, r"collectives\[0\] \(x\): collective must be given"),
         ({"overlap": [{**CASES["overlap"][0], "workload": "two of them"}]}, r"workload must read .*; got 'two of them'"),
         ({"collectives": [{**CASES["collectives"][0], "npus": 3}]}, r"npus must be the product of npus_count; got 3 and 16"),
-        ({}, r"must have collectives, overlap or dlrm_graph; it has none"),
     ):
+        document["collectives"] = [*document.get("collectives", []), CASES["collectives"][0]]
         file.write_text(json.dumps(document))
-        with pytest.raises(ConfigError, match=message):
-            validate(file)
+        cases = validate(file)
+        assert sorted(case.passed for case in cases) == [False, True, True]  # the others are run
+        assert re.search(message, next(case.problem for case in cases if not case.passed))
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match=r"must have collectives, overlap or dlrm_graph; it has none"):
+        validate(file)
+
+
+def test_a_recorded_run_may_bring_its_graph(tmp_path: Path) -> None:
+    case = {key: value for key, value in CASES["overlap"][-2].items() if key != "workload"}
+    case["graph"] = [
+        {"id": 0, "name": "embedding", "deps": [], "kind": "COMP", "duration_us": 100},
+        {"id": 1, "name": "A2A", "deps": [0], "kind": "ALL_TO_ALL", "bytes": 16 << 20},
+        {"id": 2, "name": "bottom", "deps": [0], "kind": "COMP", "duration_us": 150},
+        {"id": 3, "name": "top", "deps": [1, 2], "kind": "COMP", "duration_us": 20},
+    ]
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps({"overlap": [case]}))
+    assert [case.error for case in validate(file)] == [0, 0, 0]
 
 
 # Chakra traces.

@@ -418,6 +418,9 @@ def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
     exact = sum(case.error == 0 for case in astra)
     worst = max((abs(case.error) for case in astra), default=0.0)
     names = {case.name for case in astra}
+    for case in cases:
+        if case.problem:
+            console.print(f"{case.name} was not run: {case.problem}")
     console.print(
         f"ASTRA-sim: {len(astra)} figures of {len(names)} runs, {exact} exact to the nanosecond, largest error {100 * worst:.4f} %."
     )

@@ -183,6 +183,10 @@ class Npu:
             return [Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))]
         algorithms = self.system.algorithms(kind, len(self.shape))
         axes = self._axes(algorithms)
+        if dims is not None and len(dims) < len(axes):
+            raise ConfigError(
+                f"a collective's involved dimensions must be said for all {len(axes)}; got {list(dims)}. Add the others."
+            )
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
         if kind == "all_gather":
             used.reverse()
@@ -200,7 +204,10 @@ class Npu:
         return phases
 
     def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
-        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all NPUs as one dimension."""
+        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all NPUs as one dimension.
+
+        Dimensions for which no algorithm is named take no part.
+        """
         axes: list[tuple[int, int]] = []
         stride = 1
         for name, count in zip(algorithms, self.shape, strict=False):

@@ -22,6 +22,7 @@ DRAWN = {
               "--param", "model.tables=128,256,512,1024,2048", "--plot", "{folder}/simulator-sweep.png"),
 }
 KEPT = {"validate.png": "simulator-validate.png", "sc24-tornado.png": "simulator-tornado.png", "sc24-tornado-both.png": "simulator-tornado-both.png",
+        "sc24-tornado-per_dimension.png": "simulator-tornado-per_dimension.png",
         "sc24-nodes.png": "simulator-nodes.png", "sc24-networks.png": "simulator-networks.png"}
 
 

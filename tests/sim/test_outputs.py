@@ -240,7 +240,7 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     low, high = document["range"]["forward"]
     assert low < 21 < high
     assert ["2-D torus 8x16", "per_dimension", "forward"] in [match[:3] for match in document["matches"]]
-    for name in ("tornado", "tornado-both", "nodes", "networks"):
+    for name in ("tornado", "tornado-both", "tornado-per_dimension", "nodes", "networks"):
         assert (tmp_path / f"sc24-{name}.png").read_bytes().startswith(PNG)
 
 

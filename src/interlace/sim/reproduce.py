@@ -15,6 +15,8 @@ PAPER_PERCENT = 21.0
 """SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942, abstract)."""
 
 ALGORITHMS = ("one_shot", "per_dimension", "direct", "ring")
+BASELINES = ("one_shot", "per_dimension")
+"""The best unfused all-to-all on a torus, and ASTRA-sim's own way."""
 NETWORKS = (
     ("2-D torus 8x16", "sc24-torus", "torus:8x16", 128),
     ("2-D torus 16x8", "sc24-torus", "torus:16x8", 128),
@@ -29,7 +31,7 @@ NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # Assumption, parameter, low and high; None keeps the base value.
 ASSUMPTIONS: tuple[tuple[str, str, Any, Any], ...] = (
     ("unfused All-to-All", "all_to_all", "one_shot", "ring"),
-    ("All-to-All, if no relay", "all_to_all", "one_shot", "per_dimension"),
+    ("unfused All-to-All", "all_to_all", "one_shot", "per_dimension"),
     ("tables (1 to 8 a GPU)", "model.tables", 128, 1024),
     ("pooling factor", "model.pooling_factor", 20, 140),
     ("embedding dimension", "model.embedding_dim", 64, 128),
@@ -66,14 +68,16 @@ class Study:
 
     Attributes:
         base: the step with the presets as they are.
+        bases: the same, by the unfused all-to-all.
         table: (network, algorithm, saving).
-        assumptions: (name, low's name, high's name, saving at low, saving at high).
+        assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at high).
         curve: (nodes, algorithm, saving).
     """
 
     base: Saving
     table: list[tuple[str, str, Saving]]
-    assumptions: list[tuple[str, str, str, Saving, Saving]]
+    assumptions: list[tuple[str, str, str, str, Saving, Saving]]
+    bases: dict[str, Saving]
     curve: list[tuple[int, str, Saving]]
 
     def matches(self) -> list[tuple[str, str, str, float]]:
@@ -98,8 +102,15 @@ class Study:
             "range": {"forward": self.spread(lambda s: s.forward), "both": self.spread(lambda s: s.both)},
             "networks": [{"network": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.table],
             "assumptions": [
-                {"assumption": n, "low": a, "high": b, "at_low": dataclasses.asdict(low), "at_high": dataclasses.asdict(high)}
-                for n, a, b, low, high in self.assumptions
+                {
+                    "all_to_all": algorithm,
+                    "assumption": name,
+                    "low": first,
+                    "high": second,
+                    "at_low": dataclasses.asdict(low),
+                    "at_high": dataclasses.asdict(high),
+                }
+                for algorithm, name, first, second, low, high in self.assumptions
             ],
             "nodes": [{"nodes": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.curve],
             "matches": self.matches(),
@@ -114,16 +125,23 @@ def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes:
         for name, machine, topology, count in NETWORKS
         for algorithm in ALGORITHMS
     ]
+    bases = {algorithm: base.change({"all_to_all": algorithm}) for algorithm in BASELINES}
     assumptions = [
-        (name, _name(low), _name(high), base.change({parameter: low}), base.change({parameter: high}))
+        (algorithm, name, _name(low), _name(high), start.change({parameter: low}), start.change({parameter: high}))
+        for algorithm, start in bases.items()
         for name, parameter, low, high in ASSUMPTIONS
+        if parameter != "all_to_all" or algorithm == "one_shot"
     ]
     curve = [
-        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm}))
-        for count in nodes
-        for algorithm in ("one_shot", "per_dimension")
+        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm})) for count in nodes for algorithm in BASELINES
     ]
-    scenarios = [base, *(row[2] for row in table), *(s for row in assumptions for s in row[3:]), *(row[2] for row in curve)]
+    scenarios = [
+        base,
+        *(row[2] for row in table),
+        *bases.values(),
+        *(s for row in assumptions for s in row[4:]),
+        *(row[2] for row in curve),
+    ]
     every = [scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING]
     times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
 
@@ -138,7 +156,8 @@ def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes:
     return Study(
         saving(base),
         [(name, algorithm, saving(scenario)) for name, algorithm, scenario in table],
-        [(name, low, high, saving(first), saving(second)) for name, low, high, first, second in assumptions],
+        [(algorithm, name, low, high, saving(first), saving(second)) for algorithm, name, low, high, first, second in assumptions],
+        {algorithm: saving(scenario) for algorithm, scenario in bases.items()},
         [(count, algorithm, saving(scenario)) for count, algorithm, scenario in curve],
     )
 

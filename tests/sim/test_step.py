@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from interlace.errors import ConfigError, UnphysicalError
 from interlace.sim.bounds import Bound
 from interlace.sim.collectives import ALGORITHMS, Group, schedule
+from interlace.sim.engine import Engine
+from interlace.sim.fabric import Fabric
 from interlace.sim.results import Result
 from interlace.sim.step import run
 from interlace.sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
@@ -60,6 +62,20 @@ def test_messages_that_share_a_link_wait() -> None:
     alone = run(machine(), Switch(16, 1e9, 0), works[:1]).total_ns
     both = run(machine(), Switch(16, 1e9, 0), works).total_ns
     assert both == 2 * alone
+
+
+def test_both_ways_of_switching() -> None:
+    """1000 B over three idle hops of 50 ns: the bytes count once, or at every hop; a second message waits behind the first."""
+    for store_and_forward, expected in ((False, [1150, 2150]), (True, [3150, 4150])):
+        engine = Engine()
+        fabric = Fabric(engine, Torus((8,), 1e9, 50), mirrored=False, store_and_forward=store_and_forward)
+        arrivals: list[int] = []
+        for _ in range(2):
+            fabric.send(0, 3, 1000, lambda arrivals=arrivals, engine=engine: arrivals.append(engine.now))
+        engine.run()
+        assert arrivals == expected
+        assert fabric.sent_bytes[0] == 2 * 3 * 1000
+        assert {server.busy_ns for server in fabric.servers().values()} == {2000}
 
 
 def test_oversubscribed_uplinks_slow_what_leaves_the_leaf() -> None:

@@ -27,6 +27,16 @@ def test_these_need_neither_torch_nor_triton(code):
     assert _modules_after(code) == set()
 
 
+def test_the_simulator_needs_neither_torch_nor_triton():
+    """It must run where there is no torch: all its modules, and a run."""
+    code = (
+        "import importlib, pkgutil, interlace.sim as sim; "
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, 'interlace.sim.')]; "
+        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', nodes=4).simulate().total_ns"
+    )
+    assert _modules_after(code) == {"numpy"}
+
+
 @pytest.mark.parametrize(
     "code",
     [

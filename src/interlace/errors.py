@@ -4,7 +4,9 @@
 
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
+    │   └── ConfigError                   a configuration file, a trace or a model's parameter does
     ├── DataError (ValueError)            a file's contents break its format
+    ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
     ├── BackendError                      the machine, driver or package set lacks something
@@ -28,6 +30,14 @@ class ArgumentError(InterlaceError, ValueError):
 
 class DataError(InterlaceError, ValueError):
     """A file's contents break its format. The message names the file and, where there is one, the line."""
+
+
+class ConfigError(ArgumentError):
+    """A configuration file, a trace or a parameter of a model breaks a rule; names the file and the key."""
+
+
+class UnphysicalError(InterlaceError):
+    """A simulated result lies under its physical lower bound: the model, or the mode that was asked for, is wrong."""
 
 
 class RankMismatchError(InterlaceError):

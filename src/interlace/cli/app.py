@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
+from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
 
 
@@ -32,6 +33,7 @@ bench_app = typer.Typer(help="Measure an operator on this machine's GPUs, or ren
 tune_app = typer.Typer(help="Measure which implementation and configuration is fastest, and write the tuned table.", **_settings)
 app.add_typer(bench_app, name="bench")
 app.add_typer(tune_app, name="tune")
+app.add_typer(sim_app, name="sim")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")]
 Ranks = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8.")]

@@ -1,0 +1,82 @@
+"""Event-driven models of distributed training: what fusing buys on many nodes. See ``docs/simulator.md``.
+
+Needs neither torch nor Triton. One call, one result::
+
+    from interlace.sim import Scenario
+
+    unfused = Scenario("dlrm", nodes=128).simulate()
+    fused = Scenario("dlrm", nodes=128, fused="both").simulate()
+    print(fused.total_ns / unfused.total_ns, fused.bound)
+
+A program of one's own is a list of tasks on a machine::
+
+    from interlace.sim import Collective, Kernel, Task, load_machine, run
+
+    machine = load_machine("h200-node")
+    tasks = [
+        Task("GEMM", "compute", Kernel(flops=1e12, memory_bytes=1e9)),
+        Task("AllReduce", "library", Collective("all_reduce", "ring", size=64 << 20), deps=("GEMM",)),
+    ]
+    result = run(machine, machine.build_topology(4), tasks)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interlace.sim.engine import Engine, Join, Server
+    from interlace.sim.fabric import Fabric
+    from interlace.sim.machine import Machine, load_machine
+    from interlace.sim.results import Result
+    from interlace.sim.scenario import Scenario
+    from interlace.sim.step import run
+    from interlace.sim.sweeps import sweep
+    from interlace.sim.work import Collective, Consuming, Fused, HostCopy, Kernel, Message, Task
+
+_PUBLIC = {
+    "Collective": "work",
+    "Consuming": "work",
+    "Engine": "engine",
+    "Fabric": "fabric",
+    "Fused": "work",
+    "HostCopy": "work",
+    "Join": "engine",
+    "Kernel": "work",
+    "Machine": "machine",
+    "Message": "work",
+    "Result": "results",
+    "Scenario": "scenario",
+    "Server": "engine",
+    "Task": "work",
+    "load_machine": "machine",
+    "run": "step",
+    "sweep": "sweeps",
+}
+
+__all__ = [
+    "Collective",
+    "Consuming",
+    "Engine",
+    "Fabric",
+    "Fused",
+    "HostCopy",
+    "Join",
+    "Kernel",
+    "Machine",
+    "Message",
+    "Result",
+    "Scenario",
+    "Server",
+    "Task",
+    "load_machine",
+    "run",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'interlace.sim' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"interlace.sim.{_PUBLIC[name]}"), name)

@@ -1,0 +1,269 @@
+"""ASTRA-sim's collective algorithms: what one NPU does for one chunk in one dimension.
+
+They share a rhythm. A *packet* passes the endpoint (``endpoint-delay``, and if it is to be reduced the time of three memory
+passes), which gives a credit; a credit and a queued packet together become a message; a received message queues the next
+packet. An algorithm is over when it has sent all its messages and all its credits are back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interlace.sim.astra.system import Npu, Stream
+
+LOCAL_DELAY_NS = 10
+"""The endpoint's delay inside a communicator group, whatever ``endpoint-delay`` says."""
+
+
+class _Packets:
+    """The rhythm that the ring, direct and halving-doubling algorithms share.
+
+    Attributes:
+        messages: still to be sent.
+        window: packets under way at once.
+    """
+
+    messages: int
+    window: int
+    message_bytes: int
+    final_bytes: int
+
+    def __init__(self, npu: Npu, stream: Stream, collective: str, endpoint_ns: int) -> None:
+        self.npu, self.stream, self.collective = npu, stream, collective
+        self.endpoint_ns = endpoint_ns
+        self.credits = 0
+        self.queue: deque[tuple[int, int, int]] = deque()  # to, from, bytes
+        self._plain = 0  # packets of this round that are not reduced
+        self._rest = 0
+        self._rounds = 0
+
+    def start(self) -> None:
+        for _ in range(self.window):
+            self._insert()
+
+    def _round_rest(self) -> int:
+        """Packets of a round after the first ``window``."""
+        raise NotImplementedError
+
+    def _next(self) -> tuple[int, int, int]:
+        """Receiver, sender and bytes of the next packet; and the step to the one after."""
+        raise NotImplementedError
+
+    def _insert(self) -> None:
+        if self._plain == 0 and self._rest == 0:
+            self._plain, self._rest = self.window, self._round_rest()
+            self._rounds += 1
+        reduced = False
+        if self._plain > 0:
+            self._plain -= 1
+        else:
+            self._rest -= 1
+            reduced = self.collective == "reduce_scatter" or (self.collective == "all_reduce" and self._rounds % 2 == 1)
+        packet = self._next()
+        self.queue.append(packet)
+        self.npu.through_endpoint(self.endpoint_ns, packet[2] if reduced else 0, self._credit)
+
+    def _credit(self) -> None:
+        self.credits += 1
+        self._send()
+        self._maybe_finish()
+
+    def _send(self) -> None:
+        if not self.queue or self.messages == 0 or self.credits == 0:
+            return
+        receiver, sender, size = self.queue.popleft()
+        self.messages -= 1
+        self.credits -= 1
+        self.npu.send(receiver, self.stream.tag, size)
+        self.npu.receive(sender, self.stream.tag, size, self._received)
+
+    def _received(self) -> None:
+        self._insert()
+
+    def _maybe_finish(self) -> None:
+        if self.messages == 0 and self.credits == self.window:
+            self.npu.finish_phase(self.stream)
+
+
+class Ring(_Packets):
+    """Each NPU sends to its neighbour in one direction; an all-to-all relays each block hop by hop."""
+
+    def __init__(
+        self,
+        npu: Npu,
+        stream: Stream,
+        collective: str,
+        members: list[int],
+        size: int,
+        step: int,
+        endpoint_ns: int,
+    ) -> None:
+        super().__init__(npu, stream, collective, endpoint_ns)
+        count = len(members)
+        self.members, self.step = members, step
+        self.at = members.index(npu.id)
+        self.window = 1
+        self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(collective, count - 1)
+        self.message_bytes = size if collective == "all_gather" else size // count
+        self.final_bytes = {"all_gather": size * count, "reduce_scatter": size // count}.get(collective, size)
+
+    def _round_rest(self) -> int:
+        return (len(self.members) - 1) * self.window
+
+    def _next(self) -> tuple[int, int, int]:
+        return self._member(self.step), self._member(-self.step), self.message_bytes
+
+    def _member(self, offset: int) -> int:
+        return self.members[(self.at + offset) % len(self.members)]
+
+
+class Direct(Ring):
+    """Each NPU sends to every other one, the nearest first, at most ``window`` messages at once (-1: all)."""
+
+    def __init__(
+        self,
+        npu: Npu,
+        stream: Stream,
+        collective: str,
+        members: list[int],
+        size: int,
+        step: int,
+        endpoint_ns: int,
+        window: int,
+    ) -> None:
+        super().__init__(npu, stream, collective, members, size, step, endpoint_ns)
+        peers = len(members) - 1
+        self.peers, self._offset, self._received_count = peers, 0, 0
+        self.window = peers if window == -1 else min(window, peers)
+        if collective == "all_to_all":
+            self.messages = peers
+
+    def _round_rest(self) -> int:
+        return self.window
+
+    def _next(self) -> tuple[int, int, int]:
+        self._offset = self._offset % self.peers + 1
+        away = self._offset * self.step
+        return self._member(away), self._member(-away), self.message_bytes
+
+    def _received(self) -> None:
+        self._received_count += 1
+        self._insert()
+
+    def _credit(self) -> None:
+        self.credits += 1
+        if self.collective == "all_reduce" and self.messages <= self.peers:  # the second half waits for the whole first
+            if self._received_count < self.peers:
+                return
+            for _ in range(self.window):
+                self._send()
+        else:
+            self._send()
+        self._maybe_finish()
+
+
+class HalvingDoubling(_Packets):
+    """Exchange half with the NPU 1 away, a quarter with the one 2 away, and so on; then back."""
+
+    def __init__(self, npu: Npu, stream: Stream, collective: str, members: list[int], size: int, endpoint_ns: int) -> None:
+        super().__init__(npu, stream, collective, endpoint_ns)
+        count = len(members)
+        self.members, self.at, self.window = members, members.index(npu.id), 1
+        self.levels = int(math.log2(count))
+        self.messages = 2 * self.levels if collective == "all_reduce" else self.levels
+        gather = collective == "all_gather"
+        self.message_bytes = size if gather else size // 2
+        self.final_bytes = {"all_gather": size * count, "reduce_scatter": size // count}.get(collective, size)
+        self._distance = count // 2 if gather else 1
+        self._growing = not gather
+
+    def _round_rest(self) -> int:
+        return self.levels - self.window
+
+    def _next(self) -> tuple[int, int, int]:
+        distance, size, count = self._distance, self.message_bytes, len(self.members)
+        step = 0 if distance == 0 else distance if (self.at // distance) % 2 == 0 else -distance
+        peer = self.members[(self.at + step) % count]
+        self._advance()
+        if self._distance == count and self.collective == "all_reduce":
+            self._growing = False
+            self._advance()
+        return peer, peer, size
+
+    def _advance(self) -> None:
+        if self._growing:
+            self._distance, self.message_bytes = self._distance * 2, self.message_bytes // 2
+        else:
+            self._distance, self.message_bytes = self._distance // 2, self.message_bytes * 2
+
+
+class Tree:
+    """All-reduce up and down a binary tree, the whole chunk at every edge. Chunks take the two trees in turn."""
+
+    def __init__(self, npu: Npu, stream: Stream, links: tuple[int, int, int], size: int, endpoint_ns: int) -> None:
+        self.npu, self.stream, self.size, self.endpoint_ns = npu, stream, size, endpoint_ns
+        self.parent, self.left, self.right = links
+        self.final_bytes = size
+        self._arrived = 0
+
+    def start(self) -> None:
+        children = [child for child in (self.left, self.right) if child >= 0]
+        if not children:
+            self._pass(False, self._send_up)
+        elif self.parent < 0:
+            self._hear(children[0], lambda: self._pass(True, self._send_down))
+        else:
+            for child in children:
+                self._hear(child, lambda: self._pass(True, self._summed))
+
+    def _summed(self) -> None:
+        self._arrived += 1
+        if self._arrived == 2:
+            self._send_up()
+
+    def _send_up(self) -> None:
+        self.npu.send(self.parent, self.stream.tag, self.size)
+        leaf = self.left < 0 and self.right < 0
+        then = self._finish if leaf else self._send_down
+        self._hear(self.parent, lambda: self._pass(not leaf, then))
+
+    def _send_down(self) -> None:
+        for child in (self.left, self.right):
+            if child >= 0:
+                self.npu.send(child, self.stream.tag, self.size)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.npu.finish_phase(self.stream)
+
+    def _hear(self, sender: int, then: Callable[[], None]) -> None:
+        self.npu.receive(sender, self.stream.tag, self.size, then)
+
+    def _pass(self, reduced: bool, then: Callable[[], None]) -> None:
+        self.npu.through_endpoint(self.endpoint_ns, self.size if reduced else 0, then)
+
+
+def binary_tree(members: list[int], root_last: bool) -> dict[int, tuple[int, int, int]]:
+    """Parent, left and right child (-1: none) of every member: a balanced tree in order, under a root that is an end of it.
+
+    The number of members must be a power of two.
+    """
+    tree: dict[int, tuple[int, int, int]] = {}
+
+    def build(low: int, high: int, parent: int) -> int:
+        middle = (low + high) // 2
+        node = members[middle]
+        left = build(low, middle - 1, node) if low < middle else -1
+        right = build(middle + 1, high, node) if middle < high else -1
+        tree[node] = (parent, left, right)
+        return node
+
+    last = len(members) - 1
+    root = members[last] if root_last else members[0]
+    below = build(0, last - 1, root) if root_last else build(1, last, root)
+    tree[root] = (-1, below, -1) if root_last else (-1, -1, below)
+    return tree

@@ -1,0 +1,55 @@
+"""A step of this simulator as ASTRA-sim's graph, to run there, or here in the compatibility mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from interlace.errors import ConfigError
+from interlace.sim.astra.workload import Node
+from interlace.sim.machine import Machine
+from interlace.sim.work import Collective, HostCopy, Kernel, Task
+
+
+def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
+    """One NPU's graph; every NPU has the same.
+
+    A row's order becomes dependencies. Kernels have the machine's time in whole microseconds (at least one), and their FLOPs
+    and bytes for the roofline. Copies from the host are left out: ASTRA-sim has no such resource.
+
+    Raises:
+        ConfigError: a task cannot be said there: a fused kernel, a group that is not everyone, a message.
+    """
+    numbers: dict[str, int] = {}
+    nodes: list[Node] = []
+    last: dict[str, str] = {}
+    left_out = {task.name for task in tasks if isinstance(task.work, HostCopy)}
+    for task in tasks:
+        if task.name in left_out:
+            continue
+        before = [dep for dep in task.deps if dep not in left_out]
+        if task.row in last:
+            before.append(last[task.row])
+        deps = tuple(sorted({numbers[dep] for dep in before}))
+        work = task.work
+        number = len(nodes)
+        if isinstance(work, Kernel):
+            time = work.given_ns if work.given_ns is not None else machine.gpu.kernel_time_ns(work.flops, work.memory_bytes)
+            node = Node(
+                number,
+                task.name,
+                deps,
+                duration_us=max(1, round(time / 1000)),
+                flops=round(work.flops),
+                size=round(work.memory_bytes),
+            )
+        elif isinstance(work, Collective) and work.axes is None:
+            node = Node(number, task.name, deps, "collective", collective=work.kind, size=work.size)
+        else:
+            raise ConfigError(
+                f"a Chakra trace must have kernels and collectives of all ranks only; {task.name!r} is neither. Ask for "
+                "--fused none, of a DLRM."
+            )
+        numbers[task.name] = number
+        last[task.row] = task.name
+        nodes.append(node)
+    return nodes

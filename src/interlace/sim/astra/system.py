@@ -1,0 +1,283 @@
+"""One ASTRA-sim NPU: its clock, its messages, its queues of chunks, and how a collective becomes phases over dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from interlace.errors import ConfigError
+from interlace.sim.astra.algorithms import LOCAL_DELAY_NS, Direct, HalvingDoubling, Ring, Tree, binary_tree
+from interlace.sim.astra.config import System
+from interlace.sim.astra.network import AwareNetwork, UnawareNetwork
+from interlace.sim.engine import Engine
+
+Tag = tuple[int, int]
+"""Communicator group and number of a chunk; messages match by it."""
+
+Algorithm = Ring | Direct | HalvingDoubling | Tree
+
+
+class Mailbox:
+    """Matches sends and receives by tag, sender, receiver and size, in order."""
+
+    def __init__(self, engine: Engine, network: AwareNetwork | UnawareNetwork) -> None:
+        self.engine, self.network = engine, network
+        self._arrived: dict[tuple[Tag, int, int, int], int] = {}
+        self._waiting: dict[tuple[Tag, int, int, int], list[Callable[[], None]]] = {}
+
+    def send(self, tag: Tag, source: int, destination: int, size: int, sent: Callable[[], None] | None = None) -> None:
+        """Start a message; ``sent()`` is called when it has arrived."""
+        key = (tag, source, destination, size)
+        if size == 0 or source == destination:
+            raise ConfigError(
+                f"a message must have bytes and two ends; got {size} bytes from NPU {source} to {destination}. "
+                f"Make the collective larger than the number of NPUs, or use fewer splits."
+            )
+        self.network.send(source, destination, size, lambda: self._arrive(key, sent))
+
+    def receive(self, tag: Tag, source: int, destination: int, size: int, then: Callable[[], None]) -> None:
+        """Call ``then()`` when the next such message is there; an instant later if it is there already."""
+        key = (tag, source, destination, size)
+        if self._arrived.get(key):
+            self._arrived[key] -= 1
+            self.engine.after(0, then)
+        else:
+            self._waiting.setdefault(key, []).append(then)
+
+    def _arrive(self, key: tuple[Tag, int, int, int], sent: Callable[[], None] | None) -> None:
+        if sent is not None:
+            sent()
+        waiting = self._waiting.get(key)
+        if waiting:
+            waiting.pop(0)()
+        else:
+            self._arrived[key] = self._arrived.get(key, 0) + 1
+
+
+class Phase:
+    """A collective in one dimension: made when it is planned, built into an algorithm when its turn comes."""
+
+    __slots__ = ("build", "dimension")
+
+    def __init__(self, dimension: int, build: Callable[[Stream], Algorithm]) -> None:
+        self.dimension, self.build = dimension, build
+
+
+class Stream:
+    """One chunk of a collective on one NPU."""
+
+    __slots__ = ("algorithm", "dimension", "done", "phases", "priority", "running", "tag")
+
+    def __init__(self, tag: Tag, phases: list[Phase], priority: int, done: Callable[[], None]) -> None:
+        self.tag, self.phases, self.priority, self.done = tag, phases, priority, done
+        self.algorithm: Algorithm | None = None
+        self.dimension = -1
+        self.running = False
+
+
+class Npu:
+    """An NPU's system layer."""
+
+    def __init__(self, npu: int, engine: Engine, mailbox: Mailbox, system: System, shape: tuple[int, ...]) -> None:
+        self.id, self.engine, self.mailbox, self.system, self.shape = npu, engine, mailbox, system, shape
+        self._calls: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._queues: dict[int, list[Stream]] = {}
+        self._running: dict[int, int] = {}
+        self._priority = 0
+        self._numbers: dict[int, int] = {}
+        self._trees: dict[tuple[int, str], int] = {}
+        self._reduce_bytes_per_ns = system.local_mem_bw
+
+    # Time and messages.
+
+    def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
+        """As the engine's, but all of an NPU's calls of one instant run when the first one is due."""
+        time = self.engine.now + delay_ns
+        calls = self._calls.get(time)
+        if calls is None:
+            calls = self._calls[time] = []
+            self.engine.at(time, self._call, time)
+        calls.append((call, args))
+
+    def _call(self, time: int) -> None:
+        calls = self._calls[time]
+        for call, args in calls:  # grows while it runs
+            call(*args)
+        del self._calls[time]
+
+    def through_endpoint(self, delay_ns: int, reduced_bytes: int, then: Callable[[], None]) -> None:
+        """Pass the endpoint, and reduce ``reduced_bytes`` if not 0: read two operands, write one."""
+        if reduced_bytes:
+            passes = 3 * int(reduced_bytes / self._reduce_bytes_per_ns)
+            self.after(delay_ns, lambda: self.after(passes, then))
+        else:
+            self.after(delay_ns, then)
+
+    def send(self, destination: int, tag: Tag, size: int) -> None:
+        self.mailbox.send(tag, self.id, destination, size)
+
+    def receive(self, source: int, tag: Tag, size: int, then: Callable[[], None]) -> None:
+        self.mailbox.receive(tag, source, self.id, size, then)
+
+    # Collectives.
+
+    def collective(
+        self,
+        kind: str,
+        size: int,
+        dims: Sequence[bool] | None,
+        group: tuple[int, list[int]] | None,
+        priority: int,
+        done: Callable[[], None],
+    ) -> None:
+        """Start a collective of ``size`` bytes; ``done()`` is called when this NPU has finished its part.
+
+        Args:
+            kind: ``"all_reduce"``, ``"all_to_all"``, ``"all_gather"`` or ``"reduce_scatter"``.
+            size: bytes of this NPU's buffer; of all-gather, of its shard.
+            dims: which dimensions take part; None is all.
+            group: id and members of a communicator group; None is all NPUs.
+            priority: for the ``EXPLICIT`` policy; the larger goes first.
+        """
+        splits = self.system.preferred_dataset_splits
+        everyone = math.prod(self.shape)
+        chunk = size // splits
+        if kind != "all_gather" and everyone > chunk:
+            chunk, size = everyone, splits * everyone
+        if chunk == 0:
+            raise ConfigError(
+                f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes and {splits} splits. "
+                f"Change one of them."
+            )
+        chunks = -(-size // chunk)  # a rest is a whole chunk more
+        if self.system.scheduling_policy == "LIFO":
+            priority, self._priority = self._priority, self._priority + 1
+        elif self.system.scheduling_policy == "FIFO":
+            priority, self._priority = self._priority, self._priority - 1
+        left = [chunks]
+
+        def one_done() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                done()
+
+        number = group[0] if group else 0
+        streams = []
+        for _ in range(chunks):
+            phases = self._plan(kind, chunk, dims, group[1] if group else None)
+            if not phases:
+                break
+            tag = (number, self._numbers.get(number, 0))
+            self._numbers[number] = tag[1] + 1
+            streams.append(Stream(tag, phases, priority, one_done))
+        if not streams:
+            self.after(0, done)
+        for stream in streams:
+            self._enter(stream)
+
+    def _plan(self, kind: str, size: int, dims: Sequence[bool] | None, members: list[int] | None) -> list[Phase]:
+        if members is not None:  # a communicator group is one ring of its own
+            if len(members) == 1:
+                return []
+            return [Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))]
+        algorithms = self.system.algorithms(kind, len(self.shape))
+        axes = self._axes(algorithms)
+        if dims is not None and len(dims) < len(axes):
+            raise ConfigError(
+                f"a collective's involved dimensions must be said for all {len(axes)}; got {list(dims)}. Add the others."
+            )
+        used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
+        if kind == "all_gather":
+            used.reverse()
+        steps: list[tuple[str, int, int]]
+        if kind == "all_reduce" and self.system.collective_optimization == "localBWAware" and len(used) > 1:
+            steps = [("reduce_scatter", dim, 1) for dim in used[:-1]] + [("all_reduce", used[-1], 1)]
+            steps += [("all_gather", dim, -1) for dim in reversed(used[:-1])]
+        else:
+            steps = [(kind, dim, 1) for dim in used]
+        phases = []
+        for what, dim, direction in steps:
+            count, stride = axes[dim]
+            phases.append(Phase(dim, self._builder(algorithms[dim], what, dim, self._members(count, stride), size, direction)))
+            size = {"all_gather": size * count, "reduce_scatter": size // count}.get(what, size)
+        return phases
+
+    def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
+        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all NPUs as one dimension.
+
+        Dimensions for which no algorithm is named take no part.
+        """
+        axes: list[tuple[int, int]] = []
+        stride = 1
+        for name, count in zip(algorithms, self.shape, strict=False):
+            if name.startswith("one"):
+                return [*axes, (math.prod(self.shape), 1)]
+            axes.append((count, stride))
+            stride *= count
+        return axes
+
+    def _members(self, count: int, stride: int) -> list[int]:
+        first = self.id - (self.id // stride % count) * stride
+        return [first + i * stride for i in range(count)]
+
+    def _builder(
+        self, name: str, kind: str, dim: int, members: list[int], size: int, direction: int
+    ) -> Callable[[Stream], Algorithm]:
+        delay = self.system.endpoint_delay
+        plain = name.removeprefix("one").lower()
+        if plain == "ring":
+            return lambda stream: Ring(self, stream, kind, members, size, direction, delay)
+        if plain.startswith("direct"):
+            window = int(plain.removeprefix("direct") or -1)
+            return lambda stream: Direct(self, stream, kind, members, size, direction, delay, window)
+        power_of_two = len(members) & (len(members) - 1) == 0
+        if not power_of_two:
+            raise ConfigError(f"{name} must have a power of two of NPUs in its dimension; got {len(members)}. Use ring or direct.")
+        if plain == "halvingdoubling":
+            if kind == "all_to_all":
+                raise ConfigError("all-to-all-implementation must be ring or direct; got halvingDoubling. Use direct.")
+            return lambda stream: HalvingDoubling(self, stream, kind, members, size, delay)
+        if kind != "all_reduce":
+            raise ConfigError(f"doubleBinaryTree must be of an all-reduce; got {kind}. Use ring or direct.")
+        turn = self._trees.get((dim, kind), 0)
+        self._trees[dim, kind] = turn + 1
+        links = binary_tree(members, root_last=turn % 2 == 0)[self.id]
+        return lambda stream: Tree(self, stream, links, size, delay)
+
+    # Chunks wait for their turn in each dimension.
+
+    def _enter(self, stream: Stream) -> None:
+        self._queue_up(stream)
+        self._start_some(stream.dimension)
+
+    def _queue_up(self, stream: Stream) -> None:
+        """Into the queue of its next dimension: after what runs, and after what is not less urgent."""
+        phase = stream.phases.pop(0)
+        stream.dimension, stream.running, stream.algorithm = phase.dimension, False, phase.build(stream)
+        queue = self._queues.setdefault(phase.dimension, [])
+        place = next((i for i, other in enumerate(queue) if not other.running and other.priority < stream.priority), len(queue))
+        queue.insert(place, stream)
+
+    def _start_some(self, dimension: int) -> None:
+        queue = self._queues[dimension]
+        while (running := self._running.get(dimension, 0)) < min(len(queue), self.system.active_chunks_per_dimension):
+            stream = queue[running]
+            stream.running = True
+            self._running[dimension] = running + 1
+            assert stream.algorithm is not None
+            stream.algorithm.start()
+
+    def finish_phase(self, stream: Stream) -> None:
+        """The stream's algorithm is over: on to the next dimension, or done."""
+        left = stream.dimension
+        if not stream.phases:
+            stream.done()
+        self._queues[left].remove(stream)
+        self._running[left] -= 1
+        if stream.phases:
+            self._queue_up(stream)
+            self._start_some(left)
+            self._start_some(stream.dimension)
+        else:
+            self._start_some(left)

@@ -1,0 +1,281 @@
+"""From measurements to a machine file, with the error on points that the fit has not seen.
+
+What it reads, in one or several JSON files:
+
+- matrix products: lists of ``{"m", "n", "k", "us"}`` under any key (two bytes an element);
+- collectives: lists of ``{"op", "gpus", "bytes", "us"}`` under any key;
+- documents that ``interlace bench gemv_all_reduce --json`` wrote: their cuBLAS times alone.
+
+Every fourth point, by order, is held out. Computation is fitted as :class:`interlace.sim.machine.Gpu` models it; a
+collective's time as launch, steps and bytes over a share of the links' bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from interlace.errors import ConfigError
+from interlace.sim.configfile import read
+from interlace.sim.machine import Machine
+
+HOLD_OUT = 4
+_PARAMETERS = ("flops_efficiency", "memory_efficiency", "kernel_ns", "roofline_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A measured matrix product, two bytes an element."""
+
+    m: int
+    n: int
+    k: int
+    ns: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def memory_bytes(self) -> float:
+        return 2.0 * (self.m * self.k + self.n * self.k + self.m * self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """A measured collective."""
+
+    kind: str
+    gpus: int
+    size: int
+    ns: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What was fitted, and how well it predicts: relative errors on points that were held out."""
+
+    what: str
+    values: dict[str, float]
+    points: int
+    held_out: int
+    mean_error: float
+    median_error: float
+    worst_error: float
+
+
+def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing]]:
+    """All products and collectives of some files.
+
+    Raises:
+        ConfigError: a file has neither.
+    """
+    products: list[Product] = []
+    timings: list[Timing] = []
+    for file in files:
+        document = read(file)
+        before = len(products) + len(timings)
+        if isinstance(document, dict) and isinstance(document.get("results"), list):
+            products += _bench(document["results"])
+        for key, items in document.items() if isinstance(document, dict) else ():
+            if isinstance(items, list) and items and isinstance(items[0], dict):
+                if {"m", "n", "k", "us"} <= items[0].keys():
+                    products += [Product(p["m"], p["n"], p["k"], 1e3 * p["us"]) for p in items]
+                elif {"op", "gpus", "bytes", "us"} <= items[0].keys():
+                    timings += [Timing(_kind(t["op"], f"{file}, {key}"), t["gpus"], t["bytes"], 1e3 * t["us"]) for t in items]
+        if len(products) + len(timings) == before:
+            raise ConfigError(
+                f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench document; it has none."
+            )
+    return products, timings
+
+
+def _kind(name: str, where: str) -> str:
+    plain = name.replace("alltoall", "all_to_all")
+    if plain not in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather"):
+        raise ConfigError(f"{where}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got {name!r}.")
+    return plain
+
+
+def _bench(results: list[dict[str, Any]]) -> list[Product]:
+    found = []
+    for result in results:
+        times = result.get("times", {})
+        alone = min((times[name]["median_us"] for name in ("cuBLAS mm alone", "cuBLAS mv alone") if name in times), default=None)
+        if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
+            found.append(Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone))
+    return found
+
+
+def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_per_s: float) -> Fit:
+    """The four figures of the roofline.
+
+    Raises:
+        ConfigError: there are too few points to fit and to check.
+    """
+    if len(products) < 2 * HOLD_OUT:
+        raise ConfigError(f"a fit must have at least {2 * HOLD_OUT} matrix products; got {len(products)}. Measure more.")
+    seen, unseen = _split(products)
+
+    def predict(parameters: np.ndarray, points: Sequence[Product]) -> np.ndarray:
+        flops_share, memory_share = 1 / (1 + np.exp(-parameters[0])), 1 / (1 + np.exp(-parameters[1]))
+        kernel, norm = np.exp(parameters[2]), 1 + np.exp(parameters[3])
+        compute = np.array([p.flops for p in points]) * 1e9 / (flops_per_s * flops_share)
+        memory = np.array([p.memory_bytes for p in points]) * 1e9 / (memory_bytes_per_s * memory_share)
+        larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
+        return np.asarray(kernel + larger * (1 + (smaller / larger) ** norm) ** (1 / norm))
+
+    measured = np.array([p.ns for p in seen])
+
+    def loss(parameters: np.ndarray) -> float:
+        return float(np.mean(np.abs(np.log(predict(parameters, seen) / measured))))
+
+    best = minimise(loss, np.array([1.0, 1.5, math.log(3000.0), 0.5]))
+    values = (1 / (1 + math.exp(-best[0])), 1 / (1 + math.exp(-best[1])), math.exp(best[2]), 1 + math.exp(best[3]))
+    errors = np.abs(predict(best, unseen) / np.array([p.ns for p in unseen]) - 1)
+    return _fit("matrix products", dict(zip(_PARAMETERS, values, strict=True)), len(seen), errors)
+
+
+def steps(kind: str, gpus: int) -> int:
+    """Dependent steps of the library's algorithm: rings, and one for an all-to-all."""
+    return {"all_to_all": 1, "all_reduce": 2 * (gpus - 1)}.get(kind, gpus - 1)
+
+
+def link_bytes(kind: str, gpus: int, size: float) -> float:
+    """Bytes that leave each GPU, for a whole buffer of ``size``."""
+    return (2 if kind == "all_reduce" else 1) * size * (gpus - 1) / gpus
+
+
+def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
+    """One launch and one step for all, and a share of the bandwidth for each kind.
+
+    Raises:
+        ConfigError: there are too few points.
+    """
+    kinds = sorted({t.kind for t in timings})
+    if len(timings) < 2 * HOLD_OUT * len(kinds):
+        raise ConfigError(
+            f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got {len(timings)} of {len(kinds)}. Measure more."
+        )
+    seen, unseen = _split(timings)
+
+    def predict(parameters: np.ndarray, points: Sequence[Timing]) -> np.ndarray:
+        launch, step = np.exp(parameters[0]), np.exp(parameters[1])
+        share = dict(zip(kinds, 1 / (1 + np.exp(-parameters[2:])), strict=True))
+        return np.array(
+            [
+                launch
+                + step * steps(t.kind, t.gpus)
+                + 1e9 * link_bytes(t.kind, t.gpus, t.size) / (link_bytes_per_s * share[t.kind])
+                for t in points
+            ]
+        )
+
+    measured = np.array([t.ns for t in seen])
+
+    def loss(parameters: np.ndarray) -> float:
+        return float(np.mean(np.abs(np.log(predict(parameters, seen) / measured))))
+
+    best = minimise(loss, np.array([math.log(8000.0), math.log(600.0), *([1.0] * len(kinds))]))
+    values = {"launch_ns": math.exp(best[0]), "step_ns": math.exp(best[1])}
+    values |= {f"efficiency_of.{kind}": float(1 / (1 + math.exp(-x))) for kind, x in zip(kinds, best[2:], strict=True)}
+    errors = np.abs(predict(best, unseen) / np.array([t.ns for t in unseen]) - 1)
+    return _fit("collectives", values, len(seen), errors)
+
+
+def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
+    return [point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1], unseen
+
+
+def _fit(what: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
+    return Fit(what, values, seen, len(errors), float(errors.mean()), float(np.median(errors)), float(errors.max()))
+
+
+def minimise(loss: Callable[[np.ndarray], float], start: np.ndarray, rounds: int = 1500) -> np.ndarray:
+    """Nelder and Mead's simplex, restarted once around the best point; deterministic."""
+    best = start
+    for scale in (0.5, 0.1):
+        best = _simplex(loss, best, scale, rounds)
+    return best
+
+
+def _simplex(loss: Callable[[np.ndarray], float], start: np.ndarray, scale: float, rounds: int) -> np.ndarray:
+    corners = [start, *(start + scale * row for row in np.eye(len(start)))]
+    values = [loss(corner) for corner in corners]
+    for _ in range(rounds):
+        order = np.argsort(values, kind="stable")
+        corners, values = [corners[i] for i in order], [values[i] for i in order]
+        if values[-1] - values[0] < 1e-9:
+            break
+        middle = np.mean(corners[:-1], axis=0)
+        mirrored = 2 * middle - corners[-1]
+        value = loss(mirrored)
+        if value < values[0]:
+            far = 3 * middle - 2 * corners[-1]
+            far_value = loss(far)
+            corners[-1], values[-1] = (far, far_value) if far_value < value else (mirrored, value)
+        elif value < values[-2]:
+            corners[-1], values[-1] = mirrored, value
+        else:
+            near = (middle + corners[-1]) / 2
+            near_value = loss(near)
+            if near_value < values[-1]:
+                corners[-1], values[-1] = near, near_value
+            else:
+                corners = [corners[0], *((corner + corners[0]) / 2 for corner in corners[1:])]
+                values = [values[0], *(loss(corner) for corner in corners[1:])]
+    return corners[int(np.argmin(values))]
+
+
+def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4) -> dict[str, Any]:
+    """The base machine with what was fitted, as its YAML file has it.
+
+    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing adds.
+
+    Args:
+        gpus: of the measured collectives; the base's network between them says the latency.
+    """
+    latency = base.build_topology(gpus).path_latency_ns(0, 1)
+    document: dict[str, Any] = base.model_dump(exclude_none=True)
+    document["name"] = name
+    document["note"] = "Written by interlace sim calibrate; " + " ".join(
+        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median error on {fit.held_out} "
+        "held-out points."
+        for fit in fits
+    )
+    for fit in fits:
+        part = document["gpu" if fit.what == "matrix products" else "collectives"]
+        for key, value in fit.values.items():
+            if key == "step_ns":
+                value = max(0.0, value - latency)
+                part["reduction"] = {"value": 0.0, "source": "held by the fitted efficiencies", "confidence": "derived"}
+            sourced = {
+                "value": float(f"{value:.4g}"),
+                "source": f"fit to {fit.points} points of {source}",
+                "confidence": "measured",
+            }
+            head, _, kind = key.partition(".")
+            if kind:
+                part.setdefault(head, {})[kind] = sourced
+            else:
+                part[head] = sourced
+    return document
+
+
+def write(document: dict[str, Any], file: Path) -> None:
+    """As YAML.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        file.write_text(yaml.safe_dump(document, sort_keys=False, width=120), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} must be a file that can be written; {error.strerror}.") from error

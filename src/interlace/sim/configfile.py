@@ -1,0 +1,97 @@
+"""Reading configuration files: YAML or JSON, checked by pydantic, with the place of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from interlace.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Base of every configuration: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+def read(file: Path) -> Any:
+    """The contents of a YAML or JSON file. Nothing in it is executed.
+
+    Raises:
+        ConfigError: it cannot be read, with the line and column where that helps.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"{file} must be a file that can be read; {reason}.") from error
+    try:
+        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}, column {error.colno} must be JSON; {error.msg}.") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file}{where} must be YAML; {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} must be YAML; {error}.") from error
+
+
+def parse(model: type[Model], data: Any, where: str) -> Model:
+    """``data`` as a ``model``.
+
+    Args:
+        where: what to call the source in an error: a file's name, a preset's.
+
+    Raises:
+        ConfigError: naming the source, the key, the rule and what was found there.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must be a mapping of keys to values; got {_show(data)}. Keys: {_keys(model)}.")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the whole"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{where}: {key} must be a known key; it is not. {_known(model, first['loc'])}") from error
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: {key} must be given; it is missing. Add it.") from error
+        message = first["msg"].removeprefix("Value error, ")
+        ending = "" if message.endswith(".") else "."
+        raise ConfigError(f"{where}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}") from error
+
+
+def load(model: type[Model], file: Path) -> Model:
+    """A file as a ``model``; see :func:`read` and :func:`parse`."""
+    return parse(model, read(file), str(file))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(field.alias or name for name, field in model.model_fields.items())
+
+
+def _known(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
+    """The keys that are known where ``place`` says one is not."""
+    current: Any = model
+    for part in place[:-1]:
+        fields = getattr(current, "model_fields", {})
+        field = next((f for name, f in fields.items() if part in (name, f.alias)), None)
+        if field is None:
+            break
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        if current is None:
+            return "Remove it."
+    return f"Remove it, or use one of: {_keys(current)}."

@@ -1,0 +1,121 @@
+"""The event engine: integer nanoseconds, ties in the order of scheduling, first-come-first-served servers.
+
+Everything that the simulator models is built of three things: an :class:`Engine` that calls functions at times, a
+:class:`Server` that does one thing at a time, and a :class:`Join` that calls a function when several things are done.
+
+Two runs of the same model are the same, bit for bit: time is an integer, events of one instant are called in the order in
+which they were scheduled, and nothing depends on hashes, on the clock or on random numbers.
+
+Example::
+
+    engine = Engine()
+    link = Server("link", "link")
+    engine.after(5, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 5 5
+    engine.after(7, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 7 15: the link is busy until 15
+    engine.run()
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+KINDS = ("compute", "memory", "link", "nic", "dma")
+"""What a server models: processors, device memory, a link, a network card's port, a copy engine."""
+
+
+class Engine:
+    """A clock and the events still to come.
+
+    Attributes:
+        now: the current time in nanoseconds.
+        events: how many events were called.
+    """
+
+    __slots__ = ("_heap", "_sequence", "events", "now")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.events = 0
+        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+
+    def at(self, time_ns: int, call: Callable[..., None], *args: Any) -> None:
+        """Call ``call(*args)`` at ``time_ns``, after everything that was scheduled for that instant before.
+
+        Raises:
+            ValueError: the time is past. A model that asks for it has a fault.
+        """
+        if time_ns < self.now:
+            raise ValueError(f"an event must not lie in the past; got {time_ns} ns at {self.now} ns.")
+        self._sequence += 1
+        heapq.heappush(self._heap, (time_ns, self._sequence, call, args))
+
+    def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
+        """Call ``call(*args)`` when ``delay_ns`` have passed."""
+        self.at(self.now + delay_ns, call, *args)
+
+    def run(self) -> int:
+        """Call all events in order, those that they schedule included; the time of the last one."""
+        heap, pop, events = self._heap, heapq.heappop, 0
+        try:
+            while heap:
+                self.now, _, call, args = pop(heap)
+                events += 1
+                call(*args)
+        finally:
+            self.events += events
+        return self.now
+
+
+class Server:
+    """Something that does one thing at a time, in the order in which it was asked: a link, a processor, a copy engine.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        free_ns: when it has done all that was asked so far.
+        busy_ns: how long it worked in all.
+    """
+
+    __slots__ = ("busy_ns", "free_ns", "kind", "name", "served")
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name = name
+        self.kind = kind
+        self.free_ns = 0
+        self.busy_ns = 0
+        self.served = 0
+
+    def reserve(self, now_ns: int, duration_ns: int) -> int:
+        """Ask at ``now_ns`` for ``duration_ns`` of work; the time at which that work begins."""
+        start = self.free_ns if self.free_ns > now_ns else now_ns
+        self.free_ns = start + duration_ns
+        self.busy_ns += duration_ns
+        self.served += 1
+        return start
+
+
+class Join:
+    """Calls ``then()`` once ``count`` parts have said :meth:`done`; at once if there is nothing to wait for."""
+
+    __slots__ = ("_then", "left")
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self.left = count
+        self._then = then
+        if count == 0:
+            then()
+
+    def done(self) -> None:
+        """One part is done."""
+        self.left -= 1
+        if self.left == 0:
+            self._then()
+
+
+def duration_ns(count: float, per_second: float) -> int:
+    """Nanoseconds, rounded up, for ``count`` bytes or FLOPs at ``per_second``; so no result undercuts its physical bound."""
+    exact = count * 1e9 / per_second
+    whole = int(exact)
+    return whole if whole >= exact else whole + 1

@@ -1,0 +1,224 @@
+"""How ranks exchange messages in a task: rounds of a library's collective, slices of a fused kernel, two trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from interlace.errors import ConfigError
+from interlace.sim.astra.algorithms import binary_tree
+from interlace.sim.collectives import Group, Round
+from interlace.sim.engine import Engine
+from interlace.sim.fabric import Fabric
+from interlace.sim.machine import Machine
+from interlace.sim.topology import Topology
+from interlace.sim.work import Collective
+
+_MOST_PIECES = 64  # of a message
+_TREE_PIECES = 16  # pieces in which a tree's halves follow one another
+_PRODUCED, _GATHERED = -1, -2  # "rounds" of a fused kernel's messages
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where a step runs; shared by everything in it."""
+
+    machine: Machine
+    topology: Topology
+    engine: Engine
+    fabric: Fabric
+    all_ranks: bool
+
+
+def in_pieces(step: Round, piece_bytes: float) -> Round:
+    """The same messages, each in pieces, going round the destinations."""
+    largest_send = max(size for _, size in step.sends)
+    pieces = min(_MOST_PIECES, max(1, round(largest_send / piece_bytes)))
+    if pieces == 1:
+        return step
+    return dataclasses.replace(step, sends=tuple((place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends))
+
+
+class Rounds:
+    """A collective that all ranks go through round by round."""
+
+    def __init__(self, setting: Setting, rounds: list[Round], group: Group, kind: str) -> None:
+        self.setting, self.rounds, self.group, self.kind = setting, rounds, group, kind
+        self.arrived: dict[tuple[int, int], int] = {}
+        self.at: dict[int, int] = {}
+        self.ends: dict[int, Callable[[], None]] = {}
+        self.hooks: dict[int, Callable[[], None]] = {}
+
+    def enter(self, rank: int, end: Callable[[], None]) -> None:
+        self.ends[rank] = end
+        self._begin(rank, 0)
+
+    def _begin(self, rank: int, number: int) -> None:
+        self.at[rank] = number
+        if number == len(self.rounds):
+            self.ends[rank]()
+            return
+        step = self.rounds[number]
+        efficiency = self.setting.machine.collectives.library_efficiency(self.kind)
+        for place, size in step.sends:
+            self.send(rank, place, size, number, efficiency, step.exchange)
+        self._check(rank, number)
+
+    def send(self, rank: int, place: int, size: int, number: int, efficiency: float, exchange: bool = False) -> None:
+        """Send to the rank ``place`` further on in the group; it arrives there as a part of round ``number``."""
+        fabric, topology, group = self.setting.fabric, self.setting.topology, self.group
+        if not self.setting.all_ranks:
+            destination, receiver = group.displacement(place), 0
+        elif exchange:
+            members = group.members(rank)
+            destination = receiver = members[group.place(rank) ^ place]
+        else:
+            destination = receiver = topology.shift(rank, group.displacement(place))
+        fabric.send(rank, destination, size, lambda: self._arrive(receiver, number), traffic=self.kind, efficiency=efficiency)
+
+    def _arrive(self, rank: int, number: int) -> None:
+        self.arrived[rank, number] = self.arrived.get((rank, number), 0) + 1
+        self._check(rank, number)
+        hook = self.hooks.get(rank)
+        if hook is not None:
+            hook()
+
+    def _check(self, rank: int, number: int) -> None:
+        if not 0 <= number < len(self.rounds):
+            return
+        step = self.rounds[number]
+        if self.at.get(rank) != number or self.arrived.get((rank, number), 0) < len(step.sends):
+            return
+        machine = self.setting.machine
+        reduce = machine.reduction_ns(step.reduced)
+        self.at[rank] = -1  # between rounds
+        self.setting.engine.after(round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1)
+
+
+class Slices:
+    """One rank's part in a fused task: slices that leave, slices that come."""
+
+    def __init__(self, setting: Setting, rank: int, shared: Rounds, block: int, slices: int) -> None:
+        self.setting, self.rank, self.shared = setting, rank, shared
+        self.block, self.slices = block, slices
+        self.peers = shared.group.size - 1
+        self.efficiency = setting.machine.collectives.fused_efficiency.value
+
+    def _piece(self, number: int) -> int:
+        """Bytes of a slice; together they are the block."""
+        return self.block * (number + 1) // self.slices - self.block * number // self.slices
+
+    def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
+        """Remote slices first, round the peers; the own block last."""
+        engine = self.setting.engine
+        total = (self.peers + 1) * self.slices
+        start = engine.now + launch
+        for number in range(self.peers * self.slices if self.block else 0):
+            when = start + body * (number + 1) // total
+            size = self._piece(number // self.peers)
+            engine.at(when, self.shared.send, self.rank, number % self.peers + 1, size, _PRODUCED, self.efficiency)
+        if complete is not None:
+            self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
+
+    def gather(self, block: int, complete: Callable[[], None]) -> None:
+        """The owner's sums go to everyone."""
+        engine = self.setting.engine
+        for place in range(1, self.peers + 1):
+            self.shared.send(self.rank, place, block, _GATHERED, self.efficiency)
+        self._when(_GATHERED, self.peers, engine.now, complete)
+
+    def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
+        engine, rank = self.setting.engine, self.rank
+        called: list[bool] = []
+
+        def check() -> None:
+            if not called and engine.now >= not_before and self.shared.arrived.get((rank, number), 0) >= count:
+                called.append(True)
+                then()
+
+        self.shared.hooks[rank] = check
+        engine.at(not_before, check)
+
+    def consume(self, launch: int, body: int, end: Callable[[], None], send: bool) -> None:
+        """Own block first, then each slice in the order of arrival."""
+        engine, rank = self.setting.engine, self.rank
+        total = (self.peers + 1) * self.slices
+        count = self.peers * self.slices if self.block else 0
+        flag = round(self.setting.machine.collectives.slice_ns.value)
+        state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
+
+        def work() -> None:
+            while state["seen"] < self.shared.arrived.get((rank, _PRODUCED), 0):
+                state["seen"] += 1
+                share = body * (total - count + state["seen"]) // total - body * (total - count + state["seen"] - 1) // total
+                state["free"] = max(state["free"], engine.now + flag) + share
+                if state["seen"] == count:
+                    engine.at(state["free"], end)
+
+        for number in range(count if send else 0):
+            self.shared.send(rank, number % self.peers + 1, self._piece(number // self.peers), _PRODUCED, self.efficiency)
+        self.shared.hooks[rank] = work
+        if count == 0:
+            engine.at(state["free"], end)
+        else:
+            work()
+
+
+class Trees:
+    """All-reduce over two binary trees, each half of the buffer, in pieces that follow one another."""
+
+    def __init__(self, setting: Setting, work: Collective, group: Group) -> None:
+        if work.kind != "all_reduce":
+            raise ConfigError(f"double_binary_tree must be of an all_reduce; got {work.kind}. Use ring or direct.")
+        self.setting = setting
+        self.group = group
+        self.piece = -(-work.size // (2 * _TREE_PIECES))
+        self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
+        self.left: dict[int, int] = {}
+        self.ends: dict[int, Callable[[], None]] = {}
+        self.waiting: dict[tuple[int, bool, int], int] = {}
+
+    def _links(self, rank: int, last: bool) -> tuple[int, int, int]:
+        members = self.group.members(rank)
+        key = (members[0], last)
+        if key not in self.trees:
+            self.trees[key] = binary_tree(members, last)
+        return self.trees[key][rank]
+
+    def enter(self, rank: int, end: Callable[[], None]) -> None:
+        if self.group.size == 1 or self.piece == 0:
+            end()
+            return
+        self.ends[rank] = end
+        self.left[rank] = 2 * _TREE_PIECES
+        for last in (True, False):
+            for piece in range(_TREE_PIECES):
+                self._ready(rank, last, piece)  # the rank's own part
+
+    def _ready(self, rank: int, last: bool, piece: int) -> None:
+        """One of the parts that ``rank`` adds up is there: its own, or a child's."""
+        parent, *children = self._links(rank, last)
+        key = (rank, last, piece)
+        self.waiting[key] = self.waiting.get(key, 0) + 1
+        if self.waiting[key] <= sum(child >= 0 for child in children):
+            return
+        machine = self.setting.machine
+        reduce = machine.reduction_ns(self.piece)
+        delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
+        if parent >= 0:
+            self.setting.engine.after(delay, self._send, rank, parent, lambda: self._ready(parent, last, piece))
+        else:
+            self.setting.engine.after(delay, self._down, rank, last, piece)
+
+    def _down(self, rank: int, last: bool, piece: int) -> None:
+        """``rank`` has the sum: pass it on."""
+        for child in self._links(rank, last)[1:]:
+            if child >= 0:
+                self._send(rank, child, lambda child=child: self._down(child, last, piece))  # type: ignore[misc]
+        self.left[rank] -= 1
+        if self.left[rank] == 0:
+            self.ends[rank]()
+
+    def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
+        efficiency = self.setting.machine.collectives.library_efficiency("all_reduce")
+        self.setting.fabric.send(rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency)

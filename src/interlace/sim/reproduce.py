@@ -1,0 +1,170 @@
+"""Published studies, run again: what the paper found, what this model finds, and which assumptions make the difference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.errors import ConfigError
+from interlace.sim.scenario import FUSING, Scenario
+from interlace.sim.sweeps import run_all
+
+PAPER_PERCENT = 21.0
+"""SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942, abstract)."""
+
+ALGORITHMS = ("one_shot", "per_dimension", "direct", "ring")
+BASELINES = ("one_shot", "per_dimension")
+"""The best unfused all-to-all on a torus, and ASTRA-sim's own way."""
+NETWORKS = (
+    ("2-D torus 8x16", "sc24-torus", "torus:8x16", 128),
+    ("2-D torus 16x8", "sc24-torus", "torus:16x8", 128),
+    ("3-D torus 4x4x8", "sc24-torus", "torus:4x4x8", 128),
+    ("ring", "sc24-torus", "ring", 128),
+    ("switch", "sc24-torus", "switch", 128),
+    ("fat tree 2:1", "sc24-torus", "fattree:8x16/8", 128),
+    ("16 nodes of 8 A100", "zionex-a100", "switch", 16),
+)
+NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+# Assumption, parameter, low and high; None keeps the base value.
+ASSUMPTIONS: tuple[tuple[str, str, Any, Any], ...] = (
+    ("unfused All-to-All", "all_to_all", "one_shot", "ring"),
+    ("unfused All-to-All", "all_to_all", "one_shot", "per_dimension"),
+    ("tables (1 to 8 a GPU)", "model.tables", 128, 1024),
+    ("pooling factor", "model.pooling_factor", 20, 140),
+    ("embedding dimension", "model.embedding_dim", 64, 128),
+    ("bytes of an exchanged element", "model.exchange_bytes", 2, 4),
+    ("bytes of a table's element", "model.embedding_bytes", 2, 4),
+    ("samples a GPU", "model.batch_per_rank", 128, 2048),
+    ("unpacking after the All-to-All", "model.unpack", False, True),
+    ("interaction", "model.interaction", "concatenate", "dot"),
+    ("link bandwidth, GB/s", "machine.network.link_bytes_per_s", 12.5e9, 50e9),
+    ("hop latency, ns", "machine.network.latency_ns", 100, 2000),
+    ("network", "topology", "torus2d", "switch"),
+    ("memory efficiency", "machine.gpu.memory_efficiency", 0.5, 0.95),
+    ("matrix efficiency", "machine.gpu.flops_efficiency", 0.2, 0.8),
+    ("kernel overhead, ns", "machine.gpu.kernel_ns", 2000, 20000),
+    ("collective launch, ns", "machine.collectives.launch_ns", 5000, 50000),
+    ("library's share of the links", "machine.collectives.efficiency", 0.7, 1.0),
+    ("fused kernel's slow-down", "machine.collectives.fused_slowdown", 1.0, 1.3),
+    ("slices a destination", "slices", 1, 16),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """Time saved against the same step with nothing fused, in percent of it."""
+
+    unfused_ms: float
+    forward: float
+    both: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What ``reproduce sc24`` found.
+
+    Attributes:
+        base: the step with the presets as they are.
+        bases: the same, by the unfused all-to-all.
+        table: (network, algorithm, saving).
+        assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at high).
+        curve: (nodes, algorithm, saving).
+    """
+
+    base: Saving
+    table: list[tuple[str, str, Saving]]
+    assumptions: list[tuple[str, str, str, str, Saving, Saving]]
+    bases: dict[str, Saving]
+    curve: list[tuple[int, str, Saving]]
+
+    def matches(self) -> list[tuple[str, str, str, float]]:
+        """Within one and a half points of the paper's figure."""
+        found = []
+        for network, algorithm, saving in self.table:
+            for name, value in (("forward", saving.forward), ("both", saving.both)):
+                if abs(value - PAPER_PERCENT) <= 1.5:
+                    found.append((network, algorithm, name, value))
+        return found
+
+    def spread(self, which: Callable[[Saving], float]) -> tuple[float, float]:
+        """Lowest and highest saving over everything that was run at 128 GPUs."""
+        values = [which(saving) for *_, saving in self.table]
+        values += [which(saving) for *_, low, high in self.assumptions for saving in (low, high)]
+        return min(values), max(values)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "paper": {"percent": PAPER_PERCENT, "source": "arXiv:2305.06942, abstract"},
+            "base": dataclasses.asdict(self.base),
+            "range": {"forward": self.spread(lambda s: s.forward), "both": self.spread(lambda s: s.both)},
+            "networks": [{"network": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.table],
+            "assumptions": [
+                {
+                    "all_to_all": algorithm,
+                    "assumption": name,
+                    "low": first,
+                    "high": second,
+                    "at_low": dataclasses.asdict(low),
+                    "at_high": dataclasses.asdict(high),
+                }
+                for algorithm, name, first, second, low, high in self.assumptions
+            ],
+            "nodes": [{"nodes": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.curve],
+            "matches": self.matches(),
+        }
+
+
+def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES) -> Study:
+    """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweeps.sweep`."""
+    base = Scenario("dlrm")
+    table = [
+        (name, algorithm, base.change({"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm}))
+        for name, machine, topology, count in NETWORKS
+        for algorithm in ALGORITHMS
+    ]
+    bases = {algorithm: base.change({"all_to_all": algorithm}) for algorithm in BASELINES}
+    assumptions = [
+        (algorithm, name, _name(low), _name(high), start.change({parameter: low}), start.change({parameter: high}))
+        for algorithm, start in bases.items()
+        for name, parameter, low, high in ASSUMPTIONS
+        if parameter != "all_to_all" or algorithm == "one_shot"
+    ]
+    curve = [
+        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm})) for count in nodes for algorithm in BASELINES
+    ]
+    scenarios = [
+        base,
+        *(row[2] for row in table),
+        *bases.values(),
+        *(s for row in assumptions for s in row[4:]),
+        *(row[2] for row in curve),
+    ]
+    every = [scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING]
+    times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
+
+    def saving(scenario: Scenario) -> Saving:
+        outcomes = [times[scenario.change({"fused": fused}).complete()] for fused in FUSING]
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise ConfigError(outcome["error"])
+        none, forward, both = (outcome["total_ns"] for outcome in outcomes)
+        return Saving(none / 1e6, 100 * (1 - forward / none), 100 * (1 - both / none))
+
+    return Study(
+        saving(base),
+        [(name, algorithm, saving(scenario)) for name, algorithm, scenario in table],
+        [(algorithm, name, low, high, saving(first), saving(second)) for algorithm, name, low, high, first, second in assumptions],
+        {algorithm: saving(scenario) for algorithm, scenario in bases.items()},
+        [(count, algorithm, saving(scenario)) for count, algorithm, scenario in curve],
+    )
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and value >= 1e9:
+        return f"{value / 1e9:g}"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)

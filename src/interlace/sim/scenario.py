@@ -1,0 +1,139 @@
+"""A run by name: which model on which machine, how many nodes, what is fused. What commands, sweeps and studies run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from interlace.errors import ConfigError
+from interlace.sim.collectives import ALGORITHMS
+from interlace.sim.machine import Machine, load_machine
+from interlace.sim.results import Result
+from interlace.sim.step import run
+from interlace.sim.work import Collective, Task
+from interlace.sim.workloads import dlrm, moe, transformer
+from interlace.sim.workloads.common import Fusing, load_workload
+
+KINDS = ("dlrm", "transformer", "moe", "collective")
+DEFAULT_MODEL = {"dlrm": "model-i", "transformer": "gpt3-175b", "moe": "deepseek-v3", "collective": ""}
+DEFAULT_MACHINE = {"dlrm": "sc24-torus", "transformer": "h200-cluster", "moe": "h200-cluster", "collective": "sc24-torus"}
+DEFAULT_NODES = {"dlrm": 128, "transformer": 64, "moe": 8, "collective": 128}
+FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Everything that determines a result.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        model, machine: a preset's name or a YAML file.
+        nodes: of the machine's GPUs, one or several.
+        topology: between nodes; None is the machine's.
+        slices: pieces in which a fused kernel's output for one rank leaves; 0 is the workload's default.
+        collective, algorithm, size: of a ``collective``.
+        model_changes, machine_changes: dotted key and value, several.
+    """
+
+    kind: str
+    model: str = ""
+    machine: str = ""
+    nodes: int = 0
+    topology: str | None = None
+    fused: Fusing = "none"
+    all_to_all: str = "one_shot"
+    all_reduce: str = "ring"
+    slices: int = 0
+    tensor: int = 8
+    pipeline: int = 8
+    collective: str = "all_to_all"
+    algorithm: str = "one_shot"
+    size: int = 16 << 20
+    all_ranks: bool = False
+    model_changes: tuple[tuple[str, Any], ...] = ()
+    machine_changes: tuple[tuple[str, Any], ...] = ()
+
+    def complete(self) -> Scenario:
+        """With the defaults of its kind.
+
+        Raises:
+            ConfigError: a value that no run can have.
+        """
+        if self.kind not in KINDS:
+            raise ConfigError(f"a workload must be one of {', '.join(KINDS)}; got {self.kind!r}.")
+        if self.fused not in FUSING:
+            raise ConfigError(f"--fused must be none, forward or both; got {self.fused!r}.")
+        for name, kind in (("all_to_all", "all_to_all"), ("all_reduce", "all_reduce")):
+            if getattr(self, name) not in ALGORITHMS[kind]:
+                raise ConfigError(f"{name} must be one of {', '.join(ALGORITHMS[kind])}; got {getattr(self, name)!r}.")
+        if self.nodes < 0 or self.slices < 0 or self.size < 0:
+            raise ConfigError(f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, {self.size}.")
+        return dataclasses.replace(
+            self,
+            model=self.model or DEFAULT_MODEL[self.kind],
+            machine=self.machine or DEFAULT_MACHINE[self.kind],
+            nodes=self.nodes or DEFAULT_NODES[self.kind],
+        )
+
+    def change(self, changes: Mapping[str, Any]) -> Scenario:
+        """With parameters replaced: a field's name, or ``model.KEY`` or ``machine.KEY``.
+
+        Raises:
+            ConfigError: there is no such parameter.
+        """
+        fields: dict[str, Any] = {}
+        keyed = {"model": dict(self.model_changes), "machine": dict(self.machine_changes)}
+        known = {field.name: field for field in dataclasses.fields(self) if not field.name.endswith("_changes")}
+        for key, value in changes.items():
+            where, _, rest = key.partition(".")
+            if rest and where in keyed:
+                keyed[where][rest] = value
+            elif key in known and key != "kind":
+                fields[key] = value
+            else:
+                raise ConfigError(
+                    f"a parameter must be one of {', '.join(name for name in known if name != 'kind')}, model.KEY or machine.KEY; "
+                    f"got {key!r}."
+                )
+        return dataclasses.replace(
+            self,
+            **fields,
+            model_changes=tuple(sorted(keyed["model"].items())),
+            machine_changes=tuple(sorted(keyed["machine"].items())),
+        )
+
+    def load_machine(self) -> Machine:
+        return load_machine(self.complete().machine, dict(self.machine_changes))
+
+    def simulate(self) -> Result:
+        """Run it.
+
+        Raises:
+            ConfigError: a file, a key or a combination is wrong.
+        """
+        full = self.complete()
+        machine = full.load_machine()
+        ranks = full.nodes * (machine.node.gpus if machine.node else 1)
+        topology = machine.build_topology(ranks, full.topology)
+        changes = dict(full.model_changes)
+        common: dict[str, Any] = {"fused": full.fused, "all_reduce": full.all_reduce, "all_ranks": full.all_ranks}
+        if full.slices:
+            common["slices"] = full.slices
+        if full.kind == "dlrm":
+            model = load_workload(dlrm.Dlrm, "dlrm", full.model, changes)
+            return dlrm.simulate(model, machine, topology, all_to_all=full.all_to_all, **common)
+        if full.kind == "moe":
+            mixture = load_workload(moe.Moe, "moe", full.model, changes)
+            return moe.simulate(mixture, machine, topology, all_to_all=full.all_to_all, **common)
+        if full.kind == "transformer":
+            dense = load_workload(transformer.Transformer, "transformer", full.model, changes)
+            return transformer.simulate(dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common)
+        work = Collective(full.collective, full.algorithm, full.size)
+        return run(
+            machine,
+            topology,
+            [Task(full.collective, full.collective, work)],
+            name=f"{full.collective}, {full.algorithm}",
+            all_ranks=full.all_ranks,
+        )

@@ -1,0 +1,363 @@
+"""A step of a program on every rank: the rows of tasks of :mod:`interlace.sim.work`, run on a machine's network."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from interlace.errors import ConfigError
+from interlace.sim.bounds import LATENCY, Bound, collective_bound, collective_bounds, largest
+from interlace.sim.collectives import Group, Round, schedule
+from interlace.sim.engine import Engine, duration_ns
+from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
+from interlace.sim.fabric import Fabric
+from interlace.sim.machine import Machine
+from interlace.sim.results import LinkUse, Result, Span, TaskTime
+from interlace.sim.topology import Topology
+from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work
+
+
+def run(
+    machine: Machine,
+    topology: Topology,
+    tasks: Sequence[Task],
+    *,
+    name: str = "step",
+    all_ranks: bool = False,
+    extra_ns: Callable[[Result], int] | None = None,
+) -> Result:
+    """Simulate the tasks on every rank.
+
+    Args:
+        all_ranks: keep every rank and every link instead of one of each kind; slower by as many times, and needed for
+            ``double_binary_tree``.
+        extra_ns: time to add in the end that is not in the tasks (a pipeline's fill and drain), from the result without it.
+
+    Raises:
+        ConfigError: tasks that wait for one another, or do not exist.
+        UnphysicalError: the outcome lies under the physical bound: a fault of the model.
+    """
+    _check(tasks)
+    simulation = _Simulation(machine, topology, tasks, all_ranks)
+    simulation.start()
+    result = simulation.finish(name)
+    if extra_ns is not None:
+        added = extra_ns(result)
+        result = dataclasses.replace(result, total_ns=result.total_ns + added, added_ns=added)
+    result.bound.check(result.total_ns, name)
+    return result
+
+
+def _check(tasks: Sequence[Task]) -> None:
+    seen: set[str] = set()
+    for task in tasks:
+        if task.name in seen:
+            raise ConfigError(f"tasks must have different names; got {task.name!r} twice. Rename one.")
+        for dep in task.deps:
+            if dep not in seen:
+                raise ConfigError(
+                    f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is none. "
+                    f"Put it before, or break the cycle."
+                )
+        seen.add(task.name)
+
+
+def _before(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
+    """What each task waits for: its dependencies, and the task before it in its row."""
+    last: dict[str, str] = {}
+    out = []
+    for task in tasks:
+        out.append((*task.deps, last[task.row]) if task.row in last else task.deps)
+        last[task.row] = task.name
+    return out
+
+
+class _Rank:
+    """One rank's rows, and what each of its tasks waits for."""
+
+    def __init__(self, number: int, tasks: Sequence[Task]) -> None:
+        self.number = number
+        self.rows: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            self.rows.setdefault(task.row, []).append(index)
+        self.next = dict.fromkeys(self.rows, 0)
+        self.running: set[str] = set()
+        self.done: dict[str, int] = {}
+        self.times: list[TaskTime] = []
+        self.compute_ns = 0
+        self.memory_bytes = 0.0
+        self.copy_ns = 0
+
+
+class _Simulation:
+    def __init__(self, machine: Machine, topology: Topology, tasks: Sequence[Task], all_ranks: bool) -> None:
+        self.machine, self.topology, self.tasks = machine, topology, tasks
+        self.engine = Engine()
+        self.spans: list[Span] = []
+        self.link_uses: list[LinkUse] = []
+        self.fabric = Fabric(self.engine, topology, mirrored=not all_ranks, observe=self._observe)
+        self.all_ranks = all_ranks
+        self.setting = Setting(machine, topology, self.engine, self.fabric, all_ranks)
+        self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
+        self.groups: dict[tuple[int, ...] | None, Group] = {}
+        self.shared: dict[int, Rounds | Trees] = {}  # by task: what the ranks of a collective share
+        self.before = _before(tasks)
+
+    def start(self) -> None:
+        for rank in self.ranks:
+            self.engine.at(0, self._advance, rank)
+        self.engine.run()
+
+    def finish(self, name: str) -> Result:
+        late = [rank for rank in self.ranks if len(rank.done) < len(self.tasks)]
+        if late:
+            missing = next(task.name for task in self.tasks if task.name not in late[0].done)
+            raise ConfigError(f"every task must end; rank {late[0].number} never ended {missing!r}. Break the cycle it waits in.")
+        last = max(self.ranks, key=lambda rank: max(rank.done.values(), default=0))
+        total = max(last.done.values(), default=0)
+        busy: dict[str, int] = {}
+        for server in self.fabric.servers().values():
+            busy[server.name] = max(busy.get(server.name, 0), server.busy_ns)
+        ranks = len(self.ranks)
+        return Result(
+            name=name,
+            total_ns=total,
+            exposed_ns=total - last.compute_ns,
+            busy_ns={COMPUTE: last.compute_ns, **self._beside(last), **busy},
+            memory_bytes=last.memory_bytes,
+            sent_bytes={
+                link.name: sent / ranks for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True) if sent
+            },
+            traffic_bytes=self.traffic(),
+            tasks=last.times,
+            spans=self.spans,
+            link_uses=self.link_uses,
+            bound=self.bound(),
+            events=self.engine.events,
+            ranks=self.topology.ranks,
+            topology=self.topology.name,
+            machine=self.machine.name,
+            all_ranks=self.all_ranks,
+        )
+
+    def _beside(self, rank: _Rank) -> dict[str, int]:
+        """How long the device's memory and copy engines worked, where they did."""
+        gpu = self.machine.gpu
+        memory = duration_ns(rank.memory_bytes, gpu.memory_bytes_per_s.value * gpu.memory_efficiency.value)
+        return {name: time for name, time in (("memory", memory), (COPY, rank.copy_ns)) if time}
+
+    # Bounds.
+
+    def bound(self) -> Bound:
+        """The larger of what each resource needs for all tasks, and of the longest chain of tasks, each at its own bound."""
+        gpu = self.machine.gpu
+        resources: dict[str, float] = {}
+        ends: dict[str, float] = {}
+        rows: dict[str, float] = {}
+        for task in self.tasks:
+            work = task.work
+            floor = 0.0
+            if isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
+                group = self.group(work.axes)
+                gathered = work.gather_size if isinstance(work, Fused) else None
+                size = work.size if gathered is None else min(work.size, gathered)
+                floor = collective_bound(work.kind, size, group).time_ns
+                if group.size == self.topology.ranks > 1 and size:
+                    for bound in collective_bounds(work.kind, size, group):
+                        if bound.reason != LATENCY:
+                            resources[bound.reason] = resources.get(bound.reason, 0.0) + bound.time_ns
+            if isinstance(work, HostCopy):
+                floor = 1e9 * work.size / gpu.host_link_bytes_per_s.value
+            kernel = work if isinstance(work, Kernel) else work.kernel if isinstance(work, Fused | Consuming) else None
+            if kernel is not None:
+                alone = float(kernel.given_ns) if kernel.given_ns is not None else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
+                resources[COMPUTE] = resources.get(COMPUTE, 0.0) + alone
+                floor = max(alone, 0.0 if self._sent_before(work) or not self._waits(work) else floor)
+            start = max([rows.get(task.row, 0.0), *(ends[dep] for dep in task.deps)])
+            ends[task.name] = rows[task.row] = start + floor
+        longest = Bound(max(ends.values(), default=0.0), "the longest chain of tasks")
+        return largest([*(Bound(time, reason) for reason, time in resources.items()), longest])
+
+    @staticmethod
+    def _sent_before(work: Work) -> bool:
+        """Another task sent what it works on, and counts for it."""
+        return isinstance(work, Consuming) and work.sent_by is not None
+
+    @staticmethod
+    def _waits(work: Work) -> bool:
+        return not isinstance(work, Fused) or work.waits
+
+    def traffic(self) -> dict[str, float]:
+        """Bytes that leave a rank, by collective."""
+        out: dict[str, float] = {}
+        for task in self.tasks:
+            work = task.work
+            if isinstance(work, Message):
+                out["message"] = out.get("message", 0.0) + work.size
+            elif isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
+                name = work.kind
+                if isinstance(work, Collective) and work.algorithm != "double_binary_tree":
+                    sent = sum(size for step in self._rounds(work) for _, size in step.sends)
+                else:
+                    n = self.group(work.axes).size
+                    whole = work.size
+                    if name == "all_reduce":
+                        gathered = work.gather_size if isinstance(work, Fused) else None
+                        whole += work.size if gathered is None else gathered
+                    sent = whole * (n - 1) // n
+                out[name] = out.get(name, 0.0) + sent
+        return out
+
+    # Rows.
+
+    def group(self, axes: tuple[int, ...] | None) -> Group:
+        if axes not in self.groups:
+            self.groups[axes] = Group(self.topology, axes)
+        return self.groups[axes]
+
+    def _advance(self, rank: _Rank) -> None:
+        """Start every task that is next in its row and waits for nothing."""
+        for row, indices in rank.rows.items():
+            at = rank.next[row]
+            if row in rank.running or at == len(indices):
+                continue
+            task = self.tasks[indices[at]]
+            if any(dep not in rank.done for dep in task.deps):
+                continue
+            rank.next[row] = at + 1
+            rank.running.add(row)
+            self._begin(rank, indices[at], self.engine.now)
+
+    def _end(self, rank: _Rank, index: int, start: int) -> None:
+        task, now = self.tasks[index], self.engine.now
+        cause = max(self.before[index], key=lambda name: rank.done[name], default=None)
+        rank.done[task.name] = now
+        rank.running.discard(task.row)
+        rank.times.append(TaskTime(task.name, task.row, start, now, cause))
+        self._advance(rank)
+
+    def _begin(self, rank: _Rank, index: int, start: int) -> None:
+        task = self.tasks[index]
+        work = task.work
+
+        def end() -> None:
+            self._span(rank, task.row, task.name, start, self.engine.now)
+            if isinstance(work, HostCopy | Message):
+                rank.copy_ns += self.engine.now - start
+            self._end(rank, index, start)
+
+        if isinstance(work, Kernel):
+            duration = self._compute_ns(rank, work)
+            rank.compute_ns += duration
+            self.engine.after(duration, end)
+        elif isinstance(work, Collective):
+            launch = round(self.machine.collectives.launch_ns.value)
+            self.engine.after(launch, self._collective, rank, index, work, end)
+        elif isinstance(work, Fused):
+            self._fused(rank, index, work, end)
+        elif isinstance(work, Consuming):
+            self._consuming(rank, index, work, end)
+        elif isinstance(work, Message):
+            self._message(rank, work, end)
+        else:
+            self.engine.after(duration_ns(work.size, self.machine.gpu.host_link_bytes_per_s.value), end)
+
+    def _compute_ns(self, rank: _Rank, kernel: Kernel) -> int:
+        """How long a kernel takes alone; and that it moves its bytes."""
+        rank.memory_bytes += kernel.memory_bytes
+        return self._kernel_ns(kernel)
+
+    def _kernel_ns(self, kernel: Kernel) -> int:
+        if kernel.given_ns is not None:
+            return kernel.given_ns
+        return self.machine.gpu.kernel_time_ns(kernel.flops, kernel.memory_bytes)
+
+    # Communication.
+
+    def _rounds(self, work: Collective) -> list[Round]:
+        group = self.group(work.axes)
+        rounds = schedule(work.kind, work.algorithm, work.size, group)
+        if not self.all_ranks and any(step.exchange for step in rounds) and not group.rings_uncut():
+            raise ConfigError(
+                f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not the same for all there. "
+                f"Ask for all ranks (--all-ranks), or use ring."
+            )
+        piece = self.machine.collectives.piece_bytes
+        return rounds if piece is None else [in_pieces(step, piece.value) for step in rounds]
+
+    def _collective(self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]) -> None:
+        shared = self.shared.get(index)
+        if shared is None:
+            if work.algorithm == "double_binary_tree":
+                if not self.all_ranks:
+                    raise ConfigError("double_binary_tree must be run on every rank; it is not the same for all. Add --all-ranks.")
+                shared = Trees(self.setting, work, self.group(work.axes))
+            else:
+                shared = Rounds(self.setting, self._rounds(work), self.group(work.axes), work.kind)
+            self.shared[index] = shared
+        shared.enter(rank.number, end)
+
+    def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
+        displacement = self.group(work.axes[-1:]).displacement(1)
+        destination = self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
+        self.fabric.send(rank.number, destination, work.size, end, traffic="message")
+
+    def _slices(self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int) -> Slices:
+        shared = self.shared.get(index)
+        if shared is None:
+            shared = Rounds(self.setting, [], group, kind)
+            self.shared[index] = shared
+        assert isinstance(shared, Rounds)
+        block = -(-size // group.size)
+        return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
+
+    def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
+        """Slices leave as they are computed; the kernel ends when its own work is done and everything has come."""
+        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
+        alone = self._compute_ns(rank, work.kernel)
+        launch = min(alone, round(gpu.kernel_ns.value))
+        body = round((alone - launch) * library.fused_slowdown.value)
+        rank.compute_ns += launch + body
+        slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
+        skew = round(body * library.skew.value)
+        if not work.waits:
+            slices.produce(launch, body, None)
+            self.engine.after(launch + body, end)
+            return
+        receive = self._compute_ns(rank, Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
+
+        def last() -> None:
+            rank.compute_ns += receive
+            self.engine.after(receive, end)
+
+        def complete() -> None:
+            wait = round(library.slice_ns.value) + skew
+            if work.kind == "all_reduce":
+                total = work.size if work.gather_size is None else work.gather_size
+                self.engine.after(
+                    wait, slices.gather, -(-total // group.size), lambda: self.engine.after(round(library.slice_ns.value), last)
+                )
+            else:
+                self.engine.after(wait, last)
+
+        slices.produce(launch, body, complete)
+
+    def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
+        """Everything is sent at once; a slice is worked on when it is there and the one before is done."""
+        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
+        alone = self._compute_ns(rank, work.kernel)
+        launch = min(alone, round(gpu.kernel_ns.value))
+        body = round((alone - launch) * library.fused_slowdown.value)
+        rank.compute_ns += launch + body
+        if work.sent_by is not None:
+            index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
+        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(launch, body, end, work.sent_by is None)
+
+    # Observation, of rank 0 and of its links.
+
+    def _span(self, rank: _Rank, row: str, name: str, start: int, end: int) -> None:
+        if rank.number == 0:
+            self.spans.append(Span(row, name, start, end))
+
+    def _observe(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
+        self.link_uses.append(LinkUse(link, traffic, start, end, size))

@@ -1,0 +1,1 @@
+"""Training steps as tasks: DLRM, Transformer, mixture of experts."""

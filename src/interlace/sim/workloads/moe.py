@@ -1,0 +1,185 @@
+"""A training step of a mixture-of-experts Transformer with expert parallelism.
+
+Every rank has the attention and the gate (data-parallel) and its share of the experts of each layer. Tokens travel to their
+experts (dispatch), and the experts' results back (combine).
+
+========================  ===================================================================================
+compute                   attention, gate, experts, their gradients, optimizer
+all_to_all                dispatch and combine, and the same for gradients; each waited for at once
+gradients                 data-parallel all-reduces of what is not an expert, during the backward pass
+========================  ===================================================================================
+
+Fused, forward: the second expert product sends each tile of rows to the tokens' owners (``gemm_all_to_all``), and the first
+one starts on the tokens that have come. Fused, both: the same in the backward pass.
+
+Routing is even: every expert gets as many tokens, ``top_k`` times the batch in all. Uneven routing lengthens both forms.
+"""
+
+from __future__ import annotations
+
+from interlace.errors import ConfigError
+from interlace.sim.machine import Machine
+from interlace.sim.results import Result
+from interlace.sim.step import run
+from interlace.sim.topology import Topology
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel
+from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, product
+
+
+class Moe(Workload):
+    """The model, and how it is trained. See ``presets/moe``."""
+
+    hidden: Given
+    layers: Given
+    """Layers with experts; layers without are left out."""
+    heads: Given
+    key_value_heads: Given
+    expert_ffn: Given
+    """Inner size of an expert."""
+    gated_ffn: bool = False
+    experts: Given
+    top_k: Given
+    """Experts of a token."""
+    sequence: Given
+    batch_per_rank: Given
+    """Sequences of each rank."""
+    itemsize: Given
+    gradient_bytes: Given
+
+
+class _Layers:
+    """The tasks of one layer, both ways."""
+
+    def __init__(self, out: Tasks, model: Moe, ranks: int, axes: tuple[int, ...] | None, all_to_all: str, slices: int) -> None:
+        self.out, self.model, self.ranks, self.algorithm, self.slices = out, model, ranks, all_to_all, slices
+        self.tokens = int(model.sequence.value * model.batch_per_rank.value)
+        self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
+        self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
+        self.routed = int(self.tokens * model.top_k.value)
+        self.exchanged = self.routed * self.hidden * self.itemsize
+        self.first = int(model.expert_ffn.value) * (2 if model.gated_ffn else 1)
+        self.local = max(1, int(model.experts.value) // ranks)
+        self.axes = axes
+        self.last: str | None = None
+
+    def dense_weights(self) -> int:
+        return self.hidden * (2 * self.hidden + 2 * self.kv) + self.hidden * int(self.model.experts.value)
+
+    def expert_weights(self) -> int:
+        return self.local * self.hidden * (self.first + int(self.model.expert_ffn.value))
+
+    def _dense(self, name: str, factor: float) -> None:
+        qkv = product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
+        output = product(self.tokens, self.hidden, self.hidden, self.itemsize)
+        pairs = self.model.batch_per_rank.value * self.model.sequence.value**2 / 2
+        attention = 4 * pairs * self.hidden, self.itemsize * self.tokens * (2 * self.hidden + 2 * self.kv)
+        flops = factor * (qkv[0] + output[0]) + (2.5 if factor > 1 else 1) * attention[0]
+        moved = factor * (qkv[1] + output[1]) + (2.5 if factor > 1 else 1) * attention[1]
+        self.last = self.out.kernel(name, flops, moved, self.last)
+
+    def _expert(self, columns: int, inner: int) -> Kernel:
+        """The products of all experts of this rank, each with its own weights."""
+        flops, moved = product(self.routed, columns, inner, self.itemsize)
+        return Kernel(flops, moved + (self.local - 1) * columns * inner * self.itemsize)
+
+    def _arriving(self, name: str, kernel: Kernel, fused: bool, what: str) -> None:
+        """Tokens arrive, and are worked on."""
+        if fused and self.ranks > 1:
+            work = Consuming(kernel, "all_to_all", self.exchanged, self.axes, self.slices)
+            self.last = self.out.add(f"{name} {what} All-to-All + GEMM", COMPUTE, work, self.last)
+            return
+        self._exchange(f"{name} {what} All-to-All")
+        self.last = self.out.add(f"{name} {what} GEMM", COMPUTE, kernel, self.last)
+
+    def _leaving(self, name: str, kernel: Kernel, fused: bool, what: str) -> None:
+        """Rows are computed, and leave."""
+        if fused and self.ranks > 1:
+            work = Fused(kernel, "all_to_all", self.exchanged, self.axes, self.slices)
+            self.last = self.out.add(f"{name} {what} GEMM + All-to-All", COMPUTE, work, self.last)
+            return
+        self.last = self.out.add(f"{name} {what} GEMM", COMPUTE, kernel, self.last)
+        self._exchange(f"{name} {what} All-to-All")
+
+    def _exchange(self, name: str) -> None:
+        if self.ranks > 1:
+            self.last = self.out.add(
+                name, "all_to_all", Collective("all_to_all", self.algorithm, self.exchanged, self.axes), self.last
+            )
+
+    def forward(self, name: str, fused: bool) -> None:
+        ffn = int(self.model.expert_ffn.value)
+        self._dense(f"{name} attention", 1)
+        self._arriving(name, self._expert(self.first, self.hidden), fused, "dispatch")
+        self._leaving(name, self._expert(self.hidden, ffn), fused, "combine")
+
+    def backward(self, name: str, fused: bool) -> None:
+        ffn = int(self.model.expert_ffn.value)
+        self._arriving(name, self._expert(ffn, self.hidden), fused, "combine backward")
+        self.last = self.out.add(f"{name} second weight gradient", COMPUTE, self._expert(ffn, self.hidden), self.last)
+        self._leaving(name, self._expert(self.hidden, self.first), fused, "dispatch backward")
+        self.last = self.out.add(f"{name} first weight gradient", COMPUTE, self._expert(self.first, self.hidden), self.last)
+        self._dense(f"{name} attention backward", 2)
+
+
+def tasks(
+    model: Moe,
+    ranks: int,
+    groups: list[tuple[int, ...]] | None = None,
+    *,
+    fused: Fusing = "none",
+    all_to_all: str = "one_shot",
+    all_reduce: str = "ring",
+    slices: int = 4,
+) -> Tasks:
+    """The step on one rank.
+
+    Args:
+        groups: coordinates of the ranks that share out the experts, and of those that have the same ones; None where all
+            ranks share them out.
+
+    Raises:
+        ConfigError: the experts do not divide over the ranks, nor the ranks over the experts.
+    """
+    experts = int(model.experts.value)
+    if experts % ranks and ranks % experts:
+        raise ConfigError(
+            f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and {ranks}. Change the nodes."
+        )
+    out = Tasks()
+    stage = _Layers(out, model, ranks, groups[0] if groups else None, all_to_all, slices)
+    layers = int(model.layers.value)
+    gradients: list[str] = []
+    for layer in range(layers):
+        stage.forward(f"l{layer}", fused != "none")
+    for layer in reversed(range(layers)):
+        stage.backward(f"l{layer}", fused == "both")
+        if ranks > 1:
+            size = round(stage.dense_weights() * model.gradient_bytes.value)
+            gradients.append(out.add(f"l{layer} gradients", "gradients", Collective("all_reduce", all_reduce, size), stage.last))
+        if groups is not None:
+            size = round(stage.expert_weights() * model.gradient_bytes.value)
+            work = Collective("all_reduce", all_reduce, size, groups[1])
+            gradients.append(out.add(f"l{layer} expert gradients", "gradients", work, stage.last))
+    weights = layers * (stage.dense_weights() + stage.expert_weights())
+    out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
+    return out
+
+
+def simulate(
+    model: Moe,
+    machine: Machine,
+    topology: Topology,
+    *,
+    fused: Fusing = "none",
+    all_to_all: str = "one_shot",
+    all_reduce: str = "ring",
+    slices: int = 4,
+    all_ranks: bool = False,
+) -> Result:
+    """Run one step; see :func:`tasks`. Where there are fewer experts than ranks, groups of as many ranks share them out."""
+    experts = int(model.experts.value)
+    groups: list[tuple[int, ...]] | None = None
+    if experts < topology.ranks and topology.ranks % experts == 0:
+        topology, groups = topology.split((experts, topology.ranks // experts))
+    step = tasks(model, topology.ranks, groups, fused=fused, all_to_all=all_to_all, all_reduce=all_reduce, slices=slices)
+    return run(machine, topology, step.tasks, name=f"{model.name}, fused: {fused}", all_ranks=all_ranks)

@@ -36,6 +36,7 @@ class EmbeddingAllToAllConfig:
         run_unroll: lookups of a run whose gradients are in flight together.
         run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits of sums depend on it.
         update_warps: warps a program of the backward pass.
+        update_registers: registers a thread of it at most; 0 for the compiler's choice.
     """
 
     protocol: str = "direct"
@@ -53,6 +54,7 @@ class EmbeddingAllToAllConfig:
     run_unroll: int = 2
     run_lookups: int = 128
     update_warps: int = 1
+    update_registers: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS)):
@@ -71,6 +73,7 @@ class EmbeddingAllToAllConfig:
             ("run_unroll", 1, 32),
             ("run_lookups", 2, 1 << 20),
             ("max_registers", 0, 255),
+            ("update_registers", 0, 255),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ArgumentError(
@@ -109,5 +112,5 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     return EmbeddingAllToAllConfig(
         block_bags=rows, unroll=min(flying, 4), num_warps=warps, push_rows=min(16, 2 * rows), max_registers=128,
         max_programs=max(1, min(MAX_PROGRAMS, 16 * processors // warps)),
-        block_runs=rows, run_unroll=min(flying, 2), update_warps=warps,
+        block_runs=rows, run_unroll=min(flying, 2), update_warps=warps, update_registers=128,
     )  # fmt: skip

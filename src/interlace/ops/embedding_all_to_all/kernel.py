@@ -308,33 +308,46 @@ def _gradients(
 
 
 @triton.jit
-def _apply(
-    entry, row, total, mask, arrived, target, learning_rate, epsilon,
-    UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Store rows' gradients, or update the rows with them."""
+def _rows(entry, row, target, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Where rows' targets and states are, which of their elements exist, and which rows are written at all."""
     column = tl.arange(0, WIDTH)
     width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
     stride = tl.multiple_of(tl.load(entry + _TARGET_STRIDE), ALIGN)
     place = tl.load(entry + _TARGET)
-    mask = mask & (place >= 0)
-    target = _vectors(target + place, DTYPE, ALIGN)[:, None] + row[:, None] * stride[:, None] + column[None, :]
+    pointers = _vectors(target + place, DTYPE, ALIGN)[:, None] + row[:, None] * stride[:, None] + column[None, :]
+    states = tl.load(entry + _STATE).to(tl.pointer_type(tl.float32)) + row
+    return pointers, states, column[None, :] < width[:, None], place >= 0
+
+
+@triton.jit
+def _before(pointers, states, inside, mask, UPDATE: tl.constexpr):
+    """What an update starts from: rows, and Adagrad's states."""
     if UPDATE == "store":
-        value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))
-        tl.store(target, value.to(DTYPE), mask=mask[:, None] & (column[None, :] < width[:, None]))
+        return 0, 0
+    elif UPDATE == "sgd":
+        return tl.load(pointers, mask=mask[:, None] & inside, other=0.0), 0
     else:
-        mask = mask & (arrived + row * 0 > 0)
-        cells = mask[:, None] & (column[None, :] < width[:, None])
+        return tl.load(pointers, mask=mask[:, None] & inside, other=0.0), tl.load(states, mask=mask, other=0.0)
+
+
+@triton.jit
+def _apply(
+    entry, pointers, states, inside, mask, rows, old, total, arrived, learning_rate, epsilon,
+    UPDATE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Store rows' gradients, or update the rows with them; ``rows`` and ``old`` are what :func:`_before` found."""
+    if UPDATE == "store":
+        value = tl.where(total * 0 + arrived > 0, total, float("nan"))
+        tl.store(pointers, value.to(DTYPE), mask=mask[:, None] & inside)
+    else:
+        mask = mask & (arrived + tl.zeros(mask.shape, tl.int32) > 0)
         if UPDATE == "adagrad":
-            state = tl.load(entry + _STATE).to(tl.pointer_type(tl.float32)) + row
-            mean = tl.sum(total * total, 1) / width.to(tl.float32)
-            new = tl.load(state, mask=mask, other=0.0) + mean
-            tl.store(state, new, mask=mask)
+            new = old + tl.sum(total * total, 1) / tl.load(entry + _WIDTH).to(tl.float32)
+            tl.store(states, new, mask=mask)
             step = learning_rate / (tl.sqrt_rn(new) + epsilon)
         else:
-            step = learning_rate + tl.zeros(row.shape, tl.float32)
-        weight = tl.load(target, mask=cells, other=0.0).to(tl.float32)
-        tl.store(target, (weight - step[:, None] * total).to(DTYPE), mask=cells)
+            step = learning_rate + tl.zeros(mask.shape, tl.float32)
+        tl.store(pointers, (rows.to(tl.float32) - step[:, None] * total).to(DTYPE), mask=mask[:, None] & inside)
 
 
 @triton.jit
@@ -458,10 +471,6 @@ def embedding_all_to_all_backward(
                         arrived = arrived * _await_tables(flags, stamp, group, ready, last, WORLD_SIZE)
                         ready = last + 1
                 entry = tables + table * _FIELDS
-                total = _gradients(
-                    gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
-                    OUT, RUNS, WIDTH, WHOLE, UNROLL, ALIGN,
-                )  # fmt: skip
                 segment = tl.load(segment_of + start, mask=held, other=0)
                 opening = tl.load(segments + segment, mask=held, other=0).to(tl.int64)
                 size = (tl.load(segments + segment + 1, mask=held, other=0) - opening).to(tl.int32)
@@ -469,15 +478,21 @@ def embedding_all_to_all_backward(
                     row = segment.to(tl.int64)
                 else:
                     row = tl.load(keys + start, mask=held, other=0).to(tl.int64) - tl.load(entry + _FIRST_KEY)
-                whole = size <= RUN_LOOKUPS
-                _apply(entry, row, total, held & whole, arrived, target, learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN)
+                # Rows could be asked for here, before gradients; the registers for their addresses would cost more programs.
+                total = _gradients(
+                    gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
+                    OUT, RUNS, WIDTH, WHOLE, UNROLL, ALIGN,
+                )  # fmt: skip
+                pointers, states, inside, written = _rows(entry, row, target, DTYPE, WIDTH, ALIGN)
+                whole = held & written & (size <= RUN_LOOKUPS)
+                rows, old = _before(pointers, states, inside, whole, UPDATE)
+                _apply(entry, pointers, states, inside, whole, rows, old, total, arrived, learning_rate, epsilon, UPDATE, DTYPE)
                 if tl.max((held & (size > RUN_LOOKUPS)).to(tl.int32), 0) > 0:
                     # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's last, another's first.
                     parts = (size + RUN_LOOKUPS - 1) // RUN_LOOKUPS
                     slot = 2 * (start // RUN_LOOKUPS) + (start == opening).to(tl.int64)
-                    tl.store(
-                        partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=(held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
-                    )
+                    long = (held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
+                    tl.store(partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=long)
                     tl.debug_barrier()
                     for each in range(RUNS):
                         chosen = held & (size > RUN_LOOKUPS) & (lane == each)
@@ -487,17 +502,21 @@ def embedding_all_to_all_backward(
                             before = tl.atomic_add(arrivals + 2 * (begin // RUN_LOOKUPS) + 1, 1, sem="acq_rel", scope="gpu")
                             tl.debug_barrier()
                             if before == pieces - 1:
-                                sum_of_runs = tl.load(
-                                    partials + (2 * (begin // RUN_LOOKUPS) + 1 + one * 0)[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg"
-                                )
+                                place = 2 * (begin // RUN_LOOKUPS) + 1 + one * 0
+                                cells = place[:, None] * WIDTH + columns_at[None, :]
+                                sum_of_runs = tl.load(partials + cells, cache_modifier=".cg")
                                 for piece in range(1, pieces):
                                     place = 2 * ((begin + piece * RUN_LOOKUPS) // RUN_LOOKUPS) + one * 0
-                                    sum_of_runs += tl.load(partials + place[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg")
+                                    cells = place[:, None] * WIDTH + columns_at[None, :]
+                                    sum_of_runs += tl.load(partials + cells, cache_modifier=".cg")
                                 which = tl.sum(tl.where(chosen, table, 0), 0) + one * 0
                                 where = tl.sum(tl.where(chosen, row, 0), 0) + one * 0
+                                its_entry = tables + which * _FIELDS
+                                at, its_state, exists, wanted = _rows(its_entry, where, target, DTYPE, WIDTH, ALIGN)
+                                row_before, state_before = _before(at, its_state, exists, wanted, UPDATE)
                                 _apply(
-                                    tables + which * _FIELDS, where, sum_of_runs, which >= 0, arrived, target, learning_rate, epsilon,
-                                    UPDATE, DTYPE, WIDTH, ALIGN,
+                                    its_entry, at, its_state, exists, wanted, row_before, state_before, sum_of_runs, arrived,
+                                    learning_rate, epsilon, UPDATE, DTYPE,
                                 )  # fmt: skip
             first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
         if WORLD_SIZE > 1:

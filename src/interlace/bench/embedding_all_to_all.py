@@ -404,6 +404,7 @@ BACKWARD_AXES: dict[str, Sequence[Any]] = {
     "block_runs": (1, 2, 4, 8),
     "run_unroll": (1, 2, 4),
     "update_warps": (1, 2, 4),
+    "update_registers": (0, 96, 128, 168),
     "update_programs": (1056, 2112, 3168, 3840),
 }
 _ROUNDS = 2

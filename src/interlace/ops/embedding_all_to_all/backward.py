@@ -270,6 +270,8 @@ def prepare(
         "TICKET": _TICKET,
         "num_warps": config.update_warps,
     }
+    if config.update_registers:
+        options["maxnreg"] = config.update_registers
     return Launch(kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found))
 
 

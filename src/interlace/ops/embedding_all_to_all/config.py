@@ -37,6 +37,7 @@ class EmbeddingAllToAllConfig:
         run_unroll: lookups of a run whose gradients are in flight together.
         run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits of sums depend on it.
         update_warps: warps a program of the backward pass.
+        update_registers: registers a thread of it at most; 0 for the compiler's choice.
     """
 
     protocol: str = "direct"
@@ -54,6 +55,7 @@ class EmbeddingAllToAllConfig:
     run_unroll: int = 1
     run_lookups: int = 128
     update_warps: int = 1
+    update_registers: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS)):
@@ -72,6 +74,7 @@ class EmbeddingAllToAllConfig:
             ("run_unroll", 1, 32),
             ("run_lookups", 2, 1 << 20),
             ("max_registers", 0, 255),
+            ("update_registers", 0, 255),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ArgumentError(

@@ -513,9 +513,8 @@ def embedding_all_to_all_backward(
                     # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's last, another's first.
                     parts = (size + RUN_LOOKUPS - 1) // RUN_LOOKUPS
                     slot = 2 * (start // RUN_LOOKUPS) + (start == opening).to(tl.int64)
-                    tl.store(
-                        partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=(held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
-                    )
+                    long = (held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
+                    tl.store(partials + slot[:, None] * WIDTH + columns_at[None, :], total, mask=long)
                     tl.debug_barrier()
                     for each in range(RUNS):
                         chosen = held & (size > RUN_LOOKUPS) & (lane == each)
@@ -525,12 +524,13 @@ def embedding_all_to_all_backward(
                             before = tl.atomic_add(arrivals + 2 * (begin // RUN_LOOKUPS) + 1, 1, sem="acq_rel", scope="gpu")
                             tl.debug_barrier()
                             if before == pieces - 1:
-                                sum_of_runs = tl.load(
-                                    partials + (2 * (begin // RUN_LOOKUPS) + 1 + one * 0)[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg"
-                                )
+                                place = 2 * (begin // RUN_LOOKUPS) + 1 + one * 0
+                                cells = place[:, None] * WIDTH + columns_at[None, :]
+                                sum_of_runs = tl.load(partials + cells, cache_modifier=".cg")
                                 for piece in range(1, pieces):
                                     place = 2 * ((begin + piece * RUN_LOOKUPS) // RUN_LOOKUPS) + one * 0
-                                    sum_of_runs += tl.load(partials + place[:, None] * WIDTH + columns_at[None, :], cache_modifier=".cg")
+                                    cells = place[:, None] * WIDTH + columns_at[None, :]
+                                    sum_of_runs += tl.load(partials + cells, cache_modifier=".cg")
                                 which = tl.sum(tl.where(chosen, table, 0), 0) + one * 0
                                 where = tl.sum(tl.where(chosen, row, 0), 0) + one * 0
                                 entry_of_it = tables + which * _FIELDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from interlace.costs import all_gather_gemm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
-from interlace.costs.gemm import Cost, leaving
+from interlace.costs.gemm import ProductCost, leaving
 
 SIZES = {"rows": 8, "columns": 6, "inner": 4, "itemsize": 2}
 FLOPS = 2 * 8 * 6 * 4
@@ -13,13 +13,13 @@ OUTPUT = 8 * 6 * 2
 
 def test_all_to_all() -> None:
     """Six of eight rows leave."""
-    assert gemm_all_to_all.fused(**SIZES, world_size=4) == Cost(FLOPS, MEMORY, 6 * 6 * 2, 0, OUTPUT)
+    assert gemm_all_to_all.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY, 6 * 6 * 2, 0, OUTPUT)
 
 
 def test_reduce_scatter() -> None:
     """Parts of six rows leave; then four slots of two rows are read, and their sum written."""
     cost = gemm_reduce_scatter.fused(**SIZES, world_size=4)
-    assert cost == Cost(FLOPS, MEMORY, 6 * 6 * 2, OUTPUT + OUTPUT // 4, OUTPUT)
+    assert cost == ProductCost(FLOPS, MEMORY, 6 * 6 * 2, OUTPUT + OUTPUT // 4, OUTPUT)
     wide = gemm_reduce_scatter.fused(**SIZES, world_size=4, part_itemsize=4)
     assert (wide.link_bytes, wide.size, wide.memory_bytes) == (6 * 6 * 4, 8 * 6 * 4, MEMORY + OUTPUT)
 
@@ -33,7 +33,7 @@ def test_all_reduce() -> None:
 
 def test_all_gather() -> None:
     """Two rows of x go to three ranks; six come, are written, and read with the others."""
-    assert all_gather_gemm.fused(**SIZES, world_size=4) == Cost(FLOPS, MEMORY + 6 * 4 * 2, 6 * 4 * 2, 0, 8 * 4 * 2)
+    assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY + 6 * 4 * 2, 6 * 4 * 2, 0, 8 * 4 * 2)
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.costs import all_gather_gemm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter, gemv_all_reduce
+from interlace.costs import embedding_all_to_all as costs
 from interlace.errors import ConfigError
 from interlace.sim import operators
 from interlace.sim.machine import find, load_machine, presets
@@ -211,7 +212,6 @@ def test_links_carry_what_the_costs_say(
         itemsize=itemsize,
         block_n=32,
         block_tokens=tokens,
-        programs=4,
     )
     made = operators.gemv_all_reduce(
         tokens=tokens, rows=rows, columns=64, itemsize=itemsize, world_size=world_size, protocol=protocol, slices=slices
@@ -233,7 +233,6 @@ def test_embedding_operator() -> None:
 
 def test_the_embedding_operator_moves_what_its_costs_say() -> None:
     """Two tables of width 8 on each of four ranks, 20 samples, 10 lookups a bag."""
-    costs = pytest.importorskip("interlace.costs.embedding_all_to_all")
     widths, batch = [[8, 8]] * 4, 20
     made = operators.embedding_all_to_all(bags=2 * batch, pooling_factor=10, dim=8, itemsize=4, exchange_itemsize=2)
     sizes = {"itemsize": 4, "output_itemsize": 2, "index_itemsize": 8}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from interlace.costs.gemm import Cost, leaving, product
+from interlace.costs.gemm import ProductCost, leaving, product
 
 
-def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int) -> Cost:
+def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int) -> ProductCost:
     """Cost of one rank: ``x [rows, inner]`` in all, ``rows / world_size`` of them here; ``w [columns, inner]`` here.
 
     The peers' rows are written here before the product reads them.
@@ -13,4 +13,4 @@ def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int
     flops, memory_bytes = product(rows, columns, inner, itemsize)
     size = rows * inner * itemsize
     received = leaving(size, world_size)
-    return Cost(flops, memory_bytes + received, received, 0, size)
+    return ProductCost(flops, memory_bytes + received, received, 0, size)

@@ -8,7 +8,7 @@ from interlace.units import ceil_div
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class ProductCost:
     """Work and traffic of one rank.
 
     Attributes:

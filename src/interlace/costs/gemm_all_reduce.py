@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from interlace.costs import gemm_reduce_scatter
-from interlace.costs.gemm import Cost, leaving
+from interlace.costs.gemm import ProductCost, leaving
 
 
-def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int, part_itemsize: int | None = None) -> Cost:
+def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int, part_itemsize: int | None = None) -> ProductCost:
     """Cost of one rank, in two phases: as ``gemm_reduce_scatter``, then the owner's sums to everyone.
 
     Args:
@@ -18,7 +18,7 @@ def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int
     )
     output = rows * columns * itemsize
     others = output - output // world_size
-    return Cost(
+    return ProductCost(
         first.flops,
         first.memory_bytes,
         first.link_bytes + leaving(output, world_size),

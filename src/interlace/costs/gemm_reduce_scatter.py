@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from interlace.costs.gemm import Cost, leaving, product
+from interlace.costs.gemm import ProductCost, leaving, product
 
 
-def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int, part_itemsize: int | None = None) -> Cost:
+def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int, part_itemsize: int | None = None) -> ProductCost:
     """Cost of one rank: ``x [rows, inner]``, ``w [columns, inner]`` with ``inner`` the rank's share of K.
 
     Every rank stores each part in its owner's slot for it; the owner adds the slots.
@@ -18,4 +18,4 @@ def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int
     size = rows * columns * part
     memory_bytes += size - rows * columns * itemsize  # parts are written instead of the output
     output = rows * columns * itemsize // world_size
-    return Cost(flops, memory_bytes, leaving(size, world_size), size + output if world_size > 1 else 0, size)
+    return ProductCost(flops, memory_bytes, leaving(size, world_size), size + output if world_size > 1 else 0, size)

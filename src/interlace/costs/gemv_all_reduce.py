@@ -19,6 +19,20 @@ def floor_link_bytes(*, tokens: int, rows: int, itemsize: int, world_size: int) 
     return 2 * tokens * rows * itemsize * (world_size - 1) // world_size
 
 
+def part_bytes(*, tokens: int, rows: int, itemsize: int) -> int:
+    """One rank's part of the output as packed words: a value each, or two tokens' of 2 bytes."""
+    return WORD_BYTES * rows * (ceil_div(tokens, 2) if _paired(tokens, itemsize) else tokens)
+
+
+def call_bytes(*, tokens: int, itemsize: int) -> int:
+    """The word that says which call this is, to each peer, where pairs have no room for it."""
+    return WORD_BYTES if _paired(tokens, itemsize) else 0
+
+
+def _paired(tokens: int, itemsize: int) -> bool:
+    return itemsize == 2 and tokens > 1
+
+
 def fused(
     *,
     protocol: str,
@@ -46,11 +60,9 @@ def fused(
     row_tiles = ceil_div(rows, block_n)
     if not tokens or not rows:
         return Cost(flops, memory_bytes, 0, 0, 0)
-    paired = itemsize == 2 and block_tokens > 1
-    row_bytes = WORD_BYTES * (ceil_div(tokens, 2) if paired else tokens)
-    link_bytes, messages = 0, 0
-    if paired:  # a word to every peer that says which call this is
-        link_bytes, messages = peers * WORD_BYTES, peers
+    row_bytes = part_bytes(tokens=tokens, rows=1, itemsize=itemsize)
+    link_bytes = peers * call_bytes(tokens=tokens, itemsize=itemsize)
+    messages = link_bytes // WORD_BYTES
     if protocol == "one_shot":
         return Cost(flops, memory_bytes, link_bytes + peers * rows * row_bytes, messages + peers * token_tiles * row_tiles, 0)
     owned = ceil_div(block_n, world_size)

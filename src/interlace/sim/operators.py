@@ -148,17 +148,18 @@ def gemv_all_reduce(
     """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every rank; columns are the rank's.
 
     Args:
-        protocol: of the fused kernel: ``"one_shot"`` (everyone's packed float32 parts to everyone) or ``"two_phase"`` (float32
-            parts to the owner of a row, its sum to everyone).
+        protocol: of the fused kernel: ``"one_shot"`` (everyone's parts, as packed words, to everyone) or ``"two_phase"`` (parts
+            to the owner of a row, its sum to everyone).
     """
     memory = gemv_all_reduce_cost.floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
     kernel = Kernel(2 * tokens * rows * columns, memory)
     size = tokens * rows * itemsize
+    words = gemv_all_reduce_cost.part_bytes(tokens=tokens, rows=rows, itemsize=itemsize)
+    call = gemv_all_reduce_cost.call_bytes(tokens=tokens, itemsize=itemsize)
     if protocol == "one_shot":
-        words = tokens * rows * gemv_all_reduce_cost.WORD_BYTES
-        fused = Fused(kernel, "all_to_all", words * world_size, axes, slices)
+        fused = Fused(kernel, "all_to_all", (words + call) * world_size, axes, slices)
     else:
-        fused = Fused(kernel, "all_reduce", tokens * rows * 4, axes, slices, gather_size=size)
+        fused = Fused(kernel, "all_reduce", words + call * world_size, axes, slices, gather_size=words)
     return Operator(
         "GEMV + AllReduce",
         fused,

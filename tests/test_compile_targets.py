@@ -73,7 +73,7 @@ def _embedding_all_to_all_backward():
 
     yield case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 4, 2, scale=None)
     yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
-    yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8)
+    yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8, ROWS=1)
     yield case("store", "i32", tl.float32, tl.float16, 64, False, 8, 4, 1, scale=None, WORLD_SIZE=1, PUSHERS=0)
 
 

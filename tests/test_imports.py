@@ -18,7 +18,7 @@ def _modules_after(code):
     [
         "import interlace",
         "import interlace; interlace.PeerTimeoutError; dir(interlace)",
-        "import interlace.costs.gemv_all_reduce, interlace.costs.machine",
+        "import interlace.costs.gemv_all_reduce, interlace.costs.embedding_all_to_all, interlace.costs.machine",
         "import interlace.units, interlace.errors",
     ],
 )
@@ -43,6 +43,8 @@ def test_the_simulator_needs_neither_torch_nor_triton():
         "import interlace; interlace.launch, interlace.empty_symmetric",
         "import interlace; interlace.embedding_all_to_all; interlace.models",
         "import interlace; interlace.gemv_all_reduce; import torch; torch.ops.interlace.gemv_all_reduce.default",
+        "import interlace; interlace.embedding_all_to_all, interlace.optim.SGD; import torch; "
+        "torch.ops.interlace.embedding_all_to_all.default",
         "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), torch.empty(5, 4, device='meta'))",
     ],
 )

@@ -214,9 +214,10 @@ class Group:
         return {name: w.data.nbytes + w.signals.nbytes for name, w in self._workspaces.items()}
 
     def release(self) -> None:
-        """Free all workspaces (collective: every rank must call it, with no kernel of the group under way).
+        """Free all workspaces, and outputs that no tensor refers to.
 
-        CUDA graphs captured before must not be replayed afterwards.
+        Collective: every rank must call it, with no kernel of the group under way. CUDA graphs captured before must not be
+        replayed afterwards.
         """
         if self.backend == "cuda":
             torch.cuda.synchronize(self.device)

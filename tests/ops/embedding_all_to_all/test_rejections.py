@@ -27,6 +27,7 @@ TWICE = _t(5, 4)
     ("weights", "indices", "offsets", "more", "message"),
     [
         (W, IDS, ENDS, {}, "weights must be a list of tables; got one tensor. Write [weights]."),
+        ([W] * 4097, IDS, ENDS, {}, "a rank must have at most 4096 tables; got 4097."),
         ([W[0]], IDS, ENDS, {}, "weights[0] must be [rows, width]; got shape [4]."),
         ([_t(5, 4, dtype=f64)], IDS, ENDS, {}, "weights[0] must be float16, bfloat16 or float32; got torch.float64."),
         ([W, _t(5, 4, dtype=torch.float16)], IDS, ENDS, {},

@@ -8,6 +8,7 @@ import torch
 
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all.config import MAX_WIDTH, OPERATOR, EmbeddingAllToAllConfig
+from interlace.ops.embedding_all_to_all.record import MAX_TABLES
 from interlace.ops.embedding_all_to_all.update import SGD, RowWiseAdagrad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,6 +29,8 @@ def validate(
     """Refuse what no rank could compute; see ``api`` for the rules."""
     if isinstance(weights, torch.Tensor):
         raise ArgumentError(f"{OPERATOR}: weights must be a list of tables; got one tensor. Write [weights].")
+    if len(weights) > MAX_TABLES:
+        raise ArgumentError(f"{OPERATOR}: a rank must have at most {MAX_TABLES} tables; got {len(weights)}.")
     for table, weight in enumerate(weights):
         _validate_table(table, weight, weights[0].dtype, indices.device)
     for name, numbers in (("indices", indices), ("offsets", offsets)):

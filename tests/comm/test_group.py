@@ -7,7 +7,7 @@ import torch.distributed as dist
 import interlace
 from interlace import ArgumentError, BackendError, Faults
 from interlace.comm import group as group_module
-from tests.ops.gemv_all_reduce.calls import error_of
+from tests.errors import error_of
 
 
 def _exchange(times):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError
-from tests.ops.gemv_all_reduce.calls import error_of
+from tests.errors import error_of
 
 
 def _put_to_the_next(shape, dtype):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from tests.ops.gemv_all_reduce.calls import error_of
+from tests.errors import error_of
 
 BLOCK = 8
 

@@ -15,9 +15,9 @@ from interlace.data import Batch, BatchStream, SyntheticClicks
 from interlace.models import DLRM, Trainer
 from interlace.models.dlrm import _pairs
 from interlace.nn import EmbeddingTable
+from tests.errors import error_of
 from tests.models.single import Reference, whole_batch
 from tests.nn.features import weights_of
-from tests.ops.gemv_all_reduce.calls import error_of
 
 ROWS, WIDTH, SAMPLES = (9, 17, 5), 4, 4
 SMALL: dict[str, Any] = {"bottom": (8,), "top": (8,)}

@@ -17,8 +17,8 @@ from interlace import Faults, LaunchError
 from interlace.data import Batch, BatchStream, CriteoFiles, SyntheticClicks
 from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
 from interlace.nn import EmbeddingTable
+from tests.errors import error_of
 from tests.nn.features import weights_of
-from tests.ops.gemv_all_reduce.calls import error_of
 
 ROWS, BATCH = [20] * 3, 12
 

@@ -17,8 +17,8 @@ from torch import nn
 import interlace
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags, make_plan
 from interlace.nn.input_distribution import _positions
+from tests.errors import error_of
 from tests.nn.features import SUMS, TABLES, Features, gradients_of, merged, own, weights_of
-from tests.ops.gemv_all_reduce.calls import error_of
 
 ULP = torch.finfo(torch.float32).eps
 ONE_HOT = tuple(dataclasses.replace(table, bag_length=1) for table in SUMS)

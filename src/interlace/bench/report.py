@@ -39,11 +39,6 @@ class Summary:
     floor_us: float
 
     @property
-    def saved_percent(self) -> float:
-        """How far fused is below the fastest unfused pair; negative if above it."""
-        return 100 * (1 - self.fused_us / self.unfused[1])
-
-    @property
     def over_compute(self) -> float:
         """Fused time as a multiple of the fastest compute alone: 1.0 is communication for free."""
         return self.fused_us / self.compute[1]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace import Faults, LaunchError
-from tests.ops.embedding_all_to_all.calls import SMALL, Call, error_of, run_one
+from tests.errors import error_of
+from tests.ops.embedding_all_to_all.calls import SMALL, Call, run_one
 from tests.ops.embedding_all_to_all.test_gradients import upstream
 
 PROTOCOLS = ["direct", "sliced"]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import interlace
 from interlace import ArgumentError, EmbeddingAllToAllConfig
 from interlace.optim import SGD, RowWiseAdagrad
-from tests.ops.embedding_all_to_all.calls import SMALL, Call, error_of
+from tests.errors import error_of
+from tests.ops.embedding_all_to_all.calls import SMALL, Call
 
 f32, f64, i64 = torch.float32, torch.float64, torch.int64
 

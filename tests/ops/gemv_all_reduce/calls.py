@@ -94,12 +94,3 @@ def check_all(calls: list[Call], results: list[list[torch.Tensor]]) -> None:
     """``results[rank][i]`` against ``calls[i]``."""
     for i, call in enumerate(calls):
         call.check([result[i] for result in results])
-
-
-def error_of(call, *args, **kwargs):
-    """Type, message and attributes of the error that a call raises; None if it raises none."""
-    try:
-        call(*args, **kwargs)
-    except interlace.InterlaceError as error:
-        return type(error).__name__, str(error), dict(vars(error))
-    return None

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace import Faults, GemvAllReduceConfig, LaunchError
-from tests.ops.gemv_all_reduce.calls import Call, error_of, run_one
+from tests.errors import error_of
+from tests.ops.gemv_all_reduce.calls import Call, run_one
 
 PROTOCOLS = ["one_shot", "two_phase"]
 

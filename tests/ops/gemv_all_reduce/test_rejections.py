@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, GemvAllReduceConfig
-from tests.ops.gemv_all_reduce.calls import Call, error_of, run_one
+from tests.errors import error_of
+from tests.ops.gemv_all_reduce.calls import Call, run_one
 
 f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 

@@ -54,7 +54,8 @@ class AddressMap:
             if entry.updates != self.expected(chunk):
                 raise ConfigError(
                     f"chunk {chunk}'s DMA must wait for the updates that arrive; got {entry.updates}, and "
-                    f"{self.expected(chunk)} arrive. It would {'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
+                    f"{self.expected(chunk)} arrive. It would "
+                    f"{'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
                 )
 
     def sends(self, chunk: int) -> bool:

@@ -41,7 +41,7 @@ class Memory:
     Attributes:
         bytes: moved, by (cause, kind).
         busy_ns: of the bus, turnarounds included.
-        threshold: entries below which communication may enter while the product comes first; None is round robin.
+        threshold: entries below which communication may enter while the product comes first; None is in the order of arrival.
         most_entries: that were in the DRAM queue of a channel at once.
         waited_ns: longest wait of a communication request for the DRAM queue.
     """
@@ -64,7 +64,6 @@ class Memory:
         self._serving = False
         self._reading = True
         self._batch = 0
-        self._last: Stream = "communication"
         self._free_ns = 0.0
         self.threshold: float | None = None
         self.bytes: dict[tuple[str, Kind], float] = {}
@@ -92,7 +91,6 @@ class Memory:
             self._streams[stream].popleft()
             if stream == "communication":
                 self.waited_ns = max(self.waited_ns, self._engine.now - request.arrived_ns)
-            self._last = stream
             self._entries += request.entries
             self.most_entries = max(self.most_entries, self._entries)
             self._queue.append(request)
@@ -105,7 +103,8 @@ class Memory:
         if not communication:
             return "compute" if compute else None
         if self.threshold is None:
-            return "compute" if compute and self._last == "communication" else "communication"
+            first = compute and compute[0].arrived_ns <= communication[0].arrived_ns
+            return "compute" if first else "communication"
         if self._engine.now - communication[0].arrived_ns > self._starvation_ns:
             return "communication"
         if compute:

@@ -122,7 +122,9 @@ def simulate(
         raise ConfigError(f"a configuration must be one of {', '.join(CONFIGURATIONS)}; got {configuration!r}.")
     addresses = address_map or ring_reduce_scatter(ranks)
     if addresses != ring_reduce_scatter(ranks):
-        raise ConfigError(f"the address map must be a ring reduce-scatter over {ranks} chunks; got another. Use ring_reduce_scatter.")
+        raise ConfigError(
+            f"the address map must be a ring reduce-scatter over {ranks} chunks; got another. Use ring_reduce_scatter."
+        )
     size, units = product.output_bytes, int(machine.gpu.compute_units.value)
     gather = _collective(machine, "all-gather", size, ranks)
     if configuration in ("t3", "t3-mca"):
@@ -253,7 +255,13 @@ def _product(machine: T3Machine, product: Product, units: int, *, outputs_bypass
 
 
 def _collective(
-    machine: T3Machine, kind: Literal["reduce-scatter", "all-gather"], size: float, ranks: int, *, share: float = 1.0, near_memory: bool = False
+    machine: T3Machine,
+    kind: Literal["reduce-scatter", "all-gather"],
+    size: float,
+    ranks: int,
+    *,
+    share: float = 1.0,
+    near_memory: bool = False,
 ) -> Part:
     """A ring collective alone, step by step, each step's pieces pipelined through memory and link.
 
@@ -287,7 +295,9 @@ def _collective(
             gpu.memory.request("communication", kind, arriving, piece, everything.done)
 
         for _ in range(pieces):
-            gpu.memory.request("communication", kind, "read", reads * piece, lambda: gpu.send(piece, _TRAFFIC[kind], arrived, share))
+            gpu.memory.request(
+                "communication", kind, "read", reads * piece, lambda: gpu.send(piece, _TRAFFIC[kind], arrived, share)
+            )
 
     def finish() -> None:
         gpu.memory.request("communication", kind, "write", chunk, end)
@@ -325,10 +335,10 @@ class _Fused:
         self._running = _Running(gpu, self._plan, self._stage_done)
 
     def part(self) -> Part:
-        part = self._gpu.part(
-            "product and reduce-scatter", flows=(), tracker_entries=0, tracker_overflows=0, threshold=None
+        part = self._gpu.part("product and reduce-scatter")
+        self._gpu.spans.append(
+            Span("reduce-scatter", "ReduceScatter, triggered", min((f.sent_ns for f in self._flows), default=0), part.time_ns)
         )
-        self._gpu.spans.append(Span("reduce-scatter", "ReduceScatter, triggered", min((f.sent_ns for f in self._flows), default=0), part.time_ns))
         return dataclasses.replace(
             part,
             flows=tuple(self._flows),
@@ -398,9 +408,7 @@ def _fused(machine: T3Machine, product: Product, addresses: AddressMap, *, prefe
     return _Fused(machine, product, addresses, prefer_product=prefer_product).part()
 
 
-def _result(
-    machine: T3Machine, product: Product, ranks: int, configuration: str, parts: list[tuple[int, Part]]
-) -> SubLayer:
+def _result(machine: T3Machine, product: Product, ranks: int, configuration: str, parts: list[tuple[int, Part]]) -> SubLayer:
     """Put the parts on one time axis, and hold the whole against physics."""
     total = max(start + part.time_ns for start, part in parts)
     memory: BytesBy = {}
@@ -408,9 +416,15 @@ def _result(
         for key, size in part.memory.items():
             memory[key] = memory.get(key, 0.0) + size
     spans = [
-        dataclasses.replace(span, start_ns=span.start_ns + start, end_ns=span.end_ns + start) for start, part in parts for span in part.spans
+        dataclasses.replace(span, start_ns=span.start_ns + start, end_ns=span.end_ns + start)
+        for start, part in parts
+        for span in part.spans
     ]
-    uses = [dataclasses.replace(use, start_ns=use.start_ns + start, end_ns=use.end_ns + start) for start, part in parts for use in part.uses]
+    uses = [
+        dataclasses.replace(use, start_ns=use.start_ns + start, end_ns=use.end_ns + start)
+        for start, part in parts
+        for use in part.uses
+    ]
     sent = sum(part.sent_bytes for _, part in parts)
     link = next(use.link for use in uses if use.link != "memory")
     computing = sum(part.product_ns for _, part in parts)
@@ -430,7 +444,7 @@ def _result(
     name = f"{product.name}, {configuration}"
     bound.check(total, name)
     tasks = [
-        TaskTime(part.name, part.name, start, start + part.time_ns, None if start == 0 else parts[number - 1][1].name)
+        TaskTime(part.name, part.spans[0].row, start, start + part.time_ns, None if start == 0 else parts[number - 1][1].name)
         for number, (start, part) in enumerate(parts)
     ]
     result = Result(
@@ -439,9 +453,7 @@ def _result(
         exposed_ns=total - computing,
         busy_ns=busy,
         sent_bytes={link: sent},
-        traffic_bytes={
-            traffic: sum(use.size for use in uses if use.traffic == traffic) for traffic in _TRAFFIC.values()
-        },
+        traffic_bytes={traffic: sum(use.size for use in uses if use.traffic == traffic) for traffic in _TRAFFIC.values()},
         memory_bytes=moved,
         tasks=tasks,
         spans=spans,

@@ -219,6 +219,30 @@ def collective(
 
 
 @sim_app.command()
+def t3(
+    model: Annotated[str, typer.Option(help="Mega-GPT-2, T-NLG, GPT-3, PALM, MT-NLG, or a YAML file.")] = "T-NLG",
+    tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel group.")] = 8,
+    sublayer: Annotated[str, typer.Option(help="op, fc2 (forward), fc1 or ip (backward).")] = "fc2",
+    shape: Annotated[
+        str | None, typer.Option(metavar="ROWSxCOLUMNSxDEPTH", help="Any matrix product on each GPU, instead of a model's.")
+    ] = None,
+    machine: Machine = "t3-paper",
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the machine, say tracker.sets=64.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw DRAM and link traffic over time, by cause.")
+    ] = None,
+    trace: TraceFile = None,
+) -> None:
+    """A sub-layer whose memory system tracks the product and triggers its reduce-scatter (T3), beside five other ways."""
+    from interlace.cli.sim_t3 import run_t3
+
+    run_t3(model, tp, sublayer, shape, machine, changes, json_file, plot, trace)
+
+
+@sim_app.command()
 def astra(
     network: Annotated[Path, typer.Option(help="ASTRA-sim's network YAML.", metavar="FILE")],
     system: Annotated[Path, typer.Option(help="ASTRA-sim's system JSON.", metavar="FILE")],
@@ -308,3 +332,11 @@ def reproduce_sc24(
     from interlace.cli.sim_run import run_sc24
 
     run_sc24(out, workers, cache, no_cache)
+
+
+@reproduce_app.command("t3")
+def reproduce_t3(out: OutFolder = Path("interlace-sim-t3")) -> None:
+    """Tracked and triggered communication (Pati et al., ASPLOS'24): its figures, ours, and every assumption."""
+    from interlace.cli.sim_t3 import run_reproduce
+
+    run_reproduce(out)

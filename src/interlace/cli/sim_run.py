@@ -93,7 +93,7 @@ def run_workload(
         plot.bars([(f"fused: {fused}" if fused != "none" else "unfused", one) for fused, one in results.items()], bars)
     if chakra_prefix is not None:
         _write_chakra(wanted, result.ranks, chakra_prefix)
-    _say_written(console, json_file, csv_file, plot_file, trace_file)
+    say_written(console, json_file, csv_file, plot_file, trace_file)
 
 
 def _summary(result: Result, unfused: Result) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def write_text(file: Path, text: str) -> None:
         raise ArgumentError(f"{file} must be a file that can be written; {error.strerror}.") from error
 
 
-def _say_written(console: Any, *files: Path | None) -> None:
+def say_written(console: Any, *files: Path | None) -> None:
     written = [str(file) for file in files if file is not None]
     if written:
         console.print(f"Written: {', '.join(written)}")
@@ -253,7 +253,7 @@ def run_collective(
         write_json(trace_file, to_perfetto(list(results.values())))
     if plot_file is not None:
         plot.timeline(list(results.values()), plot_file)
-    _say_written(console, json_file, plot_file, trace_file)
+    say_written(console, json_file, plot_file, trace_file)
 
 
 def run_astra(
@@ -299,7 +299,7 @@ def run_astra(
 
     if trace_file is not None:
         write_json(trace_file, report_to_perfetto(report, graphs))
-    _say_written(console, json_file, trace_file)
+    say_written(console, json_file, trace_file)
 
 
 def run_sweep(
@@ -350,7 +350,7 @@ def run_sweep(
         write_text(csv_file, sweeps.to_csv(points))
     if plot_file is not None:
         _heat_map(points, values, value, kind, plot_file)
-    _say_written(console, json_file, csv_file, plot_file)
+    say_written(console, json_file, csv_file, plot_file)
 
 
 def _heat_map(points: Sequence[sweeps.Point], values: Mapping[str, Sequence[Any]], value: str, kind: str, file: Path) -> None:
@@ -436,7 +436,7 @@ def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
         f"{100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
         f"{events:,} events, {seconds:.1f} s."
     )
-    _make(out)
+    make_folder(out)
     write_text(out / "validate.csv", validate.to_csv(cases))
     write_json(out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases])
     groups = [(case.quantity.split(",")[0], case.theirs, case.ours) for case in astra if case.theirs > 0 and case.ours > 0]
@@ -446,7 +446,7 @@ def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
         ("ASTRA-sim, ns", "ours, ns"),
         out / "validate.png",
     )
-    _say_written(console, out / "validate.csv", out / "validate.json", out / "validate.png")
+    say_written(console, out / "validate.csv", out / "validate.json", out / "validate.png")
     return 0 if passed == len(cases) else 1
 
 
@@ -480,7 +480,7 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
 def run_presets(name: str | None) -> None:
     """All presets, or one with the source of each value."""
     console = make_console()
-    folders = ("machines", "dlrm", "transformer", "moe")
+    folders = ("machines", "dlrm", "transformer", "moe", "t3_machines", "t3_models")
     if name is None:
         for folder in folders:
             console.print(f"{folder}: {', '.join(presets(folder))}")
@@ -496,7 +496,10 @@ def run_presets(name: str | None) -> None:
     for key, value in _flat(document):
         if isinstance(value, dict):
             shown = value["value"]
-            text = f"{len(shown)} sizes: {shown[0]} ... {shown[-1]}" if isinstance(shown, list) else f"{float(shown):g}"
+            if isinstance(shown, list):
+                text = ", ".join(map(str, shown)) if len(shown) <= 4 else f"{len(shown)} sizes: {shown[0]} ... {shown[-1]}"
+            else:
+                text = f"{float(shown):g}"
             table.add_row(key, text, value["confidence"], value["source"])
         elif key not in ("name", "note"):
             table.add_row(key, str(value), "", "")
@@ -565,10 +568,10 @@ def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool)
     for network, algorithm, name, percent in study.matches():
         console.print(f"  {network}, {algorithm}, {name} fused: {percent:.1f} %")
     console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
-    _make(out)
+    make_folder(out)
     write_json(out / "sc24.json", study.to_json())
     draw_sc24(study, out)
-    _say_written(console, out / "sc24.json", out / "sc24-tornado.png", out / "sc24-nodes.png", out / "sc24-networks.png")
+    say_written(console, out / "sc24.json", out / "sc24-tornado.png", out / "sc24-nodes.png", out / "sc24-networks.png")
 
 
 def draw_sc24(study: reproduce.Study, out: Path) -> None:
@@ -620,7 +623,7 @@ def draw_sc24(study: reproduce.Study, out: Path) -> None:
     )
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,7 +39,8 @@ _FUSED_EDGE = "#D55E00"
 
 
 @contextlib.contextmanager
-def _figure(file: Path, width: float, height: float) -> Iterator[Any]:
+def open_figure(file: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, written to ``file`` at the end; ArgumentError where that cannot be."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -59,7 +60,7 @@ def timeline(results: Sequence[Result], file: Path) -> None:
     """One panel a result, on one time axis: what rank 0 did in each stream, and how busy its links were."""
     panels = [(_streams(result), _links(result)) for result in results]
     heights = [len(streams) + 0.8 * len(links) + 0.6 for streams, links in panels]
-    with _figure(file, 12, 1.6 + 0.52 * sum(heights)) as figure:
+    with open_figure(file, 12, 1.6 + 0.52 * sum(heights)) as figure:
         axes = figure.subplots(len(results), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
         used: dict[str, Any] = {}
         scale, unit = _unit(max(result.total_ns for result in results))
@@ -209,7 +210,7 @@ def _utilisation(axis: Any, result: Result, link: str, row: int, scale: float, u
 
 def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
     """Total time of each result, computation and exposed communication, and the physical bound."""
-    with _figure(file, 2.2 + 1.5 * len(results), 4.4) as figure:
+    with open_figure(file, 2.2 + 1.5 * len(results), 4.4) as figure:
         axis = figure.subplots()
         scale, unit = _unit(max(result.total_ns for _, result in results))
         base = results[0][1].total_ns
@@ -262,7 +263,7 @@ def heat_map(
     import numpy as np
 
     data = np.array(values, dtype=float)
-    with _figure(file, 2.6 + 0.95 * len(columns), 1.9 + 0.5 * len(rows)) as figure:
+    with open_figure(file, 2.6 + 0.95 * len(columns), 1.9 + 0.5 * len(rows)) as figure:
         axis = figure.subplots()
         image = axis.imshow(data, cmap="viridis", aspect="auto")
         axis.set_xticks(range(len(columns)), columns)
@@ -284,7 +285,7 @@ def correlation(points: Sequence[tuple[str, float, float]], title: str, labels: 
     """(group, theirs, ours) on logarithmic axes, with the diagonal."""
     markers = ("o", "s", "^", "D", "v", "P", "X")
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-    with _figure(file, 6.4, 5.6) as figure:
+    with open_figure(file, 6.4, 5.6) as figure:
         axis = figure.subplots()
         low, high = min(min(p[1:]) for p in points) / 1.5, max(max(p[1:]) for p in points) * 1.5
         axis.plot([low, high], [low, high], color="#BBBBBB", linewidth=1, zorder=0)
@@ -312,7 +313,7 @@ def tornado(
     from matplotlib.patches import Patch
 
     ordered = sorted(rows, key=lambda row: max(row[1], row[2], base) - min(row[1], row[2], base))
-    with _figure(file, 10, 1.9 + 0.34 * len(ordered)) as figure:
+    with open_figure(file, 10, 1.9 + 0.34 * len(ordered)) as figure:
         axis = figure.subplots()
         for place, (_, low, high, _, _) in enumerate(ordered):
             for value, colour in sorted(((low, "#56B4E9"), (high, "#0072B2")), key=lambda end: -abs(end[0] - base)):
@@ -355,7 +356,7 @@ def curve(
 ) -> None:
     """Lines over a logarithmic axis, and horizontal marks."""
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-    with _figure(file, 8, 4.6) as figure:
+    with open_figure(file, 8, 4.6) as figure:
         axis = figure.subplots()
         for number, (name, values) in enumerate(lines):
             axis.plot(

@@ -1,0 +1,32 @@
+"""T3: a matrix product whose output is tracked by the memory system, which triggers the reduce-scatter. See ``docs/t3.md``.
+
+Model of Pati et al., "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", ASPLOS'24.
+One call, one result; ``sequential`` is what the others are compared with::
+
+    from interlace.sim.t3 import Product, load_t3_machine, simulate
+
+    machine = load_t3_machine("t3-paper")
+    product = Product("T-NLG fc2, TP 8", rows=8192, columns=4256, depth=2128)
+    before = simulate(machine, product, ranks=8, configuration="sequential")
+    after = simulate(machine, product, ranks=8, configuration="t3-mca")
+    print(before.total_ns / after.total_ns, after.memory_bytes)
+"""
+
+from interlace.sim.t3.addresses import AddressMap, ring_reduce_scatter
+from interlace.sim.t3.machine import T3Machine, load_t3_machine
+from interlace.sim.t3.models import SUBLAYERS, load_t3_model
+from interlace.sim.t3.product import Product
+from interlace.sim.t3.run import CONFIGURATIONS, SubLayer, simulate
+
+__all__ = [
+    "AddressMap",
+    "CONFIGURATIONS",
+    "Product",
+    "SUBLAYERS",
+    "SubLayer",
+    "T3Machine",
+    "load_t3_machine",
+    "load_t3_model",
+    "ring_reduce_scatter",
+    "simulate",
+]

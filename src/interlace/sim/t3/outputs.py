@@ -1,0 +1,93 @@
+"""A sub-layer as a picture, DRAM and link by cause over time, and as a trace for Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.sim.plot import open_figure
+from interlace.sim.t3.run import SubLayer
+from interlace.sim.trace import to_perfetto
+from interlace.units import format_ns
+
+STEPS = 300
+_COLOURS = {
+    "product read": "#56B4E9",
+    "product write": "#0072B2",
+    "product update": "#0072B2",
+    "reduce-scatter read": "#E69F00",
+    "reduce-scatter write": "#D55E00",
+    "reduce-scatter update": "#D55E00",
+    "all-gather read": "#009E73",
+    "all-gather write": "#117755",
+    "tracker read": "#CC79A7",
+    "tracker write": "#CC79A7",
+    "reduce_scatter": "#D55E00",
+    "all_gather": "#009E73",
+}
+
+
+def draw(results: Sequence[SubLayer], file: Path) -> None:
+    """One panel a configuration: GB/s of DRAM traffic by cause, and how busy the link is below it.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    longest = max(result.total_ns for result in results)
+    with open_figure(file, 12, 0.8 + 2.2 * len(results)) as drawing:
+        axes = drawing.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+        handles: dict[str, Any] = {}
+        for axis, result in zip(axes, results, strict=True):
+            _panel(axis, result, longest, handles)
+        axes[-1].set_xlabel("microseconds")
+        drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+
+
+def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -> None:
+    import numpy as np
+
+    edges = np.linspace(0, longest, STEPS + 1)
+    width = longest / STEPS
+    for is_memory, sign in ((True, 1), (False, -1)):
+        below = np.zeros(STEPS)
+        uses = [use for use in result.result.link_uses if (use.link == "memory") == is_memory]
+        for cause in sorted({use.traffic for use in uses}, key=list(_COLOURS).index):
+            mine = [use for use in uses if use.traffic == cause]
+            middles = [min(longest - 1, (use.start_ns + use.end_ns) / 2) for use in mine]
+            rate = np.histogram(middles, bins=edges, weights=[use.size for use in mine])[0] / width
+            area = axis.fill_between(
+                edges[:-1] / 1000, sign * below, sign * (below + rate), step="post", color=_COLOURS[cause], linewidth=0,
+                label=cause if is_memory else f"link: {cause}",
+            )  # fmt: skip
+            handles.setdefault(area.get_label().replace("update", "write"), area)
+            below = below + rate
+    axis.axhline(0, color="black", linewidth=0.6)
+    axis.axvline(result.total_ns / 1000, color="black", linewidth=1)
+    axis.axvline(max(part.product_ns for part in result.parts) / 1000, color="black", linestyle=":", linewidth=1)
+    axis.set_ylabel("GB/s: DRAM up,\nlink down", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"{result.result.name}: {format_ns(result.total_ns)}; dotted: the product's last stage", loc="left", fontsize=10)
+
+
+def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
+    """As :func:`interlace.sim.trace.to_perfetto`, with a flow from the stage that stored a block, over its trigger, to the link."""
+    document = to_perfetto([result.result for result in results])
+    events = document["traceEvents"]
+    for pid, result in enumerate(results):
+        rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
+        link = next(use.link for use in result.result.link_uses if use.link != "memory")
+        trigger = max(rows.values()) + 1
+        flows = result.parts[0].flows
+        if flows:
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": trigger, "args": {"name": "triggers"}})
+        for flow in flows:
+            arrow = {"cat": "block", "name": f"block {flow.block}", "id": f"{pid}.{flow.block}", "pid": pid}
+            at = flow.triggered_ns / 1000
+            events.append(
+                {"ph": "X", "name": f"block {flow.block}", "pid": pid, "tid": trigger, "ts": at, "dur": 0.001, "args": {}}
+            )
+            events.append({**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000})
+            events.append({**arrow, "ph": "t", "tid": trigger, "ts": at})
+            events.append({**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000})
+    return document

@@ -1,0 +1,65 @@
+"""The tracker: counts the updates of each outstanding block of the output, and says when the last one has come.
+
+``sets`` by the low bits of the block's number, ``ways`` counters in each. A block whose set is full is counted in DRAM
+instead, 64 bytes read and written for each of its updates: nothing stops and nothing is lost, and the traffic is reported.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+
+COUNTER_BYTES = 64
+
+
+class Tracker:
+    """Counters of blocks that have some of their updates.
+
+    Attributes:
+        most_entries: counters in use at once.
+        overflows: blocks that were counted in DRAM.
+    """
+
+    def __init__(self, sets: int, ways: int, spill: Callable[[Callable[[], None]], None]) -> None:
+        """Args:
+        spill: counts one update in DRAM, and calls when that is done.
+        """
+        self._sets, self._ways, self._spill = sets, ways, spill
+        self._used: collections.Counter[int] = collections.Counter()
+        self._left: dict[int, int] = {}
+        self._spilled: set[int] = set()
+        self._entries = 0
+        self.most_entries = 0
+        self.overflows = 0
+
+    def update(self, block: int, expected: int, complete: Callable[[], None]) -> None:
+        """One of ``expected`` updates of ``block`` is in memory; ``complete()`` after the last."""
+        if block not in self._left:
+            self._begin(block, expected)
+        if block in self._spilled:
+            self._spill(lambda: self._count(block, complete))
+        else:
+            self._count(block, complete)
+
+    def _begin(self, block: int, expected: int) -> None:
+        self._left[block] = expected
+        place = block % self._sets if self._sets else 0
+        if not self._sets or self._used[place] >= self._ways:
+            self._spilled.add(block)
+            self.overflows += 1
+            return
+        self._used[place] += 1
+        self._entries += 1
+        self.most_entries = max(self.most_entries, self._entries)
+
+    def _count(self, block: int, complete: Callable[[], None]) -> None:
+        self._left[block] -= 1
+        if self._left[block]:
+            return
+        del self._left[block]
+        if block in self._spilled:
+            self._spilled.remove(block)
+        else:
+            self._used[block % self._sets] -= 1
+            self._entries -= 1
+        complete()

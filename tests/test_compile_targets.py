@@ -139,10 +139,24 @@ def compile_all(target_name: str) -> int:
     return count
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(target, tmp_path):
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory):
+    """A process a target, all at once: each takes a core for a while."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # compile, not remember
-    code = f"from tests.test_compile_targets import compile_all; assert compile_all({target!r}) > 0"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    started = {}
+    for target in TARGETS:
+        folder = tmp_path_factory.mktemp(target)
+        code = f"from tests.test_compile_targets import compile_all; assert compile_all({target!r}) > 0"
+        log = (folder / "log").open("w")
+        environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # compile, not remember
+        started[target] = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=log, stderr=log), folder / "log"
+    yield started
+    for process, _ in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(compilers, target):
+    process, log = compilers[target]
+    assert process.wait(timeout=200) == 0, log.read_text()[-4000:]

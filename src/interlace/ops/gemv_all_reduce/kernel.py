@@ -75,29 +75,33 @@ def _several_tokens(
 
 
 @triton.jit
-def _part(
-    tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w,
+def _operands(
+    tile, x, w, N, B, K, stride_x, stride_w,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """This rank's part of one tile, ``sum over k of w[rows, k] * x[tokens, k]``, float32 ``[BLOCK_N, BLOCK_B]``; then the
-    epoch and the group.
+    """Pointers to a tile's tokens and rows of weights; and, with one token, the columns that are loaded first.
 
-    Those are asked for once the first weights are under way: the compiler waits for them at once, as for whatever all
-    threads share. Rows and tokens outside the matrix repeat the last one; whoever stores the tile masks them.
+    Rows and tokens outside the matrix repeat the last one; whoever stores the tile masks them.
     """
     rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
     w = w + tl.minimum(rows, N - 1).to(tl.int64) * stride_w
     if BLOCK_B == 1:
         x = x + tl.minimum(tl.sum(tokens), B - 1) * stride_x
-        last = _load_last(x, w, K, BLOCK_K, EVEN_K)
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
-        part = _one_token(x, w, last, K, BLOCK_N, BLOCK_K, EVEN_K)
+        return x, w, _load_last(x, w, K, BLOCK_K, EVEN_K)
     else:
-        x = x + tl.minimum(tokens, B - 1) * stride_x
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
-        part = _several_tokens(x, w, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
-    return part, epoch, group
+        return x + tl.minimum(tokens, B - 1) * stride_x, w, 0  # nothing; Triton 3.6 cannot return None in a tuple
+
+
+@triton.jit
+def _part(
+    operands, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """This rank's part of one tile, ``sum over k of w[rows, k] * x[tokens, k]``, float32 ``[BLOCK_N, BLOCK_B]``."""
+    x, w, last = operands
+    if BLOCK_B == 1:
+        return _one_token(x, w, last, K, BLOCK_N, BLOCK_K, EVEN_K)
+    else:
+        return _several_tokens(x, w, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
 
 
 @triton.jit
@@ -182,11 +186,11 @@ def gemv_all_reduce_one_shot(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ONE_TILE:
-        part, epoch, group = _part(
-            program, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
-        )
-    else:
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
+        operands = _operands(program, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
+    # Asked for once the first weights are under way: the compiler waits at once for what all threads share.
+    epoch, group = il.next_epoch(epochs), il.join(ctx)
+    if ONE_TILE:
+        part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
     me = il.rank(group)
     stamp = il.mark(epoch, call)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
@@ -206,9 +210,8 @@ def gemv_all_reduce_one_shot(
     else:
         # All tiles are sent before the first is waited for.
         for tile in range(program, tiles, programs):
-            part, epoch, group = _part(
-                tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
-            )
+            operands = _operands(tile, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
+            part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
             part = _in_words(part, VALUES)
             rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
             place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
@@ -244,11 +247,11 @@ def gemv_all_reduce_two_phase(
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ONE_TILE:
-        part, epoch, group = _part(
-            program, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
-        )
-    else:
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
+        operands = _operands(program, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
+    # Asked for once the first weights are under way: the compiler waits at once for what all threads share.
+    epoch, group = il.next_epoch(epochs), il.join(ctx)
+    if ONE_TILE:
+        part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
     stamp = il.mark(epoch, call)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
@@ -260,9 +263,8 @@ def gemv_all_reduce_two_phase(
         _send_part(program, part, slots, slot, stamp, group, N, B, EVEN, VALUES, OWNED)
     else:
         for tile in range(program, tiles, programs):
-            part, epoch, group = _part(
-                tile, x, w, epochs, ctx, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K, PRECISION
-            )
+            operands = _operands(tile, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
+            part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
             _send_part(tile, part, slots, slot, stamp, group, N, B, EVEN, VALUES, OWNED)
     for tile in range(program, tiles, programs):
         _send_sum(

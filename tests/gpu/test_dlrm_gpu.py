@@ -21,14 +21,6 @@ pytestmark = pytest.mark.gpu
 ROWS = (900, 1700, 500, 40, 3000)
 
 
-@pytest.fixture(scope="module")
-def world_size() -> int:
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.fail("these tests need at least two GPUs")
-    return min(count, 4)
-
-
 def _run(worker: Any, world_size: int, *args: Any) -> list[Any]:
     return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=200)
 

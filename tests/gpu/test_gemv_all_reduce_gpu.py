@@ -25,14 +25,6 @@ CONFIGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def world_size():
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.fail("these tests need at least two GPUs")
-    return min(count, 4)
-
-
 def run(worker, world_size, *args):
     return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=110)
 

@@ -62,16 +62,19 @@ def _embedding_all_to_all_backward():
 
     pointers = dict.fromkeys(("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets", "arrivals"), "*i32")
     addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
-    sizes = {"tables_most": "i32"} | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    sizes = dict.fromkeys(("tables_most", "most_groups"), "i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
     lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
 
     def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):
         types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"run_keys": f"*{key}"}
-        blocks = {"RUNS": runs, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "ROWS": 8, "PIECE": width, "RUN_LOOKUPS": 128}
+        blocks = {"RUNS": runs, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "ROWS": 8, "BLOCKS": 4, "PIECE": width}
         flags = {"PUSHERS": 64, "UPDATE": update, "BY_SEGMENT": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
-        return types, flags | blocks | {"TICKET": 4, "WORLD_SIZE": 4} | more
+        return types, flags | blocks | {"RUN_LOOKUPS": 128, "TICKET": 4, "WORLD_SIZE": 4, "tiles": None} | more
 
     yield case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 4, 2, scale=None)
+    types, constants = case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 2, 1, scale=None)
+    del constants["tiles"]
+    yield types | {"tiles": "tensordesc<fp32[1, 8, 256]>"}, constants
     yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
     yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8, ROWS=1)
     yield case("store", "i32", tl.float32, tl.float16, 64, False, 8, 4, 1, scale=None, WORLD_SIZE=1, PUSHERS=0)

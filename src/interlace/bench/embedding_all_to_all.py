@@ -399,7 +399,9 @@ FORWARD_AXES: dict[str, Sequence[Any]] = {
     "max_registers": (0, 64, 96, 128),
 }
 BACKWARD_AXES: dict[str, Sequence[Any]] = {
-    "push_programs": (64, 128, 264, 528, 1056),
+    "push": ("direct", "tiles"),
+    "push_programs": (66, 132, 264, 528, 1056),
+    "push_blocks": (1, 2, 4, 8, 16),
     "push_rows": (2, 4, 8, 16, 32),
     "block_runs": (1, 2, 4, 8),
     "run_unroll": (1, 2, 4),

@@ -59,6 +59,23 @@ def fence_system(scratch):
         tl.atomic_xchg(scratch, 0, sem="release", scope="sys")
 
 
+@core.extern
+def _load_acquire_cuda(ptr, mask, _semantic=None):
+    asm = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.acquire.sys.global.b32 $0, [$1]; }"
+    return core.inline_asm_elementwise(
+        asm, "=r,l,r", [ptr, mask], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def load_acquire(ptr, mask):
+    """Load int32 signals; what was released before they were set is visible to the loading thread. 0 outside the mask."""
+    if is_cuda():
+        return _load_acquire_cuda(ptr, mask.to(tl.int32))
+    else:
+        return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+
+
 @triton.jit
 def store_to_peer(ptr, value, peer, rank, mask):
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")

@@ -36,6 +36,10 @@ def pause():
     os.sched_yield()
 
 
+def load_acquire(ptr, mask):
+    return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+
+
 def store_to_peer(ptr, value, peer, rank, mask):
     addresses, values, taken = _store_arguments(ptr, value, mask)
     _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)

@@ -12,9 +12,9 @@ from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import interpreting
 
 if interpreting():
-    from interlace.language._interpreted import clock_ns, fence_system, num_threads, pause, signal_peer, store_to_peer
+    from interlace.language._interpreted import clock_ns, fence_system, load_acquire, num_threads, pause, signal_peer, store_to_peer
 else:
-    from interlace.language._device import clock_ns, fence_system, num_threads, pause, signal_peer, store_to_peer
+    from interlace.language._device import clock_ns, fence_system, load_acquire, num_threads, pause, signal_peer, store_to_peer
 
 _RANK = tl.constexpr(context.RANK)
 _WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
@@ -177,7 +177,7 @@ def wait(ptr, epoch, peer, slice, group, mask):
     """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
 
     Args:
-        ptr: int32 tile of signals (rank 0's copy, as always).
+        ptr: 1-D int32 tile of signals (rank 0's copy, as always).
         peer: tile of the ranks that set them, for the error.
         slice: scalar: what is awaited, for the error.
         mask: tile; signals outside it are not awaited.
@@ -186,25 +186,34 @@ def wait(ptr, epoch, peer, slice, group, mask):
         Whether they did (bool scalar). False after the deadline, or once the group is broken: the program must not
         use what it waited for, and should end.
     """
-    here = peer_pointer(ptr, rank(group), group)
+    # One look a thread, as in _sum_words: the sum over all copies decides, so that every thread has the same answer.
+    COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0])
+    copy = tl.zeros([ptr.shape[0], COPIES], tl.int32) + tl.arange(0, COPIES)[None, :]
+    here = peer_pointer(ptr, rank(group), group)[:, None] + copy * 0
+    wanted = mask[:, None] & (copy >= 0)
+    late = wanted & _is_behind(load_acquire(here, wanted), epoch)
+    behind = tl.sum(tl.ravel(late.to(tl.int32)))
     arrived = 1
     looks = 0
     start = tl.zeros([], tl.int64)
-    seen = tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys")
-    behind = tl.sum((mask & _is_behind(seen, epoch)).to(tl.int32))
     while behind > 0:
         pause()
-        seen = tl.atomic_add(here, 0, mask=mask, sem="acquire", scope="sys")
-        late = mask & _is_behind(seen, epoch)
-        behind = tl.sum(late.to(tl.int32))
+        # Acquiring at every look would empty the first-level cache under the programs that compute.
+        seen = tl.load(here, mask=wanted, other=0, volatile=True)
+        late = wanted & _is_behind(seen, epoch)
+        behind = tl.sum(tl.ravel(late.to(tl.int32)))
+        if behind == 0:
+            load_acquire(here, wanted)
         looks += 1
         if (behind > 0) & (looks % _LOOKS == 0):
             start = _start(start)
             if _over(start, group) > 0:
-                first = tl.min(tl.where(late, peer, 1 << 30))
-                _report(group, first, slice, epoch, tl.min(tl.where(late & (peer == first), seen, 2147483647)))
+                first = tl.min(tl.ravel(tl.where(late, peer[:, None] + copy * 0, 1 << 30)))
+                mine = late & (peer[:, None] + copy * 0 == first)
+                _report(group, first, slice, epoch, tl.min(tl.ravel(tl.where(mine, seen, 2147483647))))
                 arrived = 0
                 behind = 0
+    tl.debug_barrier()  # what one thread has acquired, the others may now load
     return arrived > 0
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch.distributed as dist
 
+from interlace import EmbeddingAllToAllConfig
 from interlace.bench import report
 from tests.ops.embedding_all_to_all.calls import SMALL
 
@@ -67,8 +68,10 @@ def test_study_and_tuner_try_what_they_say(ranks):
         assert points == [(percent, order, 8 * percent // 100) for percent in (25, 50, 75, 100) for order in orders]
         ((time_us, text),) = tuned
         assert time_us == 20.0
-        assert text.startswith("direct interleaved ")
-        assert text.split()[8:11] == ["2", "16", "4"], "ties keep what was there; 4096 programs leave none for pushing"
+        found = EmbeddingAllToAllConfig.parse(text)
+        assert (found.protocol, found.order) == ("direct", "interleaved")
+        taken = found.push_programs, found.push_rows, found.update_programs
+        assert taken == (2, 16, 4), "ties keep what was there; 4096 programs leave none for pushing"
 
 
 @pytest.mark.parametrize("lookups", ["", "x", "9-3", "-1", "1-2-3"])

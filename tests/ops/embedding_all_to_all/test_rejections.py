@@ -95,9 +95,9 @@ def test_bad_configurations(change, message):
 
 
 def test_a_configuration_is_its_text():
-    config = EmbeddingAllToAllConfig("sliced", "local_first", 8, 2, 2, 7, 96, 5, 3, 4, 9, 8, 3, 64, 2, 168)
+    config = EmbeddingAllToAllConfig("sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168)
     assert EmbeddingAllToAllConfig.parse(str(config)) == config
-    for text in ("", "direct", "direct remote_first four", "direct remote_first 3", f"{config} 9"):
+    for text in ("", "direct", "direct remote_first direct four", "direct remote_first direct 3", f"{config} 9"):
         with pytest.raises(ArgumentError, match="EmbeddingAllToAllConfig: "):
             EmbeddingAllToAllConfig.parse(text)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, process_group_named
+from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
@@ -228,16 +229,19 @@ def prepare(
     from interlace.ops.embedding_all_to_all import kernel
 
     layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
+    entries, align = _records(call, target, grad)
     tables = len(layout.widths[call.rank])
     landing = landing_here = 0
     if ranks > 1:
         space = group.outputs.landing(layout.batch * max(layout.rank_columns) * call.dtype.itemsize)
         landing = space.address + space.index * space.buffer_bytes
         landing_here = landing + group.rank * group.stride
+    tiles = None
+    if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
+        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(_NAME, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
-    entries, align = _records(call, target, grad)
     owners, spans = _everyone(layout)
     lookups = call.indices.shape[0]
     widths = widths_of(layout.widths[call.rank])
@@ -249,9 +253,9 @@ def prepare(
         on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags, found.scale,
         found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments, found.run_count,
         counters, partials, counters[_APART:],
-        grad.data_ptr(), landing, landing_here, target.address, workspace.signals.address, workspace.epochs,
+        grad.data_ptr(), landing, landing_here, tiles, target.address, workspace.signals.address, workspace.epochs,
         group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
-        layout.rank_columns[call.rank] // align, layout.most_tables, target.learning_rate, target.epsilon,
+        max(layout.rank_columns) // align, layout.most_tables, target.learning_rate, target.epsilon,
     )  # fmt: skip
     options: dict[str, Any] = {
         "WORLD_SIZE": ranks,
@@ -265,6 +269,7 @@ def prepare(
         "UNROLL": config.run_unroll,
         "ALIGN": align,
         "ROWS": config.push_rows,
+        "BLOCKS": config.push_blocks,
         "PIECE": next_power_of_2(max(max(each, default=1) for each in layout.widths)),
         "RUN_LOOKUPS": config.run_lookups,
         "TICKET": _TICKET,
@@ -294,9 +299,26 @@ def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple
     return rows or [entry(width=1, column=0, own_column=0)], alignment(numbers, min(target.dtype.itemsize, call.dtype.itemsize))
 
 
+def _describe_landing(group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int) -> Any:
+    """A tensor descriptor of every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` by a table's columns.
+
+    None where it cannot describe the blocks: there, ordinary stores put the same bytes in the same places.
+    """
+    width = max(max(widths, default=1) for widths in layout.widths)
+    alike = all(each == width == next_power_of_2(width) for widths in layout.widths for each in widths)
+    if not alike or align * dtype.itemsize != 16:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    columns = max(layout.rank_columns)
+    shape, strides = [layout.world_size, layout.batch, columns], [group.stride // dtype.itemsize, columns, 1]
+    base = view_as(bytes_at(landing, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
+    return TensorDescriptor(base, shape, strides, [1, rows, width])
+
+
 def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every owner: ``[tables, columns]``; and of every table of every owner: ``[column, column there, width]``."""
-    owners = [[len(widths), columns] for widths, columns in zip(layout.widths, layout.rank_columns, strict=True)]
+    """Of every owner: its number of tables; and of every table of every owner: ``[column, column there, width]``."""
+    owners = [[len(widths)] for widths in layout.widths]
     spans = []
     for owner, widths in enumerate(layout.widths):
         first = layout.first_column(owner)

@@ -11,6 +11,7 @@ from interlace.units import next_power_of_2
 OPERATOR = "embedding_all_to_all"
 PROTOCOLS = ("direct", "tiles", "sliced")
 ORDERS = ("interleaved", "remote_first", "local_first")
+PUSHES = ("direct", "tiles")
 MAX_WIDTH = 2048
 
 
@@ -24,6 +25,7 @@ class EmbeddingAllToAllConfig:
             staged, then put, fenced and flagged one by one, as a network wants it).
         order: of destinations: ``"interleaved"`` (all in turn, so that links and memory are busy from beginning to end),
             ``"remote_first"`` (the paper's; own samples last) or ``"local_first"``.
+        push: how the backward pass sends gradients: ``"direct"`` or ``"tiles"``, as above.
         block_bags: bags of one table and destination that a program pools at a time; a power of two.
         unroll: lookups of a bag whose rows are in flight together.
         num_warps: warps a program.
@@ -32,6 +34,7 @@ class EmbeddingAllToAllConfig:
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
         push_programs: programs of the backward pass that send gradients, beside ``update_programs`` that apply them.
         push_rows: samples of one table that such a program sends at a time; a power of two.
+        push_blocks: blocks of as many samples that it sends before it waits for their arrival.
         update_programs: programs that apply gradients; may be more than are resident.
         block_runs: runs of lookups of one row that a program adds at a time; a power of two.
         run_unroll: lookups of a run whose gradients are in flight together.
@@ -42,6 +45,7 @@ class EmbeddingAllToAllConfig:
 
     protocol: str = "direct"
     order: str = "interleaved"
+    push: str = "direct"
     block_bags: int = 2
     unroll: int = 4
     num_warps: int = 1
@@ -50,6 +54,7 @@ class EmbeddingAllToAllConfig:
     slice_blocks: int = 8
     push_programs: int = 528
     push_rows: int = 8
+    push_blocks: int = 4
     update_programs: int = 2112
     block_runs: int = 4
     run_unroll: int = 1
@@ -58,7 +63,7 @@ class EmbeddingAllToAllConfig:
     update_registers: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS)):
+        for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS), ("push", PUSHES)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got {getattr(self, name)!r}.")
         for name, most in (("block_bags", 64), ("num_warps", 32), ("push_rows", 64), ("block_runs", 64), ("update_warps", 32)):
@@ -70,6 +75,7 @@ class EmbeddingAllToAllConfig:
             ("max_programs", 1, MAX_PROGRAMS),
             ("slice_blocks", 1, 1024),
             ("push_programs", 1, MAX_PROGRAMS - 1),
+            ("push_blocks", 1, 1024),
             ("update_programs", 1, MAX_PROGRAMS),
             ("run_unroll", 1, 32),
             ("run_lookups", 2, 1 << 20),
@@ -89,8 +95,8 @@ class EmbeddingAllToAllConfig:
     def parse(cls, text: str) -> EmbeddingAllToAllConfig:
         """The configuration whose ``str`` is ``text``."""
         try:
-            protocol, order, *numbers = text.split()
-            return cls(protocol, order, *map(int, numbers))
+            protocol, order, push, *numbers = text.split()
+            return cls(protocol, order, push, *map(int, numbers))
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise

@@ -32,7 +32,7 @@ _MAX_PIECES = tl.constexpr(MAX_PROGRAMS // _MAX_RANKS.value)  # of a table and o
 def _vectors(address, dtype: tl.constexpr, ALIGN: tl.constexpr):
     """Integer addresses, of one or several rows, as pointers; ``ALIGN`` elements from there are aligned."""
     BYTES: tl.constexpr = ALIGN * (dtype.primitive_bitwidth // 8)
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), BYTES)
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), BYTES)
 
 
 @triton.jit
@@ -372,33 +372,44 @@ def _apply(
 
 @triton.jit
 def _push(
-    gradient, landing, owners, spans, flags, stamp, group, B, chunk, columns, tables_most, PUSHERS,
-    OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
+    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_columns, tables_most, PUSHERS,
+    OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Send every owner this rank's samples' gradients, table by table, and tell when a table's are complete."""
+    """Send every owner this rank's samples' gradients, table by table, and tell when a table's are complete.
+
+    A program waits for the arrival of what it sent once for every ``BLOCKS`` blocks of ``ROWS`` samples.
+    """
     program = tl.program_id(0)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    counts = tl.load(owners + 2 * peers, mask=peers < WORLD_SIZE, other=0)
+    counts = tl.load(owners + peers, mask=peers < WORLD_SIZE, other=0)
     line, column = tl.arange(0, ROWS), tl.arange(0, PIECE)
     mine = _owned(me, B, chunk)
     blocks = (mine + ROWS - 1) // ROWS
-    pieces = tl.maximum(tl.minimum(blocks, _MAX_PIECES), 1)
+    pieces = tl.maximum(tl.minimum((blocks + BLOCKS - 1) // BLOCKS, _MAX_PIECES), 1)
     members = (WORLD_SIZE - 1) * pieces
     for task in range(program, tables_most * members, PUSHERS):
         table, member = task // members, task % members
         owner = (me + 1 + member % (WORLD_SIZE - 1)) % WORLD_SIZE
-        if table < tl.load(owners + 2 * owner):
-            own_columns = tl.multiple_of(tl.load(owners + 2 * owner + 1), ALIGN)
+        if table < tl.load(owners + owner):
             span = spans + 3 * (owner * tables_most + table)
             here, there, width = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-            first = (chunk.to(tl.int64) * me) * own_columns + tl.multiple_of(there, ALIGN)
+            first = (chunk.to(tl.int64) * me) * most_columns + tl.multiple_of(there, ALIGN)
             for block in range(member // (WORLD_SIZE - 1), blocks, pieces):
                 row = (line + block * ROWS)[:, None].to(tl.int64)
                 held = (row < mine) & (column[None, :] < tl.multiple_of(width, ALIGN))
                 source = _vectors(gradient, OUT, ALIGN) + tl.multiple_of(here, ALIGN) + row * columns + column[None, :]
                 value = tl.load(source, mask=held, other=0.0, eviction_policy="evict_first")
-                il.put(il.pointer(landing, OUT) + first + row * own_columns + column[None, :], value, owner, group, held)
+                if tiles is None:
+                    il.put(il.pointer(landing, OUT) + first + row * most_columns + column[None, :], value, owner, group, held)
+                else:
+                    if (block + 1) * ROWS <= mine:
+                        il.put_tile(tiles, [owner, me * chunk + block * ROWS, there.to(tl.int32)], tl.reshape(value, [1, ROWS, PIECE]))
+                    else:  # a whole tile would cover the next rank's samples
+                        il.put(il.pointer(landing, OUT) + first + row * most_columns + column[None, :], value, owner, group, held)
+            if tiles is not None:
+                il.complete_tiles()
         if il.arrive_last(il.peer_pointer(flags + _HEADER + table, me, group), member, members):
             # Owners' flags for a table follow the counters of all tables.
             slot = flags + _HEADER + _MAX_TABLES + table * _MAX_RANKS + me
@@ -422,17 +433,17 @@ def _await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "gradient", "landing", "landing_here", "target", "signals", "call", "B", "chunk", "T", "column_groups", "own_groups", "tables_most",
+        "gradient", "landing", "landing_here", "target", "signals", "call", "B", "chunk", "T", "column_groups", "most_groups", "tables_most",
         "learning_rate", "epsilon",
     ]
 )
 def embedding_all_to_all_backward(
     tables, owners, spans, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count, tickets, partials, arrivals,
-    gradient, landing, landing_here, target, signals, epochs, ctx, call, B, chunk, T, column_groups, own_groups, tables_most,
+    gradient, landing, landing_here, tiles, target, signals, epochs, ctx, call, B, chunk, T, column_groups, most_groups, tables_most,
     learning_rate, epsilon,
     WORLD_SIZE: tl.constexpr, PUSHERS: tl.constexpr, UPDATE: tl.constexpr, BY_SEGMENT: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, WHOLE: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, PIECE: tl.constexpr, RUN_LOOKUPS: tl.constexpr, TICKET: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr, RUN_LOOKUPS: tl.constexpr, TICKET: tl.constexpr,
 ):  # fmt: skip
     """Send the gradients of this rank's samples to their tables' owners; sum those of this rank's tables by row, and apply.
 
@@ -443,7 +454,7 @@ def embedding_all_to_all_backward(
 
     Protocol: program 0 grants its landing to every source, with a signal. The first ``PUSHERS`` programs wait for all grants
     and put each owner's columns of this rank's gradients, table by table, at this rank's samples' rows of the owner's landing
-    ``[B, columns of the owner]``; the last one done with a table signals its owners: ``[table][source]``. The other programs
+    ``[B, columns of the rank that has most]``; the last one done with a table signals its owners: ``[table][source]``. The other programs
     take runs in the order of tables, and wait for a table's signals from all sources before its first run. The program of
     the highest index waits for all tables, last of all: then nobody writes into the landing any more.
 
@@ -469,8 +480,8 @@ def embedding_all_to_all_backward(
             granted = il.wait(flags + peers, stamp, peers, 0, group, others)
             if granted:
                 _push(
-                    gradient, landing, owners, spans, flags, stamp, group, B, chunk, columns, tables_most, PUSHERS,
-                    OUT, WORLD_SIZE, ROWS, PIECE, ALIGN,
+                    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_groups * ALIGN,
+                    tables_most, PUSHERS, OUT, WORLD_SIZE, ROWS, BLOCKS, PIECE, ALIGN,
                 )  # fmt: skip
     if program >= PUSHERS:
         count = tl.load(run_count).to(tl.int32)
@@ -504,7 +515,7 @@ def embedding_all_to_all_backward(
                         arrived = arrived * _await_tables(flags, stamp, group, ready, last, WORLD_SIZE)
                         ready = last + 1
                 total = _gradients(
-                    bag, gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, own_groups * ALIGN,
+                    bag, gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, most_groups * ALIGN,
                     OUT, WIDTH, WHOLE, UNROLL, ALIGN,
                 )  # fmt: skip
                 whole = size <= RUN_LOOKUPS

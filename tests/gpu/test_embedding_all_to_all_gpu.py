@@ -30,7 +30,7 @@ CONFIGS = [
 
 
 def run(worker, world_size, *args):
-    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=110)
+    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=240)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.ops.embedding_all_to_all.launch import Call, Launch, triton_dtype, widths_of
+from interlace.ops.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, Launch, triton_dtype, widths_of
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 from interlace.ops.embedding_all_to_all.tables import alignment, entry, on_device
 from interlace.units import ceil_div, next_power_of_2
@@ -306,7 +306,7 @@ def _describe_landing(group: Group, layout: Layout, dtype: torch.dtype, landing:
     """
     width = max(max(widths, default=1) for widths in layout.widths)
     alike = all(each == width == next_power_of_2(width) for widths in layout.widths for each in widths)
-    if not alike or align * dtype.itemsize != 16:
+    if not alike or align * dtype.itemsize != 16 or rows * width * dtype.itemsize > MOST_TILE_BYTES:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -24,6 +24,10 @@ from interlace.ops.embedding_all_to_all.validate import check_values
 from interlace.units import ceil_div, next_power_of_2
 
 
+MOST_TILE_BYTES = 1 << 16
+"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two programs of this."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """The configuration that a call without one takes, and why."""
@@ -208,6 +212,7 @@ def prepare(
     if protocol == "tiles":
         # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the same places.
         fits = widths["WHOLE"] and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
         tiles = describe_outputs(group, layout, call.dtype, buffers, buffer_bytes, [config.block_bags, widths["WIDTH"]])

@@ -41,7 +41,7 @@ def validate(
     Raises:
         ArgumentError: with the operator's name, the rule, what was found, and what to do.
     """
-    _validate_matrices(operator, x, w)
+    validate_matrices(operator, x, w)
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ArgumentError(f"{operator}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}.")
     if bias is not None:
@@ -59,7 +59,8 @@ def validate(
         raise ArgumentError(f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}.")
 
 
-def _validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
     if x.dim() != 2:
         raise ArgumentError(f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions first.")
     if w.dim() != 2:
@@ -95,7 +96,7 @@ def _validate_scale(
         return
     if scale is None:
         raise ArgumentError(
-            f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass torch.ones(1) if it is 1."
+            f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass torch.ones(1) if there is none."
         )
     count = matrix.shape[0]
     if list(scale.shape) not in ([], [1], [count], list(broadcast)):

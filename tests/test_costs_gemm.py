@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from interlace.costs import all_gather_gemm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from interlace.costs.gemm import ProductCost, leaving
 
-SIZES = {"rows": 8, "columns": 6, "inner": 4, "itemsize": 2}
+SIZES: dict[str, Any] = {"rows": 8, "columns": 6, "inner": 4, "itemsize": 2}
 FLOPS = 2 * 8 * 6 * 4
 MEMORY = 2 * (8 * 4 + 6 * 4 + 8 * 6)
 OUTPUT = 8 * 6 * 2
@@ -40,6 +43,37 @@ def test_one_rank_sends_nothing() -> None:
     for operator in (gemm_all_to_all, gemm_reduce_scatter, gemm_all_reduce, all_gather_gemm):
         cost = operator.fused(**SIZES, world_size=1)
         assert (cost.link_bytes, cost.receive_bytes) == (0, 0)
+
+
+def test_rows_that_are_not_split_evenly() -> None:
+    """Rank 1 has three of eight rows, or gives three of eight to itself; even splits given as lists change nothing."""
+    sizes = SIZES | {"world_size": 4, "rank": 1}
+    sent = gemm_all_to_all.fused(**sizes, input_splits=[4, 3, 0, 1], output_splits=[0, 3, 2, 0])
+    assert sent == ProductCost(FLOPS, MEMORY - 3 * 6 * 2, 5 * 6 * 2, 0, OUTPUT)
+    owned = gemm_reduce_scatter.fused(**sizes, splits=[4, 3, 0, 1])
+    slots = 4 * 3 * 6 * 2
+    assert owned == ProductCost(FLOPS, MEMORY - OUTPUT + slots, 5 * 6 * 2, slots + 3 * 6 * 2, OUTPUT)
+    gathered = all_gather_gemm.fused(**sizes, splits=[4, 3, 0, 1])
+    assert gathered == ProductCost(FLOPS, MEMORY + 5 * 4 * 2, 3 * 3 * 4 * 2, 0, 8 * 4 * 2)
+    even = [2, 2, 2, 2]
+    assert gemm_all_to_all.fused(**sizes, input_splits=even, output_splits=even) == gemm_all_to_all.fused(**sizes)
+    for operator in (gemm_reduce_scatter, all_gather_gemm):
+        assert operator.fused(**sizes, splits=even) == operator.fused(**sizes)
+    # In all, what leaves some rank arrives at another.
+    splits = [4, 3, 0, 1]
+    received = sum((8 - count) * 4 * 2 for count in splits)
+    assert sum(all_gather_gemm.fused(**sizes | {"rank": rank}, splits=splits).link_bytes for rank in range(4)) == received
+
+
+def test_results_of_another_width_than_operands() -> None:
+    """Operands of one byte, results of two: half the operands' bytes, and what travels as before."""
+    narrow = SIZES | {"itemsize": 1, "output_itemsize": 2, "world_size": 4}
+    operands = 8 * 4 + 6 * 4
+    for operator in (gemm_all_to_all, gemm_reduce_scatter, gemm_all_reduce):
+        cost, wide = operator.fused(**narrow), operator.fused(**SIZES, world_size=4)
+        assert cost == dataclasses.replace(wide, memory_bytes=wide.memory_bytes - operands)
+    # There, the operand travels.
+    assert all_gather_gemm.fused(**narrow) == ProductCost(FLOPS, operands + OUTPUT + 6 * 4, 6 * 4, 0, 8 * 4)
 
 
 def test_uneven_shares_are_rounded_up() -> None:

@@ -30,9 +30,17 @@ if TYPE_CHECKING:
         RankMismatchError,
         WorkspaceError,
     )
+    from interlace.ops.all_gather_gemm.api import all_gather_gemm
+    from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
     from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
     from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.ops.explain import explain
+    from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
+    from interlace.ops.gemm_all_reduce.config import GemmAllReduceConfig
+    from interlace.ops.gemm_all_to_all.api import gemm_all_to_all
+    from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
+    from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
+    from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
     from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
     from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
 
@@ -59,9 +67,17 @@ _PUBLIC = {
     "PeerTimeoutError": "interlace.errors",
     "RankMismatchError": "interlace.errors",
     "WorkspaceError": "interlace.errors",
+    "all_gather_gemm": "interlace.ops.all_gather_gemm.api",
+    "AllGatherGemmConfig": "interlace.ops.all_gather_gemm.config",
     "embedding_all_to_all": "interlace.ops.embedding_all_to_all.api",
     "EmbeddingAllToAllConfig": "interlace.ops.embedding_all_to_all.config",
     "explain": "interlace.ops.explain",
+    "gemm_all_reduce": "interlace.ops.gemm_all_reduce.api",
+    "GemmAllReduceConfig": "interlace.ops.gemm_all_reduce.config",
+    "gemm_all_to_all": "interlace.ops.gemm_all_to_all.api",
+    "GemmAllToAllConfig": "interlace.ops.gemm_all_to_all.config",
+    "gemm_reduce_scatter": "interlace.ops.gemm_reduce_scatter.api",
+    "GemmReduceScatterConfig": "interlace.ops.gemm_reduce_scatter.config",
     "gemv_all_reduce": "interlace.ops.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
 }
@@ -70,11 +86,15 @@ _MODULES = ("data", "models", "nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
+    "AllGatherGemmConfig",
     "ArgumentError",
     "BackendError",
     "DataError",
     "EmbeddingAllToAllConfig",
     "Faults",
+    "GemmAllReduceConfig",
+    "GemmAllToAllConfig",
+    "GemmReduceScatterConfig",
     "GemvAllReduceConfig",
     "Group",
     "GroupError",
@@ -86,10 +106,14 @@ __all__ = [
     "Traffic",
     "WorkspaceError",
     "__version__",
+    "all_gather_gemm",
     "data",
     "embedding_all_to_all",
     "empty_symmetric",
     "explain",
+    "gemm_all_reduce",
+    "gemm_all_to_all",
+    "gemm_reduce_scatter",
     "gemv_all_reduce",
     "group_of",
     "inject",

@@ -10,6 +10,7 @@ from interlace.comm.group import (
     group_named,
     group_of,
     process_group_named,
+    rank_and_size,
     set_deadline,
     synchronize,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "inject",
     "launch",
     "process_group_named",
+    "rank_and_size",
     "set_deadline",
     "synchronize",
 ]

@@ -474,6 +474,18 @@ def process_group_named(name: str) -> dist.ProcessGroup | None:
     return resolve(name)
 
 
+def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in a group (default: the default one) and the group's size; 0 and 1 for a process on its own.
+
+    Raises:
+        GroupError: this rank is not a member.
+    """
+    _require_member(process_group)
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
 def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:
     """Let every wait of ``group`` last at most ``seconds`` from now on, on this rank.
 
@@ -507,6 +519,7 @@ __all__ = [
     "group_named",
     "group_of",
     "process_group_named",
+    "rank_and_size",
     "set_deadline",
     "synchronize",
 ]

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from interlace.costs.gemm import ProductCost, leaving, product
+from collections.abc import Sequence
+
+from interlace.costs.gemm import ProductCost, leaving, operand_bytes
 
 
-def fused(*, rows: int, columns: int, inner: int, itemsize: int, world_size: int) -> ProductCost:
-    """Cost of one rank: ``x [rows, inner]`` in all, ``rows / world_size`` of them here; ``w [columns, inner]`` here.
+def fused(
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    itemsize: int,
+    world_size: int,
+    output_itemsize: int | None = None,
+    rank: int = 0,
+    splits: Sequence[int] | None = None,
+) -> ProductCost:
+    """Cost of ``rank``: ``x [rows, inner]`` in all, its share of them here; ``w [columns, inner]`` here.
 
     The peers' rows are written here before the product reads them.
+
+    Args:
+        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by default.
+        splits: rows of x on each rank; evenly split by default.
     """
-    flops, memory_bytes = product(rows, columns, inner, itemsize)
-    size = rows * inner * itemsize
-    received = leaving(size, world_size)
-    return ProductCost(flops, memory_bytes + received, received, 0, size)
+    row_bytes = inner * itemsize
+    if splits is None:
+        received = sent = leaving(rows * row_bytes, world_size)
+    else:
+        received, sent = (rows - splits[rank]) * row_bytes, (world_size - 1) * splits[rank] * row_bytes
+    output = rows * columns * (output_itemsize or itemsize)
+    memory_bytes = operand_bytes(rows, columns, inner, itemsize) + output + received
+    return ProductCost(2 * rows * columns * inner, memory_bytes, sent, 0, rows * row_bytes)

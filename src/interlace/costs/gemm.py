@@ -27,9 +27,9 @@ class ProductCost:
     size: int
 
 
-def product(m: int, n: int, k: int, itemsize: int) -> tuple[int, int]:
-    """FLOPs, and memory bytes with every operand moved once."""
-    return 2 * m * n * k, itemsize * (m * k + n * k + m * n)
+def operand_bytes(m: int, n: int, k: int, itemsize: int) -> int:
+    """x and w, each read once."""
+    return itemsize * (m * k + n * k)
 
 
 def leaving(size: int, world_size: int) -> int:

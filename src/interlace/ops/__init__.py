@@ -1,1 +1,21 @@
-"""The operators, a folder each. They do not import one another."""
+"""The operators, a folder each. They do not import one another.
+
+Importing any of them registers all of them: an operator's gradient may call another one as ``torch.ops.interlace.<name>``.
+"""
+
+from interlace.ops.all_gather_gemm import op as _all_gather_gemm
+from interlace.ops.embedding_all_to_all import op as _embedding_all_to_all
+from interlace.ops.gemm_all_reduce import op as _gemm_all_reduce
+from interlace.ops.gemm_all_to_all import op as _gemm_all_to_all
+from interlace.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter
+from interlace.ops.gemv_all_reduce import op as _gemv_all_reduce
+
+REGISTERED = (
+    _all_gather_gemm,
+    _embedding_all_to_all,
+    _gemm_all_reduce,
+    _gemm_all_to_all,
+    _gemm_reduce_scatter,
+    _gemv_all_reduce,
+)
+"""The modules that define ``torch.ops.interlace.*``."""

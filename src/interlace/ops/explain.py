@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,9 @@ def explain(operator: str, *arguments: Any, group: dist.ProcessGroup | None = No
     """Say what ``impl="auto"`` would run for these arguments, and why. Nothing is computed or sent.
 
     Args:
-        operator: ``"gemv_all_reduce"`` or ``"embedding_all_to_all"``.
+        operator: its name, such as ``"gemm_reduce_scatter"``.
         arguments: the operator's tensors as it takes them: ``x, w``; or ``weights, indices, offsets``, of which this rank's stand
-            for all ranks'.
+            for all ranks'. ``x, w`` of float8 need no scales here.
         group: as the operator takes it; default: the default process group, or this process on its own.
 
     Returns:
@@ -68,6 +70,24 @@ def _gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, world_size: int) -> str:
     return f"{what}, on {_ranks(world_size)}: {how}, because {choice.reason}."
 
 
+def _product(operator: str, x: torch.Tensor, w: torch.Tensor, world_size: int) -> str:
+    from interlace.products.operands import validate_matrices
+
+    launch = importlib.import_module(f"interlace.ops.{operator}.launch")
+    validate_matrices(operator, x, w)
+    choice = launch.choose(
+        rows=x.shape[0] * (world_size if operator == "all_gather_gemm" else 1),
+        columns=w.shape[0],
+        inner=w.shape[1],
+        dtype=x.dtype,
+        world_size=world_size,
+        device=x.device,
+    )
+    how = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+    what = f"{operator} of x {list(x.shape)} and w {list(w.shape)}, {_name(x.dtype)}"
+    return f"{what}, on {_ranks(world_size)}: {how}, because {choice.reason}."
+
+
 def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, world_size: int) -> str:
     from interlace.ops.embedding_all_to_all.config import OPERATOR
     from interlace.ops.embedding_all_to_all.launch import choose
@@ -90,5 +110,9 @@ def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, of
 
 _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "gemv_all_reduce": (("x", "w"), _gemv_all_reduce),
+    **{
+        name: (("x", "w"), functools.partial(_product, name))
+        for name in ("all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter")
+    },
     "embedding_all_to_all": (("weights", "indices", "offsets"), _embedding_all_to_all),
 }

@@ -69,6 +69,8 @@ def file_name(operator: str, device_name: str) -> str:
 
 
 def _width(dtype: str) -> int:
+    if dtype.startswith("float8"):
+        return 1
     return 4 if dtype == "float32" else 2
 
 

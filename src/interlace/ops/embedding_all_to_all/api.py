@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.embedding_all_to_all import op as _op  # registers torch.ops.interlace.embedding_all_to_all
 from interlace.ops.embedding_all_to_all.agreement import agree, checks_indices
 from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.ops.embedding_all_to_all.update import Gradient, RowWiseAdagrad
 from interlace.ops.embedding_all_to_all.validate import batch_of, validate
-
-assert _op is not None
 
 
 def embedding_all_to_all(

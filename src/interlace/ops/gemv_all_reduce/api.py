@@ -6,11 +6,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.gemv_all_reduce import op as _op  # registers torch.ops.interlace.gemv_all_reduce
 from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.ops.gemv_all_reduce.validate import validate
-
-assert _op is not None
 
 
 def gemv_all_reduce(

@@ -1,0 +1,1 @@
+"""AllGather + GEMM; see README.md."""

@@ -1,0 +1,1 @@
+"""GEMM + AllReduce; see README.md."""

@@ -1,0 +1,1 @@
+"""GEMM + All-to-All; see README.md."""

@@ -1,0 +1,100 @@
+"""From a call to a kernel launch: agreement and splits, which implementation, which configuration, the launch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm import Group, process_group_named
+from interlace.errors import ArgumentError, BackendError, RankMismatchError
+from interlace.ops.gemm_all_to_all import reference
+from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
+from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.operands import Operands
+from interlace.products.splits import balanced, check_sum
+
+
+def choose(**call: Any) -> Choice[GemmAllToAllConfig]:
+    """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`."""
+    choice = choose_product(OPERATOR, GemmAllToAllConfig, **call)
+    return dataclasses.replace(choice, impl="unfused", reason="the fused kernel is not available")
+
+
+def run(
+    operands: Operands,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> torch.Tensor:
+    """Run one call whose arguments ``api`` has validated."""
+    group = group_for(OPERATOR, group_name, operands)
+    mark = group.agree(
+        OPERATOR,
+        splits=f"even, of {operands.rows} rows" if input_splits is None else "given",
+        **operands.agreed(),
+        impl=impl,
+        config=config,
+    )
+    operands.require_supported(OPERATOR)
+    sent = _sent(group, operands.rows, input_splits, output_splits)
+    received = [counts[group.rank] for counts in sent]
+    if not operands.columns or not any(map(sum, sent)):
+        return operands.x.new_empty([sum(received), operands.columns], dtype=operands.out_dtype)
+    # Rows of the rank that has most: the same choice on every rank.
+    choice = choose(**operands.sizes(max(map(sum, sent))), world_size=group.world_size)
+    chosen = GemmAllToAllConfig.parse(config) if config else choice.config
+    if (choice.impl if impl == "auto" else impl) == "fused":
+        return _fused(operands.for_kernel(), sent, group, chosen, mark)
+    group.check()
+    return reference.gemm_all_to_all(
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
+        sent[group.rank], received, process_group_named(group_name),
+    )  # fmt: skip
+
+
+def run_gradient(
+    grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
+) -> torch.Tensor:
+    """The rows of the product's gradient, back where the product was computed. Its forward pass has checked the splits."""
+    return reference.send_back(grad, input_splits, output_splits, process_group_named(group_name))
+
+
+def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None) -> list[list[int]]:
+    """``sent[s][d]``: rows from rank s to rank d, checked.
+
+    Lists that were given are exchanged in every call: those of one rank may change while another's stay as they were, and a rank
+    that remembered its answer would not come to the exchange that the others need.
+
+    Raises:
+        ArgumentError, RankMismatchError: on every rank, naming the one whose list is wrong.
+    """
+    ranks = group.world_size
+    if input_splits is None or output_splits is None:
+        if rows % ranks:
+            raise ArgumentError(
+                f"{OPERATOR}: rows of x must divide evenly over {ranks} ranks unless splits are given; got {rows}. "
+                f"Pass input_splits and output_splits, or pad x to {balanced(rows, ranks)[0] * ranks} rows."
+            )
+        return [[rows // ranks] * ranks] * ranks
+    answers = group.exchange(f"{OPERATOR} (splits)", [rows, list(input_splits), list(output_splits)])
+    for rank, (its_rows, sends, receives) in enumerate(answers):
+        check_sum(f"{OPERATOR}: input_splits on rank {rank}", sends, ranks, its_rows, "its rows of x")
+        check_sum(f"{OPERATOR}: output_splits on rank {rank}", receives, ranks, None, "")
+    for source, (_, sends, _) in enumerate(answers):
+        for destination, (_, _, receives) in enumerate(answers):
+            if sends[destination] != receives[source]:
+                raise RankMismatchError(
+                    f"{OPERATOR}: input_splits[{destination}] on rank {source} and output_splits[{source}] on rank {destination} "
+                    f"must be equal; got {sends[destination]} and {receives[source]}. Nothing was computed."
+                )
+    return [sends for _, sends, _ in answers]
+
+
+def _fused(operands: Operands, sent: list[list[int]], group: Group, config: GemmAllToAllConfig, mark: int) -> torch.Tensor:
+    """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d."""
+    raise BackendError(f"{OPERATOR}: fused kernel not available. Use impl='unfused' or 'auto'.")

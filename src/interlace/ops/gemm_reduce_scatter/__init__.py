@@ -1,0 +1,1 @@
+"""GEMM + ReduceScatter; see README.md."""

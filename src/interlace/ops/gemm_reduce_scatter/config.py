@@ -1,0 +1,14 @@
+"""How ``gemm_reduce_scatter`` cuts its work; chosen by the tuned table, or given by the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.products.config import ProductConfig
+
+OPERATOR = "gemm_reduce_scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmReduceScatterConfig(ProductConfig):
+    """One way to run the fused kernel of ``gemm_reduce_scatter``; see :class:`ProductConfig` for the fields."""

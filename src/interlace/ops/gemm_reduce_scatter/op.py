@@ -1,0 +1,75 @@
+"""``torch.ops.interlace.gemm_reduce_scatter``: schema, shape inference, gradient. Triton is imported by the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.products.splits import balanced, balanced_rows, place
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    "gemm_reduce_scatter(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, SymInt[]? splits, "
+    "ScalarType out_dtype, str group_name, str impl, str config) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    splits: Sequence[int] | None,
+    out_dtype: torch.dtype,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> torch.Tensor:
+    from interlace.ops.gemm_reduce_scatter.launch import run
+    from interlace.products.operands import Operands
+
+    return run(Operands(x, w, bias, x_scale, w_scale, out_dtype), splits, group_name, impl, config)
+
+
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    splits: Sequence[int] | None,
+    out_dtype: torch.dtype,
+    group_name: str,
+    *_: object,
+) -> torch.Tensor:
+    rank, world_size = place(group_name)
+    rows = balanced_rows(x.shape[0], rank, world_size) if splits is None else splits[rank]
+    return x.new_empty([rows, w.shape[0]], dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, w, bias, _, _, splits, _, ctx.group_name, ctx.impl, _ = inputs
+    ctx.splits = balanced(x.shape[0], place(ctx.group_name)[1]) if splits is None else splits
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Each rank's part of K needs the gradients of all rows: they are gathered while x's gradient is computed."""
+    x, w = ctx.saved_tensors
+    grad_x, rows = torch.ops.interlace.all_gather_gemm(
+        grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, True, ctx.group_name, ctx.impl, ""
+    )
+    grad_w = rows.mT @ x if x is not None else None
+    grad_bias = rows.sum(0, dtype=grad.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    return grad_x, grad_w, grad_bias, *[None] * 7
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("gemm_reduce_scatter", _run, _key)
+torch.library.register_fake("interlace::gemm_reduce_scatter", _fake, lib=_library)
+torch.library.register_autograd("interlace::gemm_reduce_scatter", _backward, setup_context=_setup_context, lib=_library)

@@ -1,0 +1,1 @@
+"""What the operators around a matrix product ``x [M, K] @ w[N, K].T`` have in common: rules, splits, configuration, reference."""

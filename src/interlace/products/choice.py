@@ -1,0 +1,71 @@
+"""``impl="auto"`` of the operators around a product: the tuned table's answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Generic, TypeVar
+
+import torch
+
+from interlace import tuning
+from interlace.comm import Group, group_named
+from interlace.errors import GroupError
+from interlace.products.config import ProductConfig
+from interlace.products.operands import Operands
+
+MAX_RANKS = 8
+
+Config = TypeVar("Config", bound=ProductConfig)
+
+# Small enough for the interpreter, which runs programs one after another.
+_CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interleave": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[Config]):
+    """What ``impl="auto"`` chose, and why."""
+
+    impl: str
+    config: Config
+    reason: str
+
+
+@functools.cache
+def choose_product(
+    operator: str,
+    config_type: type[Config],
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice[Config]:
+    """The fastest implementation by the tuned table of this GPU; on the CPU backend the kernel.
+
+    Args:
+        rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the rows of one rank's split).
+    """
+    if device.type == "cpu":
+        small = dataclasses.replace(config_type(), **_CPU)
+        return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")
+    sizes = {"rows": rows, "columns": columns, "inner": inner}
+    point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
+    found = tuning.nearest(operator, torch.cuda.get_device_name(device), point)
+    if found is None:
+        return Choice("fused", config_type(), "nothing was measured on this GPU near these sizes; the default configuration")
+    return Choice(found.impl, config_type.parse(found.config), found.reason)
+
+
+def group_for(operator: str, group_name: str, operands: Operands) -> Group:
+    """The group of a call.
+
+    Raises:
+        GroupError: it is too large.
+    """
+    group = group_named(group_name, operands.x.device)
+    if group.world_size > MAX_RANKS:
+        raise GroupError(f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
+    return group

@@ -1,0 +1,68 @@
+"""How a fused product cuts its work: what the configurations of these operators have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+from interlace.errors import ArgumentError
+
+_POWERS_OF_TWO = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1}
+_AT_LEAST = {"num_stages": 1, "max_programs": 0, "group_m": 1, "interleave": 1}
+_MAX_WARPS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """One way to run a fused kernel. Every rank of a call must use the same one.
+
+    Attributes:
+        block_m, block_n: rows and columns of the result that a tile covers; powers of two, at least 16.
+        block_k: of K, that a program loads at a time; a power of two, at least 16.
+        num_warps: warps a program.
+        num_stages: loads in flight in the software pipeline.
+        max_programs: programs at most, each taking several tiles; 0 for one a processor.
+        group_m: rows of tiles that are computed together, so that weights stay in the L2.
+        interleave: tiles for one rank before the next rank's turn.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    max_programs: int = 0
+    group_m: int = 8
+    interleave: int = 32
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field, least in _POWERS_OF_TWO.items():
+            value = getattr(self, field)
+            if value < least or value & (value - 1):
+                raise ArgumentError(f"{name}: {field} must be a power of two, at least {least}; got {value}.")
+        if self.num_warps > _MAX_WARPS:
+            raise ArgumentError(f"{name}: num_warps must be at most {_MAX_WARPS}; got {self.num_warps}.")
+        for field, least in _AT_LEAST.items():
+            value = getattr(self, field)
+            if value < least:
+                raise ArgumentError(f"{name}: {field} must be at least {least}; got {value}.")
+
+    def __str__(self) -> str:
+        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
+        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: not the text of a configuration.
+        """
+        try:
+            values = [int(word) for word in text.split()]
+        except ValueError:
+            values = []
+        if len(values) != len(dataclasses.fields(cls)):
+            raise ArgumentError(f"{cls.__name__}: text must be str() of a configuration; got {text!r}.")
+        return cls(*values)

@@ -1,0 +1,215 @@
+"""The operands of ``x @ w.T``: the rules that they obey, checked on every rank before anything is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from interlace.errors import ArgumentError, BackendError
+from interlace.units import round_up
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_CAPABILITY = (8, 9)
+ALIGNMENT_BYTES = 16
+"""Of the address and the rows of a matrix that a kernel loads as tiles through a descriptor."""
+
+
+def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """What a product's result is: as asked for; else as x, and bfloat16 for float8."""
+    if out_dtype is not None:
+        return out_dtype
+    return torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
+
+
+def validate(
+    operator: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    impl: str,
+    config: object,
+    config_type: type,
+) -> None:
+    """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
+
+    Raises:
+        ArgumentError: with the operator's name, the rule, what was found, and what to do.
+    """
+    validate_matrices(operator, x, w)
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise ArgumentError(f"{operator}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}.")
+    if bias is not None:
+        _validate_bias(operator, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
+    _validate_scale(operator, "x", x, "M", x_scale, (x.shape[0], 1))
+    _validate_scale(operator, "w", w, "N", w_scale, (1, w.shape[0]))
+    if x.dtype == FLOAT8 and torch.is_grad_enabled() and _any_requires_grad(x, w, bias, x_scale, w_scale):
+        raise ArgumentError(
+            f"{operator}: float8 operands must not require gradients; got one that does. "
+            f"Detach them or use torch.no_grad(); to train, multiply in bfloat16."
+        )
+    if impl not in ("auto", "fused", "unfused"):
+        raise ArgumentError(f"{operator}: impl must be auto, fused or unfused; got {impl!r}.")
+    if config is not None and not isinstance(config, config_type):
+        raise ArgumentError(f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}.")
+
+
+def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
+    if x.dim() != 2:
+        raise ArgumentError(f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions first.")
+    if w.dim() != 2:
+        raise ArgumentError(f"{operator}: w must be [N, K]; got shape {list(w.shape)}.")
+    if x.shape[1] != w.shape[1]:
+        raise ArgumentError(f"{operator}: x and w must have the same last dimension, K; got {x.shape[1]} and {w.shape[1]}.")
+    if x.dtype not in (*FLOATS, FLOAT8):
+        raise ArgumentError(f"{operator}: x must be float16, bfloat16, float32 or float8_e4m3fn; got {x.dtype}.")
+    if w.dtype != x.dtype:
+        raise ArgumentError(f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
+    if w.device != x.device:
+        raise ArgumentError(f"{operator}: w must be on the device of x, {x.device}; got {w.device}.")
+    if contiguous_dimension(w) is None:
+        raise ArgumentError(
+            f"{operator}: w must be contiguous along K or along N; got strides {list(w.stride())}. "
+            f"Keep w as nn.Linear does, [N, K], pass .T of a contiguous [K, N], or call .contiguous() once."
+        )
+
+
+def _validate_bias(operator: str, bias: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+    if list(bias.shape) != [columns]:
+        raise ArgumentError(f"{operator}: bias must be [N] with N = {columns}; got shape {list(bias.shape)}.")
+    if bias.dtype != dtype or bias.device != device:
+        raise ArgumentError(f"{operator}: bias must be {dtype}, like the output, on {device}; got {bias.dtype} on {bias.device}.")
+
+
+def _validate_scale(
+    operator: str, name: str, matrix: torch.Tensor, axis: str, scale: torch.Tensor | None, broadcast: tuple[int, int]
+) -> None:
+    if matrix.dtype != FLOAT8:
+        if scale is not None:
+            raise ArgumentError(f"{operator}: {name}_scale must be given for float8 only; {name} is {matrix.dtype}.")
+        return
+    if scale is None:
+        raise ArgumentError(
+            f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass torch.ones(1) if there is none."
+        )
+    count = matrix.shape[0]
+    if list(scale.shape) not in ([], [1], [count], list(broadcast)):
+        raise ArgumentError(
+            f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with {axis} = {count}; "
+            f"got shape {list(scale.shape)}."
+        )
+    if scale.dtype != torch.float32 or scale.device != matrix.device:
+        raise ArgumentError(
+            f"{operator}: {name}_scale must be float32 on {matrix.device}, like {name}; got {scale.dtype} on {scale.device}."
+        )
+
+
+def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def contiguous_dimension(matrix: torch.Tensor) -> int | None:
+    """1 where rows are contiguous, 0 where columns are, None where neither are."""
+    rows, columns = matrix.shape
+    if matrix.stride(1) == 1 or columns <= 1 or rows == 0:
+        return 1
+    return 0 if matrix.stride(0) == 1 or rows == 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Validated operands of one call.
+
+    Attributes:
+        x: ``[M, K]``, any strides.
+        w: ``[N, K]``, contiguous along either.
+        bias: ``[N]`` of ``out_dtype``, or None.
+        x_scale, w_scale: float32 ``[1]``, or ``[M]`` and ``[N]``; None unless x and w are float8.
+        out_dtype: of the result, and of parts that travel.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    w_scale: torch.Tensor | None
+    out_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("x_scale", "w_scale"):
+            scale = getattr(self, name)
+            if scale is not None:
+                object.__setattr__(self, name, scale.reshape(-1))
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.x.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """N."""
+        return self.w.shape[0]
+
+    @property
+    def inner(self) -> int:
+        """K."""
+        return self.x.shape[1]
+
+    def agreed(self) -> dict[str, Any]:
+        """What every rank's operands must have in common, for ``Group.agree``; not M, which may differ in some operators."""
+        return {
+            "the_shape_of_w": tuple(self.w.shape),
+            "dtype": str(self.x.dtype),
+            "out_dtype": str(self.out_dtype),
+            "bias": self.bias is not None,
+        }
+
+    def sizes(self, rows: int) -> dict[str, Any]:
+        """What a choice of implementation depends on; ``rows`` the same on every rank."""
+        return {
+            "rows": rows, "columns": self.columns, "inner": self.inner,
+            "dtype": self.x.dtype, "device": self.x.device,
+        }  # fmt: skip
+
+    def for_kernel(self) -> Operands:
+        """With x's rows, and w's rows or columns, contiguous and at multiples of 16 bytes; what is not is copied.
+
+        A copy moves little beside a product, and each rank may need another one without its peers having to know.
+        """
+        return dataclasses.replace(self, x=_laid_out(self.x, 1), w=_laid_out(self.w, contiguous_dimension(self.w) or 0))
+
+    def require_supported(self, operator: str) -> None:
+        """Raise :class:`BackendError` if this GPU cannot multiply the operands' dtype."""
+        if self.x.dtype == FLOAT8 and self.x.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.x.device)
+            if capability < FLOAT8_CAPABILITY:
+                raise BackendError(
+                    f"{operator}: float8_e4m3fn must run on a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)} or later; got "
+                    f"{torch.cuda.get_device_name(self.x.device)} with {_dotted(capability)}. It supports float16, bfloat16 and "
+                    f"float32."
+                )
+
+
+def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
+    """``matrix``, or a copy that is contiguous along ``dimension`` and aligned along the other one."""
+    if dimension == 0:
+        return _laid_out(matrix.T, 1).T
+    rows, columns = matrix.shape
+    if columns <= 1 or matrix.stride(1) == 1:
+        # A matrix of one row has no distance between rows.
+        stride_bytes = matrix.stride(0) * matrix.element_size() if rows > 1 else 0
+        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and stride_bytes % ALIGNMENT_BYTES == 0:
+            return matrix
+    padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
+    return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,154 @@
+"""What all operators around a product refuse, with its message; what they make of odd layouts; their configurations."""
+
+import re
+
+import pytest
+import torch
+
+import interlace
+from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+
+OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
+f8, f32, f64, bf16 = torch.float8_e4m3fn, torch.float32, torch.float64, torch.bfloat16
+
+
+def _t(*shape, dtype=f32, device="cpu"):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+ONE = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}
+SCALES = "must be [] or [1], or"
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "more", "message"),
+    [
+        (_t(4), _t(5, 4), {}, "x must be [M, K]; got shape [4]. Flatten leading dimensions first."),
+        (_t(2, 4), _t(4), {}, "w must be [N, K]; got shape [4]."),
+        (_t(2, 3), _t(5, 4), {}, "x and w must have the same last dimension, K; got 3 and 4."),
+        (_t(2, 4, dtype=f64), _t(5, 4, dtype=f64), {},
+            "x must be float16, bfloat16, float32 or float8_e4m3fn; got torch.float64."),
+        (_t(2, 4), _t(5, 4, dtype=bf16), {}, "w must have the dtype of x, torch.float32; got torch.bfloat16."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=torch.float8_e5m2), ONE,
+            "w must have the dtype of x, torch.float8_e4m3fn; got torch.float8_e5m2."),
+        (_t(2, 4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
+        (_t(2, 4), _t(5, 8)[:, ::2], {}, "w must be contiguous along K or along N; got strides [8, 2]. Keep w as nn.Linear does, "
+            "[N, K], pass .T of a contiguous [K, N], or call .contiguous() once."),
+        (_t(2, 4), _t(5, 4), {"out_dtype": f8}, "out_dtype must be float16, bfloat16 or float32; got torch.float8_e4m3fn."),
+        (_t(2, 4), _t(5, 4), {"bias": _t(4)}, "bias must be [N] with N = 5; got shape [4]."),
+        (_t(2, 4), _t(5, 4), {"bias": _t(5), "out_dtype": bf16},
+            "bias must be torch.bfloat16, like the output, on cpu; got torch.float32 on cpu."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), {"bias": _t(5)} | ONE,
+            "bias must be torch.bfloat16, like the output, on cpu; got torch.float32 on cpu."),
+        (_t(2, 4), _t(5, 4), {"x_scale": _t(1)}, "x_scale must be given for float8 only; x is torch.float32."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), {"x_scale": _t(1)},
+            "w_scale must be given, as w is float8; got none. Pass torch.ones(1) if there is none."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(4)},
+            f"x_scale {SCALES} [M] or [2, 1] with M = 2; got shape [4]."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"w_scale": _t(5, 1)},
+            f"w_scale {SCALES} [N] or [1, 5] with N = 5; got shape [5, 1]."),
+        (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(2, dtype=bf16)},
+            "x_scale must be float32 on cpu, like x; got torch.bfloat16 on cpu."),
+        (_t(2, 4, dtype=f8).requires_grad_(), _t(5, 4, dtype=f8), ONE, "float8 operands must not require gradients; got one that "
+            "does. Detach them or use torch.no_grad(); to train, multiply in bfloat16."),
+        (_t(2, 4), _t(5, 4), {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_bad_arguments(operator, x, w, more, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'{operator}: {message}')}$"):
+        getattr(interlace, operator)(x, w, **more)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_configuration_is_another_operators(operator):
+    other = interlace.GemvAllReduceConfig()
+    with pytest.raises(ArgumentError, match=rf"^{operator}: config must be a \w+Config; got GemvAllReduceConfig\.$"):
+        getattr(interlace, operator)(_t(2, 4), _t(5, 4), config=other)
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (torch.tensor([2]), "must be a list of rows, an integer for each rank; got Tensor. Call .tolist() on a tensor."),
+        ([2.0], "must hold integers; got 2.0."),
+        ([1, 1], "must have an entry for each of 1 ranks; got [1, 1]."),
+        ([-2], "must not be negative; got [-2]."),
+    ],
+)
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
+def test_bad_splits(operator, splits, message):
+    with pytest.raises(ArgumentError) as caught:
+        getattr(interlace, operator)(_t(2, 4), _t(5, 4), splits=splits)
+    assert str(caught.value) == f"{operator}: splits {message}"
+
+
+def test_float8_needs_a_gpu_that_has_it(monkeypatch):
+    """An A100 has not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
+    operands = Operands(_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), None, None, None, bf16)
+    with pytest.raises(BackendError) as caught:
+        operands.require_supported("gemm_all_reduce")
+    assert str(caught.value) == (
+        "gemm_all_reduce: float8_e4m3fn must run on a GPU of compute capability 8.9 or later; got NVIDIA A100 with 8.0. "
+        "It supports float16, bfloat16 and float32."
+    )
+    Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16).require_supported("gemm_all_reduce")
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize("inner", [1, 7, 16])
+def test_kernels_get_aligned_operands(dtype, inner):
+    """Views at odd places, rows too close, columns apart: copied. What is aligned is not."""
+    buffer = torch.randn(64, 64).to(dtype)
+    for x in (buffer[:5, :inner], buffer[:5, 3 : 3 + inner], buffer[:inner, :5].T, buffer.flatten()[: 5 * inner].view(5, inner)):
+        for w in (buffer[9:12, :inner], buffer[:inner, :3].T, buffer[:inner, 5:8].T):
+            operands = Operands(x, w, None, None, None, dtype).for_kernel()
+            assert torch.equal(operands.x, x)
+            assert torch.equal(operands.w, w)
+            assert contiguous_dimension(operands.x) == 1
+            for matrix, along in ((operands.x, 1), (operands.w, contiguous_dimension(w))):
+                assert matrix.data_ptr() % ALIGNMENT_BYTES == 0
+                assert matrix.stride(1 - along) * dtype.itemsize % ALIGNMENT_BYTES == 0 or matrix.shape[1 - along] == 1
+    operands = Operands(buffer[:5], buffer[:3], None, None, None, dtype)
+    assert operands.for_kernel().x is operands.x
+    assert operands.for_kernel().w is operands.w
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_m": 0}, "block_m must be a power of two, at least 16; got 0."),
+        ({"block_n": 8}, "block_n must be a power of two, at least 16; got 8."),
+        ({"block_k": 100}, "block_k must be a power of two, at least 16; got 100."),
+        ({"num_warps": 3}, "num_warps must be a power of two, at least 1; got 3."),
+        ({"num_warps": 64}, "num_warps must be at most 32; got 64."),
+        ({"num_stages": 0}, "num_stages must be at least 1; got 0."),
+        ({"max_programs": -1}, "max_programs must be at least 0; got -1."),
+        ({"group_m": 0}, "group_m must be at least 1; got 0."),
+        ({"interleave": 0}, "interleave must be at least 1; got 0."),
+    ],
+)
+def test_bad_configurations(change, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape('GemmReduceScatterConfig: ' + message)}$"):
+        GemmReduceScatterConfig(**change)
+
+
+def test_a_configuration_is_its_text():
+    config = GemmReduceScatterConfig(16, 32, 64, 4, 2, 7, 3, 5)
+    assert GemmReduceScatterConfig.parse(str(config)) == config
+    for text in ("", "16 32 64", "16 32 64 4 2 7 3 five", str(config) + " 1"):
+        with pytest.raises(ArgumentError, match="text must be str"):
+            GemmReduceScatterConfig.parse(text)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_explain_names_the_choice(operator):
+    text = interlace.explain(operator, _t(2, 8), _t(5, 8))
+    assert text.startswith(f"{operator} of x [2, 8] and w [5, 8], float32, on 1 rank: ")
+    assert "because" in text
+    with pytest.raises(ArgumentError, match="same last dimension"):
+        interlace.explain(operator, _t(2, 7), _t(5, 8))

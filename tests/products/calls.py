@@ -16,10 +16,10 @@ DTYPES = {
 }  # fmt: skip
 
 IMPLS = {
-    "gemm_all_to_all": ["unfused"],
-    "gemm_reduce_scatter": ["unfused"],
-    "gemm_all_reduce": ["unfused"],
-    "all_gather_gemm": ["unfused"],
+    "gemm_all_to_all": ["unfused", "fused"],
+    "gemm_reduce_scatter": ["unfused", "fused"],
+    "gemm_all_reduce": ["unfused", "fused"],
+    "all_gather_gemm": ["unfused", "fused"],
 }
 """What the tests of each operator run."""
 

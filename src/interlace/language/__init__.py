@@ -4,6 +4,7 @@ from interlace.language.counting import arrive_last
 from interlace.language.primitives import (
     advance_epoch,
     barrier,
+    clock_ns,
     fence,
     get,
     get_packed,
@@ -27,6 +28,7 @@ __all__ = [
     "advance_epoch",
     "arrive_last",
     "barrier",
+    "clock_ns",
     "complete_tiles",
     "fence",
     "get",

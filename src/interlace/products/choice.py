@@ -19,7 +19,7 @@ MAX_RANKS = 8
 Config = TypeVar("Config", bound=ProductConfig)
 
 # Small enough for the interpreter, which runs programs one after another.
-_CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interleave": 2}
+_CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interleave": 2, "stagger": 0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Self
 from interlace.errors import ArgumentError
 
 _POWERS_OF_TWO = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1}
-_AT_LEAST = {"num_stages": 1, "max_programs": 0, "group_m": 1, "interleave": 1}
+_AT_LEAST = {"num_stages": 1, "max_programs": 0, "group_m": 1, "interleave": 1, "stagger": 0}
 _MAX_WARPS = 32
 
 
@@ -24,6 +24,7 @@ class ProductConfig:
         max_programs: programs at most, each taking several tiles; 0 for one a processor.
         group_m: rows of tiles that are computed together, so that weights stay in the L2.
         interleave: tiles for one rank before the next rank's turn.
+        stagger: over how much of the time that a tile takes programs begin one after another, in percent.
     """
 
     block_m: int = 128
@@ -34,6 +35,7 @@ class ProductConfig:
     max_programs: int = 0
     group_m: int = 8
     interleave: int = 32
+    stagger: int = 100
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -183,7 +183,9 @@ class Operands:
 
         A copy moves little beside a product, and each rank may need another one without its peers having to know.
         """
-        return dataclasses.replace(self, x=_laid_out(self.x, 1), w=_laid_out(self.w, contiguous_dimension(self.w) or 0))
+        # Tensor cores take float8 along K only.
+        along = 1 if self.w.dtype == FLOAT8 else contiguous_dimension(self.w) or 0
+        return dataclasses.replace(self, x=_laid_out(self.x, 1), w=_laid_out(self.w, along))
 
     def require_supported(self, operator: str) -> None:
         """Raise :class:`BackendError` if this GPU cannot multiply the operands' dtype."""

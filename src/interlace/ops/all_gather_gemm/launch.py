@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.errors import ArgumentError, BackendError
+from interlace.comm.constants import on_device
+from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.interpreter import require
+from interlace.comm.outputs import BUFFERS, Output
+from interlace.errors import ArgumentError
 from interlace.ops.all_gather_gemm import reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
+from interlace.products import record
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.operands import Operands
+from interlace.products.launch import (
+    Launch,
+    describe_matrix,
+    describe_ranks,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+)
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import check_sum
+from interlace.units import ceil_div, round_up
+
+_MEMBERS = 4  # programs that share in sending a block of rows
 
 
 def choose(**call: Any) -> Choice[AllGatherGemmConfig]:
     """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`. ``rows`` are all ranks'."""
-    choice = choose_product(OPERATOR, AllGatherGemmConfig, **call)
-    return dataclasses.replace(choice, impl="unfused", reason="the fused kernel is not available")
+    return choose_product(OPERATOR, AllGatherGemmConfig, **call)
 
 
 def run(
@@ -64,4 +81,77 @@ def _fused(
     operands: Operands, splits: list[int], gather: bool, group: Group, config: AllGatherGemmConfig, mark: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[M, N]`` by one kernel, and the gathered x ``[M, K]`` if asked for, else ``[0, K]``."""
-    raise BackendError(f"{OPERATOR}: fused kernel not available. Use impl='unfused' or 'auto'.")
+    x = operands.x
+    y = x.new_empty([sum(splits), padded_columns(operands.columns, operands.out_dtype)], dtype=operands.out_dtype)
+    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
+    space = group.outputs.take(_scale_offset(shape, x.dtype) + 4 * shape[0])
+    whole = space.tensor(shape, x.dtype, group.device)
+    launch = prepare(group, operands, splits, y, whole, space, config, mark)
+    with group.running():
+        launch()
+    y = y[:, : operands.columns].contiguous()
+    if not gather:
+        return y, x.new_empty([0, operands.inner])
+    if group.world_size == 1:
+        return y, x.clone(memory_format=torch.contiguous_format)
+    gathered = whole[:, : operands.inner]
+    return y, gathered.contiguous() if space.lent else gathered.clone(memory_format=torch.contiguous_format)
+
+
+def _scale_offset(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the gathered x ``[*shape]`` to the scales of its rows."""
+    return round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT_BYTES)
+
+
+def prepare(
+    group: Group,
+    operands: Operands,
+    splits: Sequence[int],
+    y: torch.Tensor,
+    whole: torch.Tensor,
+    space: Output,
+    config: AllGatherGemmConfig,
+    mark: int = 0,
+) -> Launch:
+    """The launch; ``y`` is ``[M, padded columns]``, ``whole`` this rank's gathered x ``[M, padded K]`` in ``space``.
+
+    Collective when the workspace must grow.
+    """
+    require(group.backend)
+    from interlace.ops.all_gather_gemm import kernel
+
+    ranks, dtype = group.world_size, operands.x.dtype
+    blocks = ceil_div(max(splits), config.block_m)
+    workspace = group.workspace(OPERATOR, 4096, record.HEADER + (ranks + 1) * blocks)
+    routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
+    descriptors = has_descriptors(group)
+    # A whole tile at the end of one rank's rows would cover the next one's; beyond the last rank's there is nothing.
+    tiles = descriptors and all(count % config.block_m == 0 for count in splits[:-1])
+    gathered = result = None
+    source = operands.x if ranks == 1 else whole[:, : max(operands.inner, 1)]
+    if descriptors:
+        source = describe_matrix(source, source.stride(0), [config.block_m, config.block_k])
+    if tiles:
+        sizes = [(BUFFERS + 1, space.buffer_bytes // dtype.itemsize), (whole.shape[0], whole.shape[1]), (max(operands.inner, 1), 1)]
+        gathered = describe_ranks(group, space.address, dtype, sizes, [config.block_m, config.block_k])
+        result = describe_matrix(y[:, : operands.columns], y.shape[1], [config.block_m, config.block_n])
+    align, inner_align = ALIGNMENT_BYTES // operands.out_dtype.itemsize, ALIGNMENT_BYTES // dtype.itemsize
+    x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
+    scales, scale_stride, inner_stride = x_scale, strides[2], strides[0]
+    if ranks > 1:
+        inner_stride = whole.shape[1]
+        if x_scale is not None:
+            rows = whole.shape[0]
+            place = whole.data_ptr() + _scale_offset(whole.shape, dtype)
+            scales, scale_stride = view_as(bytes_at(place, (4 * rows,), (1,), group.device, whole), (rows,), torch.float32), 1
+    arguments = (
+        x, w, bias, x_scale, w_scale, scales, gathered, source, result, space.address, y.data_ptr(),
+        workspace.signals.address, workspace.epochs, group.context(OPERATOR), routes, mark, space.buffer_bytes,
+        _scale_offset(whole.shape, dtype), space.index, (workspace.signal_count - record.HEADER) // (ranks + 1), max(splits),
+        operands.columns, operands.inner, *strides, scale_stride, y.shape[1] // align, inner_stride // inner_align,
+    )  # fmt: skip
+    pushers = 0 if ranks == 1 else min(config.push_programs, 2) if group.backend == "cpu" else config.push_programs
+    constants = options(operands, config, group, descriptors)
+    constants |= {"PUSHERS": pushers, "MEMBERS": _MEMBERS, "TILES": tiles}
+    constants |= {"ALIGN": align, "INNER_ALIGN": inner_align}
+    return Launch(kernel.all_gather_gemm, (pushers + programs(group, config),), arguments, constants, (operands, y, whole))

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, process_group_named
+from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.ops.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, Launch, triton_dtype, widths_of
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
-from interlace.ops.embedding_all_to_all.tables import alignment, entry, on_device
+from interlace.ops.embedding_all_to_all.tables import alignment, entry
 from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"

@@ -11,6 +11,7 @@ import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
@@ -19,10 +20,9 @@ from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig, default_config
 from interlace.ops.embedding_all_to_all.layout import Layout
-from interlace.ops.embedding_all_to_all.tables import alignment, entry, on_device
+from interlace.ops.embedding_all_to_all.tables import alignment, entry
 from interlace.ops.embedding_all_to_all.validate import check_values
 from interlace.units import ceil_div, next_power_of_2
-
 
 MOST_TILE_BYTES = 1 << 16
 """A tile passes through shared memory; any GPU that has tensor descriptors has room for two programs of this."""

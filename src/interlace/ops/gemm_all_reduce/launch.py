@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.errors import BackendError
+from interlace.comm.interpreter import require
+from interlace.comm.outputs import BUFFERS
 from interlace.ops.gemm_all_reduce import reference
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.operands import Operands
+from interlace.products.launch import (
+    Launch,
+    describe_ranks,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    slots_for,
+    spread_ns,
+)
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.splits import balanced
 
 
 def choose(**call: Any) -> Choice[GemmAllReduceConfig]:
     """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`."""
-    choice = choose_product(OPERATOR, GemmAllReduceConfig, **call)
-    return dataclasses.replace(choice, impl="unfused", reason="the fused kernel is not available")
+    return choose_product(OPERATOR, GemmAllReduceConfig, **call)
 
 
 def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Tensor:
@@ -41,4 +52,53 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
 
 def _fused(operands: Operands, group: Group, config: GemmAllReduceConfig, mark: int) -> torch.Tensor:
     """``[M, N]``, the same on every rank, by one kernel."""
-    raise BackendError(f"{OPERATOR}: fused kernel not available. Use impl='unfused' or 'auto'.")
+    dtype = operands.out_dtype
+    shape = [operands.rows, padded_columns(operands.columns, dtype)]
+    if group.world_size == 1:
+        y = operands.x.new_empty(shape, dtype=dtype)
+        launch = prepare(group, operands, config, mark, y.data_ptr(), 0, 0)
+        with group.running():
+            launch()
+        return y[:, : operands.columns].contiguous()
+    output = group.outputs.take(shape[0] * shape[1] * dtype.itemsize)
+    y = output.tensor(shape, dtype, group.device)
+    launch = prepare(group, operands, config, mark, output.address, output.buffer_bytes, output.index)
+    with group.running():
+        launch()
+    y = y[:, : operands.columns]
+    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
+
+
+def prepare(
+    group: Group, operands: Operands, config: GemmAllReduceConfig, mark: int, buffers: int, buffer_bytes: int, taken: int
+) -> Launch:
+    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow."""
+    require(group.backend)
+    from interlace.ops.gemm_all_reduce import kernel
+
+    dtype, rows = operands.out_dtype, balanced(operands.rows, group.world_size)
+    descriptors = has_descriptors(group)
+    # A whole tile at the end of one rank's rows would cover the next one's; beyond the last rank's there is nothing.
+    tiles = descriptors and all(count % config.block_m == 0 for count in rows[:-1])
+    slots = slots_for(group, OPERATOR, rows, operands.columns, dtype, config, tiles)
+    stride, results = padded_columns(operands.columns, dtype), None
+    if tiles:
+        most = operands.rows * stride
+        sizes = [
+            (BUFFERS + 1, max(buffer_bytes // dtype.itemsize, most)),
+            (1, most),
+            (operands.rows, stride),
+            (operands.columns, 1),
+        ]
+        results = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
+    arguments = (
+        x, w, bias, x_scale, w_scale, slots.tiles, results, slots.workspace.data.address, slots.workspace.half_bytes, buffers,
+        slots.workspace.signals.address, slots.workspace.epochs, group.context(OPERATOR), slots.routes, mark,
+        buffer_bytes, taken, slots.per_source, max(rows), operands.rows, operands.columns, operands.inner, *strides,
+        stride // align, spread_ns(config, operands.inner),
+    )  # fmt: skip
+    constants = options(operands, config, group, descriptors)
+    constants |= {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
+    return Launch(kernel.gemm_all_reduce, (programs(group, config),), arguments, constants, (operands,))

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.errors import ArgumentError, BackendError, RankMismatchError
+from interlace.comm.constants import on_device
+from interlace.comm.interpreter import require
+from interlace.comm.outputs import BUFFERS
+from interlace.errors import ArgumentError, RankMismatchError
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
+from interlace.products import record
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.operands import Operands
+from interlace.products.launch import (
+    Launch,
+    describe_ranks,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    spread_ns,
+)
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import balanced, check_sum
 
 
 def choose(**call: Any) -> Choice[GemmAllToAllConfig]:
     """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`."""
-    choice = choose_product(OPERATOR, GemmAllToAllConfig, **call)
-    return dataclasses.replace(choice, impl="unfused", reason="the fused kernel is not available")
+    return choose_product(OPERATOR, GemmAllToAllConfig, **call)
 
 
 def run(
@@ -97,4 +109,62 @@ def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_sp
 
 def _fused(operands: Operands, sent: list[list[int]], group: Group, config: GemmAllToAllConfig, mark: int) -> torch.Tensor:
     """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d."""
-    raise BackendError(f"{OPERATOR}: fused kernel not available. Use impl='unfused' or 'auto'.")
+    rows = sum(counts[group.rank] for counts in sent)
+    most = max(sum(counts[dest] for counts in sent) for dest in range(group.world_size))
+    stride = padded_columns(operands.columns, operands.out_dtype)
+    shape = [rows, stride]
+    if group.world_size == 1:
+        y = operands.x.new_empty(shape, dtype=operands.out_dtype)
+        launch = prepare(group, operands, sent, config, mark, y.data_ptr(), 0, 0)
+        with group.running():
+            launch()
+        return y[:, : operands.columns].contiguous()
+    output = group.outputs.take(most * stride * operands.out_dtype.itemsize)
+    y = output.tensor(shape, operands.out_dtype, group.device)
+    launch = prepare(group, operands, sent, config, mark, output.address, output.buffer_bytes, output.index)
+    with group.running():
+        launch()
+    y = y[:, : operands.columns]
+    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
+
+
+def prepare(
+    group: Group,
+    operands: Operands,
+    sent: list[list[int]],
+    config: GemmAllToAllConfig,
+    mark: int,
+    buffers: int,
+    buffer_bytes: int,
+    taken: int,
+) -> Launch:
+    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow."""
+    require(group.backend)
+    from interlace.ops.gemm_all_to_all import kernel
+
+    ranks, me = group.world_size, group.rank
+    workspace = group.workspace(OPERATOR, 4096, record.HEADER)
+    routes, first = [], 0
+    for dest in range(ranks):
+        routes.append((first, sent[me][dest], sum(sent[source][dest] for source in range(me))))
+        first += sent[me][dest]
+    dtype = operands.out_dtype
+    stride = padded_columns(operands.columns, dtype)
+    received = [sum(counts[dest] for counts in sent) for dest in range(ranks)]
+    # Every rank must take the same branch only for speed: both put the same bytes in the same places.
+    even = all(count % config.block_m == 0 for count in sent[me])
+    descriptors = has_descriptors(group) and group.stride % 16 == 0
+    tiles = None
+    if descriptors and even and ranks > 1:
+        sizes = [(BUFFERS + 1, buffer_bytes // dtype.itemsize), (max(received), stride), (operands.columns, 1)]
+        tiles = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
+    arguments = (
+        x, w, bias, x_scale, w_scale, tiles, buffers, workspace.signals.address, workspace.epochs,
+        group.context(OPERATOR), on_device(group, routes), mark, buffer_bytes, taken, max(max(counts) for counts in sent),
+        received[me], operands.columns, operands.inner, *strides, stride // align, spread_ns(config, operands.inner),
+    )  # fmt: skip
+    constants = options(operands, config, group, descriptors)
+    constants |= {"ALIGN": align, "EVEN": tiles is not None, "INTERLEAVE": config.interleave}
+    return Launch(kernel.gemm_all_to_all, (programs(group, config),), arguments, constants, (operands,))

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.errors import BackendError
+from interlace.comm.interpreter import require
 from interlace.ops.gemm_reduce_scatter import reference
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.operands import Operands
+from interlace.products.launch import (
+    Launch,
+    describe_own,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    slots_for,
+    spread_ns,
+)
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import balanced, check_sum
 
 
 def choose(**call: Any) -> Choice[GemmReduceScatterConfig]:
     """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`."""
-    choice = choose_product(OPERATOR, GemmReduceScatterConfig, **call)
-    return dataclasses.replace(choice, impl="unfused", reason="the fused kernel is not available")
+    return choose_product(OPERATOR, GemmReduceScatterConfig, **call)
 
 
 def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl: str, config: str) -> torch.Tensor:
@@ -53,4 +62,32 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
 
 def _fused(operands: Operands, splits: list[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
     """``[splits[rank], N]`` by one kernel."""
-    raise BackendError(f"{OPERATOR}: fused kernel not available. Use impl='unfused' or 'auto'.")
+    stride = padded_columns(operands.columns, operands.out_dtype)
+    y = operands.x.new_empty([splits[group.rank], stride], dtype=operands.out_dtype)
+    launch = prepare(group, operands, splits, y, config, mark)
+    with group.running():
+        launch()
+    return y[:, : operands.columns].contiguous()
+
+
+def prepare(
+    group: Group, operands: Operands, splits: Sequence[int], y: torch.Tensor, config: GemmReduceScatterConfig, mark: int = 0
+) -> Launch:
+    """The launch; ``y`` is ``[splits[rank], padded columns]``. Collective when the workspace must grow."""
+    require(group.backend)
+    from interlace.ops.gemm_reduce_scatter import kernel
+
+    dtype = operands.out_dtype
+    descriptors = has_descriptors(group)
+    slots = slots_for(group, OPERATOR, splits, operands.columns, dtype, config, descriptors)
+    results = describe_own(y, operands.columns, [config.block_m, config.block_n]) if descriptors else None
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
+    arguments = (
+        x, w, bias, x_scale, w_scale, slots.tiles, results, slots.workspace.data.address, slots.workspace.half_bytes, y.data_ptr(),
+        slots.workspace.signals.address, slots.workspace.epochs, group.context(OPERATOR), slots.routes, mark, slots.per_source,
+        max(splits), operands.columns, operands.inner, *strides, y.stride(0) // align, spread_ns(config, operands.inner),
+    )  # fmt: skip
+    constants = options(operands, config, group, descriptors)
+    constants |= {"ALIGN": align, "TILES": descriptors, "INTERLEAVE": config.interleave}
+    return Launch(kernel.gemm_reduce_scatter, (programs(group, config),), arguments, constants, (operands, y))

@@ -1,0 +1,89 @@
+"""Tiles of a matrix product, for the kernels of the operators around one."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+
+
+@triton.jit
+def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile among ``tiles_m x tiles_n``: ``GROUP_M`` rows at a time, so that neighbours share operands in the
+    L2.
+    """
+    width = GROUP_M * tiles_n
+    first = tile // width * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + tile % width % height, tile % width // height
+
+
+@triton.jit
+def multiply_tile(
+    x, w, row, column, rows, N, K, x_stride, w_stride,
+    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``x[row :] @ w[column :].T``, float32 ``[BLOCK_M, BLOCK_N]``.
+
+    Args:
+        x, w: tensor descriptors (``DESCRIPTORS``), or pointers.
+        rows: of x; rows of the result beyond them are anything.
+        x_stride, w_stride: elements between two rows of x, and two rows (``W_ALONG_K``) or columns of w.
+    """
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if DESCRIPTORS:
+        for k in range(0, K, BLOCK_K):
+            left = x.load([row, k])
+            right = w.load([column, k]).T if W_ALONG_K else w.load([k, column])
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    else:
+        m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        lines = x + m.to(tl.int64)[:, None] * x_stride
+        columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
+        for k in range(0, K, BLOCK_K):
+            inner = k + tl.arange(0, BLOCK_K)
+            left = tl.load(lines + inner[None, :], mask=(m < rows)[:, None] & (inner < K)[None, :], other=0.0)
+            step = inner[:, None] if W_ALONG_K else inner.to(tl.int64)[:, None] * w_stride
+            right = tl.load(columns + step, mask=(inner < K)[:, None] & (n < N)[None, :], other=0.0)
+            if PRECISION == "upcast":
+                total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+            else:
+                total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def scale_tile(total, x_scale, w_scale, row, column, rows, N, x_scale_stride, w_scale_stride):
+    """A product of float8 operands times their scales: one a row of each operand, or one in all (stride 0)."""
+    m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    left = tl.load(x_scale + m * x_scale_stride, mask=m < rows, other=0.0)
+    right = tl.load(w_scale + n * w_scale_stride, mask=n < N, other=0.0)
+    return total * left[:, None] * right[None, :]
+
+
+@triton.jit
+def add_bias(total, bias, column, N):
+    n = column + tl.arange(0, total.shape[1])
+    return total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def start_in_turn(spread_ns):
+    """Let programs begin one after another, over ``spread_ns``.
+
+    Programs in step finish their tiles at the same time; the links are then crowded, and idle until the next tiles. Those of the
+    lowest index, which have most tiles if any have more, begin first.
+    """
+    lanes = tl.arange(0, 32)
+    start = tl.max(il.clock_ns(lanes), 0)
+    while tl.max(il.clock_ns(lanes), 0) - start < spread_ns.to(tl.int64) * tl.program_id(0) // tl.num_programs(0):
+        pass
+
+
+@triton.jit
+def fill_nan(address, count, dtype: tl.constexpr):
+    """Fill ``count`` elements of this rank's memory: a result that could not be computed."""
+    target = il.pointer(address, dtype)
+    lanes = tl.arange(0, 1024)
+    for start in range(0, count, 1024):
+        tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)

@@ -1,0 +1,152 @@
+"""Products whose parts are summed over ranks: what the kernels of gemm_reduce_scatter and gemm_all_reduce share."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.products import record
+from interlace.products.kernel import add_bias, multiply_tile, scale_tile, tile_place
+
+_HEADER = tl.constexpr(record.HEADER)
+_FIRST_ROW = tl.constexpr(record.FIRST_ROW)
+_ROWS = tl.constexpr(record.ROWS)
+_ROUTE = tl.constexpr(record.ROUTE)
+
+
+@triton.jit
+def _halves(tile):
+    """Left and right half of a tile's columns; no data moves between threads."""
+    pairs = tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def _joined(left, right):
+    pairs = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(pairs, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def _add_parts(
+    total, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """Add the peers' parts, in rank order; by slices of columns, since a tile and its addresses do not fit in registers."""
+    if SLICES > 1:
+        left, right = _halves(total)
+        HALF: tl.constexpr = SLICES // 2
+        left = _add_parts(left, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE, HALF)
+        middle = column + left.shape[1]
+        right = _add_parts(right, parts, slot_stride, row, middle, rows, N, row_stride, group, WORLD_SIZE, HALF)
+        return _joined(left, right)
+    me = il.rank(group)
+    m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
+    inside = (m < rows)[:, None] & (n < N)[None, :]
+    for step in tl.static_range(WORLD_SIZE):
+        wanted = inside & (me + m * 0 != step)[:, None]
+        total += il.get(parts + step * slot_stride + cells, me, group, wanted, 0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def send_and_sum(
+    x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers, buffer_bytes, routes, flags, per_source,
+    stamp, group, half, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride,
+    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, BROADCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
+    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Parts of the product to their owners' slots; this rank's own rows, with the parts that came, to where the sum belongs.
+
+    Program p takes tiles p, p + programs, ... of every rank's rows. A *round* is one of these tiles for each peer, and this rank's
+    own tile of the round before; programs begin a round with different ranks, so that own tiles, which send nothing, are spread.
+    A tile's copy runs while the next one is computed; then it is complete and its owner is told. The sum is float32: the own
+    part first, then the peers' in rank order.
+
+    A wait is for peers' programs of the same index, in the same round, after this program's own signals of that round: a grid
+    finishes even if its programs run one after another.
+
+    Args:
+        slots, slot_address: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under ``TILES``, and rank 0's
+            address for ordinary stores.
+        results, result_address: of sums. ``BROADCAST``: every rank's, ``[rank, buffer, 0, row of M, column]``, and rank 0's
+            address. Else this rank's, ``[0, 0, 0, own row, column]``, and its address.
+        buffers, buffer_bytes: under ``BROADCAST`` each rank's buffer, an int32 tile, and the bytes between two of them.
+        flags: int32 signals, ``[source][tile]``, ``per_source`` apart.
+        half: 0 or 1, by the epoch.
+
+    Returns:
+        Whether all parts arrived (int32 scalar).
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
+    rounds = (tiles_m * tiles_n + programs - 1) // programs
+    slot_stride = most_rows.to(tl.int64) * row_stride
+    parts = il.pointer(slot_address + half * half_bytes, OUT)
+    arrived_all = 1
+    told_dest = -1
+    told_tile = 0
+    for step in tl.range(0, rounds * WORLD_SIZE + 1):
+        turn = tl.where(step < rounds * WORLD_SIZE, (step + program // INTERLEAVE) % WORLD_SIZE, WORLD_SIZE - 1)
+        dest = (me + 1 + turn) % WORLD_SIZE
+        lag = (dest == me).to(tl.int32)
+        tile = (step // WORLD_SIZE - lag) * programs + program
+        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
+        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
+            total = multiply_tile(
+                x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
+                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            if x_scale is not None:
+                total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
+            if told_dest >= 0:
+                if TILES:
+                    il.complete_tiles()
+                il.signal(flags + me * per_source + told_tile, stamp, told_dest, group)
+            told_dest = -1
+            if dest != me:
+                if TILES:
+                    corner = [dest, half, me, row, column]
+                    il.put_tile(slots, corner, tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N]))
+                else:
+                    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                    target = parts + me * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
+                    il.put(target, total.to(OUT), dest, group, (m < rows)[:, None] & (n < N)[None, :])
+                told_dest = dest
+                told_tile = tile
+            else:
+                if WORLD_SIZE > 1:
+                    arrived = il.wait(flags + peers * per_source + tile, stamp, peers, tile, group, others).to(tl.int32)
+                    arrived_all = arrived_all * arrived
+                    total = _add_parts(total, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE, 4)
+                    total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
+                if bias is not None:
+                    total = add_bias(total, bias, column, N)
+                value = total.to(OUT)
+                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
+                inside = (m < rows)[:, None] & (n < N)[None, :]
+                for ahead in tl.static_range(WORLD_SIZE if BROADCAST else 1):
+                    peer = (me + ahead) % WORLD_SIZE if BROADCAST else me
+                    buffer = tl.sum(tl.where(peers == peer, buffers, 0))
+                    if TILES:
+                        place = first + row if BROADCAST else row
+                        corner = [peer if BROADCAST else 0, buffer, 0, place, column]
+                        il.put_tile(results, corner, tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N]))
+                    elif BROADCAST:
+                        output = il.pointer(result_address + buffer.to(tl.int64) * buffer_bytes, OUT)
+                        il.put(output + first.to(tl.int64) * row_stride + cells, value, peer, group, inside)
+                    else:
+                        tl.store(il.pointer(result_address, OUT) + cells, value, mask=inside)
+    if told_dest >= 0:
+        if TILES:
+            il.complete_tiles()
+        il.signal(flags + me * per_source + told_tile, stamp, told_dest, group)
+    return arrived_all

@@ -8,7 +8,6 @@ import interlace
 from interlace import GemmAllReduceConfig, GemmAllToAllConfig
 from tests.errors import error_of
 
-SHAPES = {"x": (4, 8), "w": (6, 8)}
 MISMATCH = "must be the same on every rank; got"
 A2A, RS, AR, AG = "gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 

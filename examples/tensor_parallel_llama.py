@@ -5,7 +5,7 @@ every gradient must be as near to a model of higher precision as the single-devi
 Llama 3 70B:
 
     python examples/tensor_parallel_llama.py --world-size 4 --dtype bfloat16 --layers 2 --width 8192 --heads 64 --kv-heads 8 \
-        --hidden 28672 --vocabulary 32000 --sequence 4096 --batch 1 --impl fused --impl unfused
+        --hidden 28672 --vocabulary 32000 --sequence 4096 --batch 1 --steps 20 --impl fused --impl unfused
     torchrun --nproc-per-node 4 examples/tensor_parallel_llama.py --dtype bfloat16 ...
 """
 
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Settings:
     """What every rank must know. Sizes are the whole model's."""
 
-    layers: int = 2
+    layers: int = 1
     width: int = 32
     heads: int = 4
     kv_heads: int = 2
@@ -49,7 +49,7 @@ class Settings:
     batch: int = 8
     dtype: str = "float32"
     impls: tuple[str, ...] = ("auto", "unfused")
-    steps: int = 3
+    steps: int = 1
     seed: int = 0
 
 

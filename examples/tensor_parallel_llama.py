@@ -318,6 +318,9 @@ def main(
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
     if width % heads or (width // heads) % 2 or heads % kv_heads:
         raise typer.BadParameter("--heads must divide --width into even sizes, and --kv-heads must divide --heads.")
+    for name, size in (("kv-heads", kv_heads), ("hidden", hidden), ("vocabulary", vocabulary), ("sequence", sequence)):
+        if size % ranks:
+            raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
     settings = Settings(
         layers=layers, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence,
         batch=batch, dtype=dtype, impls=tuple(impl or Settings.impls), steps=steps, seed=seed,

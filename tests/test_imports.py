@@ -43,6 +43,8 @@ def test_the_simulator_needs_neither_torch_nor_triton():
         "import interlace; interlace.launch, interlace.empty_symmetric",
         "import interlace; interlace.embedding_all_to_all; interlace.models",
         "import interlace; interlace.gemv_all_reduce; import torch; torch.ops.interlace.gemv_all_reduce.default",
+        # Its gradient is the other operator.
+        "import interlace; interlace.gemm_reduce_scatter; import torch; torch.ops.interlace.all_gather_gemm.default",
         "import interlace; interlace.embedding_all_to_all, interlace.optim.SGD; import torch; "
         "torch.ops.interlace.embedding_all_to_all.default",
         "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), torch.empty(5, 4, device='meta'))",

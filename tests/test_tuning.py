@@ -5,12 +5,23 @@ import json
 
 import pytest
 
-from interlace import GemvAllReduceConfig, tuning
+import interlace
+from interlace import tuning
 
 TABLES = sorted(
     file.name for file in (importlib.resources.files("interlace.tuning") / "tables").iterdir() if file.name.endswith(".json")
 )
 H200 = "NVIDIA H200"
+
+# Each operator's configuration, and the sizes by which its entries are found.
+PRODUCT = ("rows", "columns", "inner")
+OPERATORS = {
+    "all_gather_gemm": (interlace.AllGatherGemmConfig, PRODUCT),
+    "gemm_all_reduce": (interlace.GemmAllReduceConfig, PRODUCT),
+    "gemm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
+    "gemm_reduce_scatter": (interlace.GemmReduceScatterConfig, PRODUCT),
+    "gemv_all_reduce": (interlace.GemvAllReduceConfig, ("tokens", "rows", "columns")),
+}
 
 
 def point(tokens=1, rows=8192, columns=2048, world_size=4, dtype="bfloat16"):
@@ -28,10 +39,12 @@ def test_every_entry_of_a_table_can_be_run(name):
     table = json.loads((importlib.resources.files("interlace.tuning") / "tables" / name).read_text(encoding="utf-8"))
     assert table["operator"] == operator
     assert {device.lower().replace(" ", "_") for device in table["machine"]["gpus"]} == {gpu}
+    config_type, sizes = OPERATORS[operator]
     for entry in table["entries"]:
-        assert str(GemvAllReduceConfig.parse(entry["config"])) == entry["config"]
+        assert str(config_type.parse(entry["config"])) == entry["config"]
         assert entry["impl"] in ("fused", "unfused")
-        found = nearest(**{name: entry[name] for name in ("tokens", "rows", "columns", "world_size", "dtype")})
+        place = tuning.Point(entry["world_size"], entry["dtype"], {name: entry[name] for name in sizes})
+        found = tuning.nearest(operator, table["machine"]["gpus"][0], place)
         assert (found.impl, found.config) == (entry["impl"], entry["config"])
 
 
@@ -44,6 +57,7 @@ def test_other_regimes_find_nothing():
     """More than a factor of four away, another dtype width, or another GPU: a default is better than a wrong lesson."""
     assert nearest(rows=8192 * 64) is None
     assert nearest(dtype="float32") is None
+    assert nearest(dtype="float8_e4m3fn") is None
     assert tuning.nearest("gemv_all_reduce", "Another GPU", point()) is None
 
 

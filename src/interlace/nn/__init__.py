@@ -1,10 +1,13 @@
 """Modules that compute and communicate at once, in place of torch's own."""
 
+from interlace.nn.column_parallel import ColumnParallelLinear
 from interlace.nn.embedding_bags import PooledEmbeddings, ShardedEmbeddingBags
+from interlace.nn.parallel_linear import unsharded_state_dict
 from interlace.nn.row_parallel import RowParallelLinear
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 
 __all__ = [
+    "ColumnParallelLinear",
     "EmbeddingTable",
     "PooledEmbeddings",
     "RowParallelLinear",
@@ -12,4 +15,5 @@ __all__ = [
     "ShardedEmbeddingBags",
     "ShardingPlan",
     "make_plan",
+    "unsharded_state_dict",
 ]

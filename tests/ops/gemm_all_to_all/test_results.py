@@ -84,7 +84,16 @@ def test_any_call_is_right(ranks, impl):
     check()
 
 
+def _opcheck_gradient(splits):
+    assert interlace.gemm_all_to_all is not None  # the first use of the name registers the op
+    op = torch.ops.interlace.gemm_all_to_all_gradient.default
+    return torch.library.opcheck(op, (torch.ones(4, 3), *splits, ""))
+
+
 def test_opcheck_and_compile(ranks, impl):
+    for splits in ((None, None), ([2, 2], [2, 2])):
+        for outcome in ranks(2).run(_opcheck_gradient, splits):
+            assert set(outcome.values()) == {"SUCCESS"}, outcome
     call = Call(OPERATOR, 4, 5, 7, bias=True, impl=impl)
     for arguments in ((None, None), ([2, 2], [2, 2])):
         for outcome in ranks(2).run(opcheck, call, (*arguments, torch.float32, "", impl, "")):

@@ -1,0 +1,161 @@
+"""What linear layers whose weight is sharded over ranks have in common, and how their state dicts become whole again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from interlace.comm import rank_and_size
+from interlace.errors import ArgumentError
+from interlace.units import round_up
+
+
+class ParallelLinear(nn.Module):
+    """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
+
+    Attributes:
+        weight: this rank's shard of the full ``[N, K]``.
+        bias: ``[N]`` or this rank's shard of it; None without one.
+        sequence_parallel: whether what is not sharded by features is sharded by tokens instead.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+    """
+
+    # Which axis of weight is cut, whether bias is cut with it, and what the cut features are called.
+    _axis: ClassVar[int]
+    _cuts_bias: ClassVar[bool]
+    _cut_name: ClassVar[str]
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        parts: Sequence[int],
+        *,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.rank, self.world_size = rank_and_size(group)
+        if self.rank < 0:
+            raise ArgumentError(f"{name}: the calling rank must be a member of the group; it is not.")
+        if in_features < 1 or out_features < 1:
+            raise ArgumentError(f"{name}: in_features and out_features must be positive; got {in_features} and {out_features}.")
+        for part in parts:
+            if part % self.world_size:
+                cut = f"{self._cut_name}_features" if len(parts) == 1 else "parts"
+                raise ArgumentError(
+                    f"{name}: {cut} must divide evenly over {self.world_size} ranks; got {part}. "
+                    f"Pad the layer to {round_up(part, self.world_size)} {self._cut_name}put features with zeros, "
+                    f"or use a group whose size divides {part}."
+                )
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.parts = tuple(parts)
+        self.sequence_parallel, self.impl = sequence_parallel, "auto"
+        shape = [out_features, in_features]
+        shape[self._axis] //= self.world_size
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(shape[0] if self._cuts_bias else out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
+
+    def _copy(self, linear: nn.Linear) -> Self:
+        """Take this rank's shard of ``linear`` and its flags; the parameters are copies."""
+        with torch.no_grad():
+            self.weight = nn.Parameter(self.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad)
+            if linear.bias is not None:
+                bias = self.shard_of(linear.bias) if self._cuts_bias else linear.bias
+                self.bias = nn.Parameter(bias.clone(), linear.bias.requires_grad)
+        return self.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear(in_features, out_features)``: uniform within ``1 / sqrt(in_features)``.
+
+        Draws the full layer and keeps this rank's shard: ranks with the same seed (as they must have, for what is not
+        sharded to agree) get the shards of the very layer that ``nn.Linear`` gives with that seed.
+        """
+        with torch.no_grad():
+            full = self.weight.new_empty(self.out_features, self.in_features)
+            nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+            self.weight.copy_(self.shard_of(full))
+            if self.bias is not None:
+                bound = 1 / math.sqrt(self.in_features)
+                full = self.bias.new_empty(self.out_features)
+                nn.init.uniform_(full, -bound, bound)
+                self.bias.copy_(self.shard_of(full) if self._cuts_bias else full)
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor that is cut as the weight, or the bias, is: of a gradient or an optimizer's state, say.
+
+        Args:
+            full: ``[N, K]``, or ``[N]`` where the bias is sharded.
+        """
+        axis = self._axis if full.dim() > 1 else 0
+        pieces = [part.chunk(self.world_size, axis)[self.rank] for part in full.split(list(self.parts), axis)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    def whole(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The full tensor from every rank's shard, in rank order: the inverse of :meth:`shard_of`."""
+        axis = self._axis if shards[0].dim() > 1 else 0
+        sizes = [part // self.world_size for part in self.parts]
+        by_part = zip(*(shard.split(sizes, axis) for shard in shards), strict=True)
+        return torch.cat([piece for pieces in by_part for piece in pieces], axis)
+
+    def _sharded(self) -> list[str]:
+        """Names of the parameters of which this rank has a part."""
+        return ["weight", "bias"] if self._cuts_bias and self.bias is not None else ["weight"]
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"rank={self.rank} of {self.world_size}, impl={self.impl}"
+        ) + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def _take_own_shard(module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+    """Before loading: of a full layer's tensors, this rank's part."""
+    full = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
+    for name in module._sharded():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == full[name]:
+            state_dict[prefix + name] = module.shard_of(value)
+
+
+def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` with the full weights of its parallel linear layers, on every rank; collective.
+
+    It is the state dict of the model before its ``nn.Linear`` layers were sharded, and loads there, or into shards on any
+    number of ranks. A whole layer must fit beside the model on each rank.
+
+    Raises:
+        GroupError: this rank is not a member of a layer's group.
+
+    Example:
+        >>> state = interlace.nn.unsharded_state_dict(model)  # on every rank
+        >>> if dist.get_rank() == 0: torch.save(state, "model.pt")
+        >>> model.load_state_dict(torch.load("model.pt", weights_only=True))  # on any number of ranks
+    """
+    state: dict[str, Any] = module.state_dict()
+    for prefix, layer in module.named_modules():
+        if not isinstance(layer, ParallelLinear) or layer.world_size == 1:
+            continue
+        for name in layer._sharded():
+            key = f"{prefix}.{name}" if prefix else name
+            shards = [torch.empty_like(state[key]) for _ in range(layer.world_size)]
+            dist.all_gather(shards, state[key].contiguous(), group=layer.group)
+            state[key] = layer.whole(shards)
+    return state

@@ -1,0 +1,157 @@
+"""``ColumnParallelLinear`` and ``RowParallelLinear`` are ``nn.Linear``, sharded: results, gradients, state dicts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import interlace
+from interlace.nn import ColumnParallelLinear, RowParallelLinear, unsharded_state_dict
+from interlace.nn.row_parallel import FEW_TOKENS
+from tests.errors import error_of
+
+IN, PARTS, OUT = 12, (16, 8), 20
+# float32 sums of some hundred products: a few units in the last place.
+TOLERANCE = 200**0.5 * torch.finfo(torch.float32).eps
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def _mlp(bias: bool) -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(5)
+    return nn.Linear(IN, sum(PARTS), bias), nn.Linear(PARTS[1], OUT, bias)
+
+
+def _gated(hidden: torch.Tensor, parts: list[int]) -> torch.Tensor:
+    """The second part, times a sum of the first: something that needs parts in their places."""
+    gate, up = hidden.split(parts, -1)
+    return up * gate.unflatten(-1, (2, -1)).sum(-2)
+
+
+def _compare(tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl: str) -> dict[str, float]:
+    """On a rank: errors of an MLP's outputs and gradients against the full one in float64."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first, second = _mlp(bias)
+    up = ColumnParallelLinear.from_linear(first, parts=PARTS, sequence_parallel=sequence_parallel)
+    down = RowParallelLinear.from_linear(second, sequence_parallel=sequence_parallel)
+    up.impl = down.impl = impl
+    x, grad = torch.randn(*tokens, IN), torch.randn(*tokens, OUT)
+    exact = copy.deepcopy(first).double(), copy.deepcopy(second).double()
+    x_exact = x.double().requires_grad_()
+    # gate [.., 16] as 2 x 8 on one rank; sharded, a rank's gate is rows r * 8 to (r + 1) * 8 and its up 4 columns.
+    hidden = exact[0](x_exact)
+    gate, value = hidden.split(PARTS, -1)
+    pairs = [_gated(torch.cat([g, v], -1), [PARTS[0] // ranks, PARTS[1] // ranks])
+             for g, v in zip(gate.chunk(ranks, -1), value.chunk(ranks, -1), strict=True)]  # fmt: skip
+    y_exact = exact[1](torch.cat(pairs, -1))
+    y_exact.backward(grad.double())
+    mine = slice(rank * tokens[0] // ranks, (rank + 1) * tokens[0] // ranks) if sequence_parallel else slice(None)
+    x_shard = x[mine].clone().requires_grad_()
+    y = down(_gated(up(x_shard), [part // ranks for part in PARTS]))
+    y.backward(grad[mine])
+    assert x_exact.grad is not None
+    assert x_shard.grad is not None
+    errors = {"y": _error(y, y_exact[mine]), "x": _error(x_shard.grad, x_exact.grad[mine])}
+    for layer, full in ((up, exact[0]), (down, exact[1])):
+        for name, parameter in layer.named_parameters():
+            wanted = getattr(full, name).grad
+            wanted = layer.shard_of(wanted) if name in layer._sharded() else wanted
+            errors[f"{type(layer).__name__} {name}"] = _error(parameter.grad, wanted)
+    return errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "bias", "impl"),
+    [((4, 3), True, "auto"), ((FEW_TOKENS,), True, "unfused"), ((2, 3, 2), False, "unfused")],
+)
+def test_two_ranks_match_the_full_layers(ranks: Any, tokens: Any, bias: bool, sequence_parallel: bool, impl: str) -> None:
+    """Few tokens and many: other operators."""
+    for errors in ranks(2).run(_compare, tokens, bias, sequence_parallel, impl):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _compiled() -> bool:
+    torch.manual_seed(1)
+    layers = nn.Sequential(ColumnParallelLinear(IN, 8), nn.ReLU(), RowParallelLinear(8, OUT))
+    for layer in layers:
+        layer.impl = "unfused"
+    x, gradients = torch.randn(3, IN), []
+    for function in (layers, torch.compile(layers, fullgraph=True, backend="aot_eager")):
+        layers.zero_grad()
+        argument = x.clone().requires_grad_()
+        function(argument).square().sum().backward()
+        gradients.append([argument.grad, *(parameter.grad for parameter in layers.parameters())])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_compiles_into_one_graph(ranks: Any) -> None:
+    assert ranks(2).run(_compiled) == [True, True]
+
+
+def _model(parallel: bool) -> nn.Module:
+    torch.manual_seed(9)
+    if parallel:
+        return nn.Sequential(ColumnParallelLinear(IN, sum(PARTS), parts=PARTS), nn.ReLU(), RowParallelLinear(sum(PARTS), OUT))
+    return nn.Sequential(nn.Linear(IN, sum(PARTS)), nn.ReLU(), nn.Linear(sum(PARTS), OUT))
+
+
+def _save(full: dict[str, torch.Tensor]) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+    """On a rank: whether the seed gives the full model's shards; the model, whole; and after loading another one, whole again."""
+    model = _model(parallel=True)
+    whole = copy.deepcopy(unsharded_state_dict(model))  # what is not sharded is the parameter itself
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(full)
+    again = copy.deepcopy(unsharded_state_dict(model))
+    model.load_state_dict(own)  # a rank's own shards load as they are
+    return all(torch.equal(a, b) for a, b in zip(own.values(), model.state_dict().values(), strict=True)), whole, again
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_state_dicts_are_those_of_full_layers_on_any_number_of_ranks(ranks: Any, world_size: int) -> None:
+    drawn = _model(parallel=False).state_dict()
+    other = {name: torch.randn_like(value) for name, value in drawn.items()}
+    for same, whole, again in ranks(world_size).run(_save, other):
+        assert same
+        for found, wanted in ((whole, drawn), (again, other)):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            _model(parallel=False).load_state_dict(found)
+
+
+def _refused() -> list[str]:
+    up = ColumnParallelLinear(IN, 8, sequence_parallel=True)
+    down = RowParallelLinear(8, OUT, sequence_parallel=True)
+    attempts = [
+        lambda: ColumnParallelLinear(IN, 9),
+        lambda: ColumnParallelLinear(IN, 8, parts=(5, 3)),
+        lambda: ColumnParallelLinear(IN, 8, parts=(4, 3)),
+        lambda: up(torch.zeros(IN)),
+        lambda: down(torch.zeros(3, 2, 4)),
+    ]
+    return [(error_of(attempt) or ("", "nothing"))[1] for attempt in attempts]
+
+
+def test_rejected(ranks: Any) -> None:
+    for messages in ranks(2).run(_refused):
+        assert messages == [
+            "ColumnParallelLinear: out_features must divide evenly over 2 ranks; got 9. Pad the layer to 10 output features with "
+            "zeros, or use a group whose size divides 9.",
+            "ColumnParallelLinear: parts must divide evenly over 2 ranks; got 5. Pad the layer to 6 output features with zeros, "
+            "or use a group whose size divides 5.",
+            "ColumnParallelLinear: parts must be positive and sum to out_features, 8; got [4, 3].",
+            "ColumnParallelLinear: x must be [sequence, ..., 12]; got shape [12].",
+            "RowParallelLinear: the first dimension of x must be the sequence and divide evenly over 2 ranks under "
+            "sequence_parallel; got shape [3, 2, 4]. Pad the sequence.",
+        ]
+    assert repr(interlace.nn.ColumnParallelLinear(4, 6)) == (
+        "ColumnParallelLinear(in_features=4, out_features=6, bias=True, rank=0 of 1, impl=auto)"
+    )

@@ -22,7 +22,7 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
-from interlace.language.tiles import complete_tiles, put_tile
+from interlace.language.tiles import complete_tiles, fence_tiles, put_tile
 
 __all__ = [
     "advance_epoch",
@@ -31,6 +31,7 @@ __all__ = [
     "clock_ns",
     "complete_tiles",
     "fence",
+    "fence_tiles",
     "get",
     "get_packed",
     "join",

@@ -24,6 +24,13 @@ def _complete(_semantic=None):
     )
 
 
+@core.extern
+def _fence(_semantic=None):
+    core.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
 @triton.jit
 def put_tile(descriptor, place, value):
     """Store a tile at ``place`` of a descriptor over the group's memory (its first dimension is the peer).
@@ -32,6 +39,13 @@ def put_tile(descriptor, place, value):
     out. Order it by :func:`complete_tiles`.
     """
     descriptor.store(place, value)
+
+
+@triton.jit
+def fence_tiles():
+    """After a :func:`wait`: what it covers may now be loaded through descriptors too, which do not follow other loads' order."""
+    if is_cuda():
+        _fence()
 
 
 @triton.jit

@@ -14,41 +14,6 @@ _ROUTE = tl.constexpr(record.ROUTE)
 
 
 @triton.jit
-def _halves(tile):
-    """Left and right half of a tile's columns; no data moves between threads."""
-    pairs = tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
-    return tl.split(tl.permute(pairs, (0, 2, 1)))
-
-
-@triton.jit
-def _joined(left, right):
-    pairs = tl.permute(tl.join(left, right), (0, 2, 1))
-    return tl.reshape(pairs, [left.shape[0], 2 * left.shape[1]])
-
-
-@triton.jit
-def _add_parts(
-    total, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE: tl.constexpr, SLICES: tl.constexpr
-):  # fmt: skip
-    """Add the peers' parts, in rank order; by slices of columns, since a tile and its addresses do not fit in registers."""
-    if SLICES > 1:
-        left, right = _halves(total)
-        HALF: tl.constexpr = SLICES // 2
-        left = _add_parts(left, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE, HALF)
-        middle = column + left.shape[1]
-        right = _add_parts(right, parts, slot_stride, row, middle, rows, N, row_stride, group, WORLD_SIZE, HALF)
-        return _joined(left, right)
-    me = il.rank(group)
-    m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
-    inside = (m < rows)[:, None] & (n < N)[None, :]
-    for step in tl.static_range(WORLD_SIZE):
-        wanted = inside & (me + m * 0 != step)[:, None]
-        total += il.get(parts + step * slot_stride + cells, me, group, wanted, 0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
 def send_and_sum(
     x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers, buffer_bytes, routes, flags, per_source,
     stamp, group, half, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride,
@@ -125,7 +90,17 @@ def send_and_sum(
                 if WORLD_SIZE > 1:
                     arrived = il.wait(flags + peers * per_source + tile, stamp, peers, tile, group, others).to(tl.int32)
                     arrived_all = arrived_all * arrived
-                    total = _add_parts(total, parts, slot_stride, row, column, rows, N, row_stride, group, WORLD_SIZE, 4)
+                    if TILES:
+                        il.fence_tiles()
+                    for source in tl.range(0, WORLD_SIZE, num_stages=1):
+                        if source != me:
+                            if TILES:  # the addresses of a tile do not fit in registers beside it
+                                part = tl.reshape(slots.load([me, half, source, row, column]), [BLOCK_M, BLOCK_N])
+                            else:
+                                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                                here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
+                                part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
+                            total += part.to(tl.float32)
                     total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
                 if bias is not None:
                     total = add_bias(total, bias, column, N)

@@ -151,6 +151,8 @@ def all_gather_gemm(
                             complete = il.wait(here, stamp, source + lanes * 0, start, group, block <= tile_m)
                             arrived = arrived * complete.to(tl.int32)
                         known_blocks = tile_m + 1
+                        if DESCRIPTORS:
+                            il.fence_tiles()
                     total = multiply_tile(
                         whole, w, first + row, column, first + rows, N, K, K_padded, w_stride,
                         DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,

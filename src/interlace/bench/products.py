@@ -1,0 +1,336 @@
+"""Benchmark and tuner of the operators around a matrix product, on CUDA: every figure that a claim needs, from one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.bench.timing import Timing, measure
+from interlace.comm import group_of
+from interlace.costs import all_gather_gemm as all_gather_costs
+from interlace.costs import gemm_all_reduce as all_reduce_costs
+from interlace.costs import gemm_all_to_all as all_to_all_costs
+from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
+from interlace.costs.gemm import ProductCost
+from interlace.costs.machine import H200_NODE
+from interlace.errors import InterlaceError
+from interlace.ops.all_gather_gemm.launch import choose as choose_all_gather
+from interlace.ops.gemm_all_reduce.launch import choose as choose_all_reduce
+from interlace.ops.gemm_all_to_all.launch import choose as choose_all_to_all
+from interlace.ops.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
+from interlace.products.config import ProductConfig
+from interlace.units import ceil_div
+
+Step = Callable[[int], object]
+
+_SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
+_COSTS: Mapping[str, Callable[..., ProductCost]] = {
+    "gemm_all_to_all": all_to_all_costs.fused,
+    "gemm_reduce_scatter": reduce_scatter_costs.fused,
+    "gemm_all_reduce": all_reduce_costs.fused,
+    "all_gather_gemm": all_gather_costs.fused,
+}
+_CHOOSE: Mapping[str, Callable[..., Any]] = {
+    "gemm_all_to_all": choose_all_to_all,
+    "gemm_reduce_scatter": choose_reduce_scatter,
+    "gemm_all_reduce": choose_all_reduce,
+    "all_gather_gemm": choose_all_gather,
+}
+OPERATORS = tuple(_COSTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One benchmarked call: a product of ``rows x columns x inner`` (M, N, K) on every rank."""
+
+    operator: str
+    rows: int
+    columns: int
+    inner: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} x {self.inner}"
+
+
+class Case:
+    """A shape's operands on this rank, and the calls on them."""
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+        self.shape, self.group, self.owner = shape, group, group_of(group)
+        ranks, device = self.owner.world_size, self.owner.device
+        generator = torch.Generator(device).manual_seed(1 + self.owner.rank)
+        own = shape.rows // ranks if shape.operator == "all_gather_gemm" else shape.rows
+
+        def random(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
+
+        self.sets = [(random(own, shape.inner), random(shape.columns, shape.inner)) for _ in range(_SETS)]
+        # What the parts of unfused pairs work on.
+        self.gathered = random(shape.rows, shape.inner) if shape.operator == "all_gather_gemm" else self.sets[0][0]
+        self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
+        self.received = torch.empty_like(self.product)
+        self.choice = _CHOOSE[shape.operator](
+            rows=shape.rows, columns=shape.columns, inner=shape.inner, dtype=shape.dtype, world_size=ranks, device=device
+        )
+
+    def call(self, i: int, impl: str, config: ProductConfig | None = None) -> torch.Tensor:
+        x, w = self.sets[i % _SETS]
+        operator: Callable[..., torch.Tensor] = getattr(interlace, self.shape.operator)
+        return operator(x, w, group=self.group, impl=impl, config=config)
+
+    def multiply(self, i: int) -> torch.Tensor:
+        """The product of this rank alone, by cuBLAS."""
+        x, w = self.sets[i % _SETS]
+        x = self.gathered if self.shape.operator == "all_gather_gemm" else x
+        return torch.mm(x, w.T, out=self.product)
+
+    def error(self, i: int, config: ProductConfig) -> float:
+        """Relative difference of one call from the same in float64, on this rank."""
+        x, w = self.sets[i % _SETS]
+        y = self.call(i, "fused", config)
+        if self.shape.operator == "all_gather_gemm":
+            wide = torch.empty(self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device)
+            _gather(wide, x, self.group)
+            expected = wide.double() @ w.double().T
+        else:
+            part = x.double() @ w.double().T
+            if self.shape.operator == "gemm_all_to_all":
+                expected = torch.empty_like(part)
+                dist.all_to_all_single(expected, part, group=self.group)
+            else:
+                dist.all_reduce(part, group=self.group)
+                whole = self.shape.operator == "gemm_all_reduce"
+                expected = part if whole else part.tensor_split(self.owner.world_size)[self.owner.rank]
+        return float((y.double() - expected).norm() / expected.norm())
+
+
+def tolerance(shape: Shape) -> float:
+    """Roundings of the parts and of the output (half a unit in the last place, uniformly: / sqrt(3)), float32 sums over K."""
+    return 2.0 * torch.finfo(shape.dtype).eps / 2 + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
+
+
+def check(case: Case, config: ProductConfig) -> float:
+    """The largest error of three calls on any rank.
+
+    Raises:
+        InterlaceError: it is too large.
+    """
+    worst = torch.tensor(max(case.error(i, config) for i in range(3)), device=case.owner.device)
+    case.owner.synchronize()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=case.group)
+    if not worst.item() <= tolerance(case.shape):
+        raise InterlaceError(
+            f"{case.shape.operator} {case.shape}, {config}: relative error {worst.item():.1e} is above "
+            f"{tolerance(case.shape):.1e}; not timed."
+        )
+    return float(worst.item())
+
+
+# The unfused pairs
+
+
+def _gather(whole: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    # Named all_gather_single since torch 2.13, which warns of the older name.
+    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, x, group=group)
+
+
+def _scatter(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, parts, group=group)
+
+
+def collectives(case: Case) -> dict[str, Step]:
+    """Name -> the collective alone, of every way that stock torch offers, on the memory that the pair uses."""
+    group, parts = case.group, case.product
+    own = parts[: case.shape.rows // case.owner.world_size]
+    match case.shape.operator:
+        case "gemm_all_to_all":
+            return {"NCCL": lambda i: dist.all_to_all_single(case.received, parts, group=group)}
+        case "gemm_reduce_scatter":
+            return {"NCCL": lambda i: _scatter(own, case.received, group)}
+        case "all_gather_gemm":
+            return {"NCCL": lambda i: _gather(case.gathered, case.sets[i % _SETS][0], group)}
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    process_group = group or dist.group.WORLD
+    assert process_group is not None
+    name = process_group.group_name
+    case.product = symmetric_memory.empty(tuple(parts.shape), dtype=parts.dtype, device=parts.device)
+    symmetric_memory.rendezvous(case.product, name)
+    case.product.zero_()
+    ways: dict[str, Step] = {
+        "NCCL": lambda i: dist.all_reduce(case.product, group=group),
+        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(case.product, "sum", name),
+    }
+    if parts.nbytes <= 1 << 24:
+        ways["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(case.product, "sum", name)
+    return ways
+
+
+def pairs(case: Case) -> dict[str, Step]:
+    """Name -> product and collective."""
+
+    def pair(collective: Step) -> Step:
+        if case.shape.operator == "all_gather_gemm":
+            return lambda i: (collective(i), case.multiply(i))
+        if case.shape.operator == "gemm_reduce_scatter":
+            return lambda i: (torch.mm(case.sets[i % _SETS][0], case.sets[i % _SETS][1].T, out=case.received), collective(i))
+        return lambda i: (case.multiply(i), collective(i))
+
+    ways = {f"cuBLAS + {name}": pair(collective) for name, collective in collectives(case).items()}
+    return ways | _async_tensor_parallel(case)
+
+
+def _async_tensor_parallel(case: Case) -> dict[str, Step]:
+    """torch's own overlap of the product with copies, where it has one."""
+    process_group = case.group or dist.group.WORLD
+    assert process_group is not None
+    name, sets = process_group.group_name, case.sets
+    if case.shape.operator == "gemm_reduce_scatter":
+        scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        ways: dict[str, Step] = {
+            "torch async-TP (cuBLAS + copies)": lambda i: scatter(sets[i % _SETS][0], sets[i % _SETS][1].T, "sum", 0, name)
+        }
+    elif case.shape.operator == "all_gather_gemm":
+        gather = torch.ops.symm_mem.fused_all_gather_matmul
+        ways = {
+            "torch async-TP (copies + cuBLAS)": lambda i: gather(
+                sets[i % _SETS][0], [sets[i % _SETS][1].T], 0, name, return_A=False
+            )
+        }
+    else:
+        return {}
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    symmetric_memory.enable_symm_mem_for_group(name)
+    return ways
+
+
+def _product_alone(case: Case, config: ProductConfig) -> Step:
+    """The same kernel in a group of one: no puts and no waits, all of the compute."""
+    from interlace.comm.group import solo_group
+    from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
+    from interlace.ops.gemm_reduce_scatter.launch import prepare
+    from interlace.products.operands import Operands
+
+    solo = solo_group(case.owner.device)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(GemmReduceScatterConfig)}
+    same = GemmReduceScatterConfig(**{**fields, "stagger": 0})
+
+    def call(i: int) -> None:
+        x, w = case.sets[i % _SETS]
+        x = case.gathered if case.shape.operator == "all_gather_gemm" else x
+        operands = Operands(x, w, None, None, None, x.dtype).for_kernel()
+        prepare(solo, operands, [x.shape[0]], case.product, same)()
+
+    return call
+
+
+def _timed(case: Case, step: Step, samples: int = 15) -> Timing:
+    """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is gone."""
+    timing = measure(step, period=_SETS, samples=samples, group=case.group)
+    case.owner.release()
+    return timing
+
+
+def bench(shape: Shape, config: ProductConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Check, then time one shape in every way. Collective; the same result on every rank.
+
+    Raises:
+        InterlaceError: the fused result is wrong; nothing is timed then.
+    """
+    case = Case(shape, group)
+    chosen = config or case.choice.config
+    error = check(case, chosen)
+    times = {"fused": _timed(case, lambda i: case.call(i, "fused", chosen))}
+    for name, step in pairs(case).items():
+        times[name] = _timed(case, step)
+    for name, step in collectives(case).items():
+        times[f"{name} alone"] = _timed(case, step)
+    times["cuBLAS alone"] = _timed(case, case.multiply)
+    times["our product alone"] = _timed(case, _product_alone(case, chosen))
+    case.owner.synchronize()
+    ranks, itemsize = case.owner.world_size, shape.dtype.itemsize
+    cost = _COSTS[shape.operator](
+        rows=shape.rows, columns=shape.columns, inner=shape.inner, itemsize=itemsize, world_size=ranks
+    )  # fmt: skip
+    memory_bytes = cost.memory_bytes + cost.receive_bytes
+    return {
+        "operator": shape.operator,
+        "shape": str(shape),
+        "rows": shape.rows,
+        "columns": shape.columns,
+        "inner": shape.inner,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "world_size": ranks,
+        "config": str(chosen),
+        "auto": case.choice.impl,
+        "relative_error": error,
+        "floor_us": round(H200_NODE.floor_ns(memory_bytes, cost.link_bytes, cost.flops) / 1e3, 2),
+        "flops": cost.flops,
+        "memory_bytes": memory_bytes,
+        "link_bytes": cost.link_bytes,
+        "times": {name: dataclasses.asdict(timing) for name, timing in times.items()},
+    }
+
+
+# The tuner
+
+
+def candidates(shape: Shape, start: ProductConfig, world_size: int, processors: int) -> list[ProductConfig]:
+    """Configurations worth measuring: ways to spread tiles over time and ranks, and to share what the L2 holds."""
+    own = ceil_div(shape.rows, world_size)
+    found: list[ProductConfig] = []
+    if own < start.block_m or start.block_m < 128:
+        tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (128, 128, 64, 8, 4), (64, 64, 128, 4, 4), (16, 128, 128, 4, 4)]
+        for (m, n, k, warps, stages), stagger in itertools.product(tiles, (0, 50)):
+            if m <= 2 * own:
+                found.append(dataclasses.replace(
+                    start, block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages, stagger=stagger,
+                ))  # fmt: skip
+        return found
+    count = own // start.block_m * ceil_div(shape.columns, start.block_n) * world_size
+    whole = [each for each in range(processors - 8, processors) if count % each == 0]  # every program as many tiles
+    if shape.operator == "all_gather_gemm":
+        for group_m, pushers in itertools.product((4, 8, 16), (16, 32, 48)):
+            found.append(dataclasses.replace(start, group_m=group_m, push_programs=pushers))
+        return found
+    for group_m, interleave, stagger in itertools.product((4, 8), (8, 32), (0, 50, 100)):
+        found.append(dataclasses.replace(start, group_m=group_m, interleave=interleave, stagger=stagger))
+    for programs, stagger in itertools.product(whole, (0, 50)):
+        found.append(dataclasses.replace(start, max_programs=programs, stagger=stagger))
+    return found
+
+
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
+    """Median times of the candidates that run and are right, fastest first. Collective."""
+    case = Case(shape, group)
+    processors = torch.cuda.get_device_properties(case.owner.device).multi_processor_count
+    found = []
+    for config in candidates(shape, case.choice.config, case.owner.world_size, processors):
+        works = torch.ones((), device=case.owner.device)
+        try:
+            case.call(0, "fused", config)
+        except Exception as error:  # the compiler's errors have no common base: too much shared memory, say
+            works.zero_()
+            print(f"{shape.operator} {shape}, {config}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+        dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
+        if not works.item():
+            continue
+        try:
+            check(case, config)
+        except InterlaceError as error:
+            print(error, flush=True)
+            continue
+        found.append((_timed(case, lambda i, config=config: case.call(i, "fused", config), samples=7).median_us, str(config)))
+    return sorted(found)
+
+
+__all__ = ["OPERATORS", "Case", "Shape", "bench", "candidates", "check", "tolerance", "tune"]

@@ -190,6 +190,8 @@ def pairs(case: Case) -> dict[str, Step]:
 
 def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     """torch's own overlap of the product with copies, where it has one."""
+    from torch.distributed import _symmetric_memory as symmetric_memory  # defines the operators, too
+
     process_group = case.group or dist.group.WORLD
     assert process_group is not None
     name, sets = process_group.group_name, case.sets
@@ -207,8 +209,6 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
         }
     else:
         return {}
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     symmetric_memory.enable_symm_mem_for_group(name)
     return ways
 

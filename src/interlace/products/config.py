@@ -34,7 +34,7 @@ class ProductConfig:
     num_stages: int = 3
     max_programs: int = 0
     group_m: int = 8
-    interleave: int = 32
+    interleave: int = 8
     stagger: int = 100
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ _HEADER = tl.constexpr(record.HEADER)
 _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
 _ROWS = tl.constexpr(record.ROWS)
 _ROUTE = tl.constexpr(record.ROUTE)
+_PART_STAGES = tl.constexpr(3)  # parts in flight
 
 
 @triton.jit
@@ -25,8 +26,8 @@ def send_and_sum(
 
     Program p takes tiles p, p + programs, ... of every rank's rows. A *round* is one of these tiles for each peer, and this rank's
     own tile of the round before; programs begin a round with different ranks, so that own tiles, which send nothing, are spread.
-    A tile's copy runs while the next one is computed; then it is complete and its owner is told. The sum is float32: the own
-    part first, then the peers' in rank order.
+    Tiles' copies run while the next ones are computed; in the next round they are complete and their owners are told, all at
+    once. The sum is float32: the own part first, then the peers' in rank order.
 
     A wait is for peers' programs of the same index, in the same round, after this program's own signals of that round: a grid
     finishes even if its programs run one after another.
@@ -53,13 +54,12 @@ def send_and_sum(
     slot_stride = most_rows.to(tl.int64) * row_stride
     parts = il.pointer(slot_address + half * half_bytes, OUT)
     arrived_all = 1
-    told_dest = -1
-    told_tile = 0
+    untold = -1  # the tile, the same for every peer, that was sent in an earlier step and not announced yet
     for step in tl.range(0, rounds * WORLD_SIZE + 1):
         turn = tl.where(step < rounds * WORLD_SIZE, (step + program // INTERLEAVE) % WORLD_SIZE, WORLD_SIZE - 1)
         dest = (me + 1 + turn) % WORLD_SIZE
-        lag = (dest == me).to(tl.int32)
-        tile = (step // WORLD_SIZE - lag) * programs + program
+        this_round = step // WORLD_SIZE * programs + program
+        tile = tl.where(dest == me, this_round - programs, this_round)
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
@@ -71,11 +71,11 @@ def send_and_sum(
             )  # fmt: skip
             if x_scale is not None:
                 total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
-            if told_dest >= 0:
+            if (untold >= 0) & (untold < this_round):
                 if TILES:
                     il.complete_tiles()
-                il.signal(flags + me * per_source + told_tile, stamp, told_dest, group)
-            told_dest = -1
+                il.signal(flags + me * per_source + untold + tl.zeros_like(peers), stamp, peers, group, others)
+                untold = -1
             if dest != me:
                 if TILES:
                     corner = [dest, half, me, row, column]
@@ -84,23 +84,22 @@ def send_and_sum(
                     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
                     target = parts + me * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
                     il.put(target, total.to(OUT), dest, group, (m < rows)[:, None] & (n < N)[None, :])
-                told_dest = dest
-                told_tile = tile
+                untold = this_round
             else:
                 if WORLD_SIZE > 1:
                     arrived = il.wait(flags + peers * per_source + tile, stamp, peers, tile, group, others).to(tl.int32)
                     arrived_all = arrived_all * arrived
                     if TILES:
                         il.fence_tiles()
-                    for source in tl.range(0, WORLD_SIZE, num_stages=1):
-                        if source != me:
-                            if TILES:  # the addresses of a tile do not fit in registers beside it
-                                part = tl.reshape(slots.load([me, half, source, row, column]), [BLOCK_M, BLOCK_N])
-                            else:
-                                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                                here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
-                                part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
-                            total += part.to(tl.float32)
+                    for each in tl.range(0, WORLD_SIZE - 1, num_stages=_PART_STAGES):
+                        source = tl.where(me <= each, each + 1, each)
+                        if TILES:  # the addresses of a tile do not fit in registers beside it
+                            part = tl.reshape(slots.load([me, half, source, row, column]), [BLOCK_M, BLOCK_N])
+                        else:
+                            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                            here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
+                            part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
+                        total += part.to(tl.float32)
                     total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
                 if bias is not None:
                     total = add_bias(total, bias, column, N)
@@ -120,8 +119,8 @@ def send_and_sum(
                         il.put(output + first.to(tl.int64) * row_stride + cells, value, peer, group, inside)
                     else:
                         tl.store(il.pointer(result_address, OUT) + cells, value, mask=inside)
-    if told_dest >= 0:
+    if untold >= 0:
         if TILES:
             il.complete_tiles()
-        il.signal(flags + me * per_source + told_tile, stamp, told_dest, group)
+        il.signal(flags + me * per_source + untold + tl.zeros_like(peers), stamp, peers, group, others)
     return arrived_all

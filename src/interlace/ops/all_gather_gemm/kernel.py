@@ -22,12 +22,12 @@ _TURN = tl.constexpr(32)  # tickets between two looks at whether there are any l
 def _push(
     x, x_scale, gathered, gathered_address, buffers, buffer_bytes, scale_offset, flags, counters, stamp, group, first, rows, K, x_stride,
     x_scale_stride, K_padded, PUSHERS,
-    WORLD_SIZE: tl.constexpr, MEMBERS: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, GATHER: tl.constexpr, MEMBERS: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Put this rank's rows in every rank's gathered x, block of rows by block, and tell when a block is complete.
+    """Put this rank's rows in every peer's gathered x, block of rows by block, and tell when a block is complete.
 
-    ``MEMBERS`` programs share in a block.
+    ``MEMBERS`` programs share in a block. With ``GATHER`` this rank's own gathered x gets them too.
     """
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
@@ -47,7 +47,7 @@ def _push(
                 value = x.load([row, piece * BLOCK_K])
             else:
                 value = tl.load(x + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
-            for step in tl.static_range(WORLD_SIZE):
+            for step in tl.static_range(1, WORLD_SIZE + GATHER):
                 peer = (me + step) % WORLD_SIZE
                 buffer = tl.sum(tl.where(peers == peer, buffers, 0))
                 if TILES:
@@ -59,7 +59,7 @@ def _push(
         if x_scale is not None:
             if member == 0:
                 scale = tl.load(x_scale + m * x_scale_stride, mask=m < rows, other=0.0)
-                for step in tl.static_range(WORLD_SIZE):
+                for step in tl.static_range(1, WORLD_SIZE):
                     peer = (me + step) % WORLD_SIZE
                     buffer = tl.sum(tl.where(peers == peer, buffers, 0))
                     scales = il.pointer(gathered_address + buffer.to(tl.int64) * buffer_bytes + scale_offset, tl.float32)
@@ -67,35 +67,99 @@ def _push(
         if TILES:
             il.complete_tiles()
         if il.arrive_last(il.peer_pointer(counters + block, me, group), member, MEMBERS):
-            il.signal(flags + block + tl.zeros_like(peers), stamp, peers, group, peers < WORLD_SIZE)
+            il.signal(flags + block + tl.zeros_like(peers), stamp, peers, group, others)
+
+
+@triton.jit
+def _multiply(
+    ticket, end, tickets, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, per_source, stamp, group, most_rows,
+    N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
+    OWN: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
+    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Tiles from ``ticket`` to ``end``: of this rank's own x (``OWN``), or of the gathered one, each after its block has come.
+
+    Returns:
+        This program's next ticket, ``end`` or later.
+    """
+    me = il.rank(group)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
+    known_source = -1
+    known_blocks = 0
+    arrived = 1
+    while ticket < end:
+        for _ in tl.range(0, _TURN):
+            source = (me + ticket // each) % WORLD_SIZE
+            tile_m, tile_n = tile_place(ticket % each, tiles_m, tiles_n, GROUP_M)
+            row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+            first = tl.load(routes + source * _ROUTE + _FIRST_ROW).to(tl.int32)
+            rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
+            mine = (ticket < end) & (row < rows)
+            if ticket < end:
+                ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+            if mine:
+                if not OWN:
+                    if source != known_source:
+                        known_source = source
+                        known_blocks = 0
+                    if tile_m >= known_blocks:
+                        lanes = tl.arange(0, _LOOK)
+                        for start in range(known_blocks, tile_m + 1, _LOOK):
+                            block = start + lanes
+                            here = flags + _HEADER + source * per_source + block
+                            complete = il.wait(here, stamp, source + lanes * 0, start, group, block <= tile_m)
+                            arrived = arrived * complete.to(tl.int32)
+                        known_blocks = tile_m + 1
+                        if DESCRIPTORS:
+                            il.fence_tiles()
+                x_row = row if OWN else first + row
+                total = multiply_tile(
+                    x, w, x_row, column, rows if OWN else first + rows, N, K, x_stride, w_stride,
+                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                if x_scale is not None:
+                    total = scale_tile(
+                        total, x_scale, w_scale, x_row, column, rows if OWN else first + rows, N, x_scale_stride, w_scale_stride
+                    )  # fmt: skip
+                if bias is not None:
+                    total = add_bias(total, bias, column, N)
+                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                value = tl.where((arrived + m * 0 > 0)[:, None], total, float("nan")).to(OUT)
+                if TILES:
+                    result.store([first + row, column], value)
+                else:
+                    cells = (first + m).to(tl.int64)[:, None] * row_stride + n[None, :]
+                    tl.store(il.pointer(y_address, OUT) + cells, value, mask=(m < rows)[:, None] & (n < N)[None, :])
+    return ticket
 
 
 @triton.jit(
     do_not_specialize=[
         "gathered_address", "y_address", "buffer_bytes", "scale_offset", "taken", "signals", "call", "per_source", "most_rows", "N", "K", "x_stride",
-        "w_stride", "x_scale_stride", "scale_stride", "w_scale_stride", "row_groups", "inner_groups",
+        "w_stride", "x_scale_stride", "w_scale_stride", "row_groups", "inner_groups",
     ]
 )
 def all_gather_gemm(
     x, w, bias, x_scale, w_scale, scales, gathered, whole, result, gathered_address, y_address, signals, epochs, ctx, routes, call,
-    buffer_bytes, scale_offset, taken, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, scale_stride,
-    row_groups, inner_groups,
-    PUSHERS: tl.constexpr, MEMBERS: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    buffer_bytes, scale_offset, taken, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
+    inner_groups,
+    PUSHERS: tl.constexpr, GATHER: tl.constexpr, MEMBERS: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
     DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     INNER_ALIGN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's rows of x to every rank, and multiply all ranks' rows, this rank's own first.
+    """Send this rank's rows of x to every peer, and multiply all ranks' rows, this rank's own first.
 
     Protocol: program 0 grants this rank's buffer for the gathered x to every source, with a signal. The first ``PUSHERS`` programs
-    wait for all grants and put this rank's rows in every rank's buffer, its own included, a block of ``BLOCK_M`` rows after the
-    other; the last of the programs that share a block sets its signal ``[me][block]`` everywhere. Then they end, and give
-    their processors to further programs. The others take tiles by tickets, this rank's own rows first, then the neighbour's and
-    so on, and wait for a tile's block. The last one to find no ticket sets the tickets back. (Own rows straight from x would
-    need a second main loop, and the shared memory of two.)
+    wait for all grants and put this rank's rows in every peer's buffer, a block of ``BLOCK_M`` rows after the other; the last
+    of the programs that share a block sets its signal ``[me][block]`` there. Then they end, and give their processors to
+    further programs. The others take tiles by tickets: this rank's own rows, straight from x; then the neighbour's and so on,
+    each after its block has come. The last one to find no ticket sets the tickets back.
 
     No program waits for one of a higher index: pushers for program 0's grants, the others for pushers.
 
-    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 puts a in row 0 of both ranks' gathered x, computes
+    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 puts a in row 0 of rank 1's gathered x, computes
     a @ w0.T, and, once b is in row 1 of its gathered x, b @ w0.T.
     """
     program = tl.program_id(0)
@@ -118,57 +182,25 @@ def all_gather_gemm(
             _push(
                 x, x_scale, gathered, gathered_address, buffers, buffer_bytes, scale_offset, flags + _HEADER + me * per_source,
                 flags + _HEADER + WORLD_SIZE * per_source, stamp, group, first, rows, K, x_stride, x_scale_stride, K_padded, PUSHERS,
-                WORLD_SIZE, MEMBERS, DESCRIPTORS, TILES, BLOCK_M, BLOCK_K,
+                WORLD_SIZE, GATHER, MEMBERS, DESCRIPTORS, TILES, BLOCK_M, BLOCK_K,
             )  # fmt: skip
     else:
         tickets = il.peer_pointer(flags + _TICKETS, me, group)
-        tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-        tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
-        each = tiles_m * tiles_n
-        known_source = -1
-        known_blocks = 0
-        arrived = 1
+        each = ((most_rows + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-        while ticket < each * WORLD_SIZE:
-            for _ in tl.range(0, _TURN):
-                source = (me + ticket // each) % WORLD_SIZE
-                tile_m, tile_n = tile_place(ticket % each, tiles_m, tiles_n, GROUP_M)
-                row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-                first = tl.load(routes + source * _ROUTE + _FIRST_ROW).to(tl.int32)
-                rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
-                mine = (ticket < each * WORLD_SIZE) & (row < rows)
-                if ticket < each * WORLD_SIZE:  # the next one, while this tile is computed
-                    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
-                if mine:
-                    if source != known_source:
-                        known_source = source
-                        known_blocks = 0
-                    if (tile_m >= known_blocks) & (WORLD_SIZE > 1):
-                        lanes = tl.arange(0, _LOOK)
-                        for start in range(known_blocks, tile_m + 1, _LOOK):
-                            block = start + lanes
-                            here = flags + _HEADER + source * per_source + block
-                            complete = il.wait(here, stamp, source + lanes * 0, start, group, block <= tile_m)
-                            arrived = arrived * complete.to(tl.int32)
-                        known_blocks = tile_m + 1
-                        if DESCRIPTORS:
-                            il.fence_tiles()
-                    total = multiply_tile(
-                        whole, w, first + row, column, first + rows, N, K, K_padded, w_stride,
-                        DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                    )  # fmt: skip
-                    if x_scale is not None:
-                        total = scale_tile(total, scales, w_scale, first + row, column, first + rows, N, scale_stride, w_scale_stride)
-                    if bias is not None:
-                        total = add_bias(total, bias, column, N)
-                    value = total.to(OUT)
-                    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                    value = tl.where((arrived + m * 0 > 0)[:, None], value, float("nan"))
-                    if TILES:
-                        result.store([first + row, column], value)
-                    else:
-                        cells = (first + m).to(tl.int64)[:, None] * row_stride + n[None, :]
-                        tl.store(il.pointer(y_address, OUT) + cells, value, mask=(m < rows)[:, None] & (n < N)[None, :])
+        # This rank's own rows are read where they are, and the others' where they arrive: two loops, one after the other, since two
+        # in the branches of one would need the shared memory of both.
+        ticket = _multiply(
+            ticket, each, tickets, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, per_source, stamp, group, most_rows,
+            N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
+            True, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if WORLD_SIZE > 1:
+            ticket = _multiply(
+                ticket, each * WORLD_SIZE, tickets, whole, w, bias, scales, w_scale, result, y_address, routes, flags, per_source, stamp,
+                group, most_rows, N, K, K_padded, w_stride, 1, w_scale_stride, row_stride, each,
+                False, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         members = tl.num_programs(0) - PUSHERS
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program - PUSHERS, members):
             tl.store(tickets, 0)

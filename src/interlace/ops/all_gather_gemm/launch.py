@@ -32,7 +32,7 @@ from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import check_sum
 from interlace.units import ceil_div, round_up
 
-_MEMBERS = 4  # programs that share in sending a block of rows
+_MEMBERS = 8  # programs that share in sending a block of rows
 
 
 def choose(**call: Any) -> Choice[AllGatherGemmConfig]:
@@ -86,7 +86,7 @@ def _fused(
     shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
     space = group.outputs.take(_scale_offset(shape, x.dtype) + 4 * shape[0])
     whole = space.tensor(shape, x.dtype, group.device)
-    launch = prepare(group, operands, splits, y, whole, space, config, mark)
+    launch = prepare(group, operands, splits, gather, y, whole, space, config, mark)
     with group.running():
         launch()
     y = y[:, : operands.columns].contiguous()
@@ -107,6 +107,7 @@ def prepare(
     group: Group,
     operands: Operands,
     splits: Sequence[int],
+    gather: bool,
     y: torch.Tensor,
     whole: torch.Tensor,
     space: Output,
@@ -128,30 +129,27 @@ def prepare(
     # A whole tile at the end of one rank's rows would cover the next one's; beyond the last rank's there is nothing.
     tiles = descriptors and all(count % config.block_m == 0 for count in splits[:-1])
     gathered = result = None
-    source = operands.x if ranks == 1 else whole[:, : max(operands.inner, 1)]
+    gathered_here: Any = whole[:, : max(operands.inner, 1)]
     if descriptors:
-        source = describe_matrix(source, source.stride(0), [config.block_m, config.block_k])
+        gathered_here = describe_matrix(gathered_here, whole.shape[1], [config.block_m, config.block_k])
     if tiles:
         sizes = [(BUFFERS + 1, space.buffer_bytes // dtype.itemsize), (whole.shape[0], whole.shape[1]), (max(operands.inner, 1), 1)]
         gathered = describe_ranks(group, space.address, dtype, sizes, [config.block_m, config.block_k])
         result = describe_matrix(y[:, : operands.columns], y.shape[1], [config.block_m, config.block_n])
     align, inner_align = ALIGNMENT_BYTES // operands.out_dtype.itemsize, ALIGNMENT_BYTES // dtype.itemsize
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
-    scales, scale_stride, inner_stride = x_scale, strides[2], strides[0]
-    if ranks > 1:
-        inner_stride = whole.shape[1]
-        if x_scale is not None:
-            rows = whole.shape[0]
-            place = whole.data_ptr() + _scale_offset(whole.shape, dtype)
-            scales, scale_stride = view_as(bytes_at(place, (4 * rows,), (1,), group.device, whole), (rows,), torch.float32), 1
+    scales = None
+    if x_scale is not None:
+        place = whole.data_ptr() + _scale_offset(whole.shape, dtype)
+        scales = view_as(bytes_at(place, (4 * len(whole),), (1,), group.device, whole), (len(whole),), torch.float32)
     arguments = (
-        x, w, bias, x_scale, w_scale, scales, gathered, source, result, space.address, y.data_ptr(),
+        x, w, bias, x_scale, w_scale, scales, gathered, gathered_here, result, space.address, y.data_ptr(),
         workspace.signals.address, workspace.epochs, group.context(OPERATOR), routes, mark, space.buffer_bytes,
         _scale_offset(whole.shape, dtype), space.index, (workspace.signal_count - record.HEADER) // (ranks + 1), max(splits),
-        operands.columns, operands.inner, *strides, scale_stride, y.shape[1] // align, inner_stride // inner_align,
+        operands.columns, operands.inner, *strides, y.shape[1] // align, whole.shape[1] // inner_align,
     )  # fmt: skip
     pushers = 0 if ranks == 1 else min(config.push_programs, 2) if group.backend == "cpu" else config.push_programs
     constants = options(operands, config, group, descriptors)
-    constants |= {"PUSHERS": pushers, "MEMBERS": _MEMBERS, "TILES": tiles}
+    constants |= {"PUSHERS": pushers, "GATHER": int(gather), "MEMBERS": _MEMBERS, "TILES": tiles}
     constants |= {"ALIGN": align, "INNER_ALIGN": inner_align}
     return Launch(kernel.all_gather_gemm, (pushers + programs(group, config),), arguments, constants, (operands, y, whole))

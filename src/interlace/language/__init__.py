@@ -22,9 +22,10 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
-from interlace.language.tiles import complete_tiles, put_tile
+from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
+    "accept_tiles",
     "advance_epoch",
     "arrive_last",
     "barrier",

@@ -39,3 +39,17 @@ def complete_tiles():
     """Wait until this program's tiles have arrived: a later :func:`signal` covers them like other puts."""
     if is_cuda():
         _complete()
+
+
+@core.extern
+def _accept(_semantic=None):
+    core.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def accept_tiles():
+    """After a :func:`wait`: what peers have stored may be loaded through a tensor descriptor, too, from here on."""
+    if is_cuda():
+        _accept()

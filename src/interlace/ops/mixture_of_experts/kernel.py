@@ -487,7 +487,7 @@ def swiglu_backward(
         first = _pick(begin, lanes, expert)
         end = first + _pick(rows, lanes, expert)
         row = first + (item - _pick(ends, lanes, expert) + _pick(blocks, lanes, expert)) * ROWS + tl.arange(0, ROWS)
-        scale = il.get(scales + row, me, group, row < end, 0.0)
+        scale = tl.load(scales + row, mask=row < end, other=0.0)
         number = tl.zeros([ROWS], tl.float32)
         for start in range(0, width, COLS):
             column = start + tl.arange(0, COLS)[None, :]

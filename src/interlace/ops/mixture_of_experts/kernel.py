@@ -253,7 +253,7 @@ def _push(
             il.signal(flags + _HEADER + local * _MAX_RANKS + me, stamp, owner, group)
 
 
-@triton.jit(do_not_specialize=["call", "taken", "E", "L"])
+@triton.jit(do_not_specialize=["call", "taken", "E", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
     x, slot_at, scales, plan, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, buffers, signals, epochs, ctx,
     call, buffer_bytes, scale_bytes, taken, most, E, L, columns, hidden_groups,
@@ -419,7 +419,7 @@ def grouped_gemm_combine(
             il.signal(il.pointer(signals, tl.int32) + _DONE + me + peers * 0, stamp, peers, group, others)
 
 
-@triton.jit(do_not_specialize=["call", "tokens", "E"])
+@triton.jit(do_not_specialize=["call", "tokens", "E", "hidden_groups"])
 def sum_results(
     slot_rows, weights, plan, y, gradient, results, gradients, signals, epochs, ctx, call, tokens, E, hidden_groups,
     WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, DTYPE: tl.constexpr, R_LANES: tl.constexpr, K_LANES: tl.constexpr,
@@ -463,7 +463,7 @@ def sum_results(
 # Backward
 
 
-@triton.jit(do_not_specialize=["taken", "E", "L"])
+@triton.jit(do_not_specialize=["E", "L"])
 def swiglu_backward(
     plan, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx, scale_bytes, most, E, L, width,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

@@ -304,7 +304,6 @@ class _Tools:
         cuda = group.backend == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
         self.programs = min(self.config.programs or processors, MAX_PROGRAMS // 2)
-        self.columns = min(next_power_of_2(max(sizes.hidden, 16)), 2048)
         blocks = [sizes.hidden, sizes.ffn]
         self.tiles = (
             self.config.tiles
@@ -357,7 +356,7 @@ class _Tools:
         )
         keeps = kept is not None and kept.numel() > 0
         push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
-        rows = max(1, min(push_rows, 4096 * config.num_warps // (self.columns * self.dtype.itemsize)))
+        rows, across = layout.push_tile(sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows)
         x, weight = x.contiguous(), weight.contiguous()
         arguments = (
             x, saved.slot_at, scales, saved.plan, self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
@@ -380,7 +379,7 @@ class _Tools:
             "E_LANES": self.lanes["E_LANES"],
             "ALIGN": self.align,
             "ROWS": rows,
-            "COLS": self.columns,
+            "COLS": across,
         }
         grid = (config.push_programs + self.programs,)
         return Launch(kernel.dispatch_grouped_gemm, grid, arguments, options, (weight, out, kept))
@@ -429,7 +428,7 @@ class _Tools:
             "R_LANES": self.lanes["R_LANES"],
             "K_LANES": next_power_of_2(sizes.top_k),
             "ALIGN": self.align,
-            "COLS": self.columns,
+            "COLS": min(next_power_of_2(max(sizes.hidden, 16)), 2048),
             "num_warps": 4,
         }
         return Launch(kernel.sum_results, (min(sizes.tokens, self.config.sum_programs),), arguments, options)
@@ -441,8 +440,7 @@ class _Tools:
         from interlace.ops.mixture_of_experts import kernel
 
         sizes = self.sizes
-        columns = min(next_power_of_2(max(sizes.ffn, 16)), 1024)
-        rows = max(1, 4096 // columns) if self.group.backend == "cuda" else 64
+        rows, columns = layout.activation_tile(sizes.ffn)
         arguments = (
             saved.plan, saved.kept.data_ptr(), product_gradient.data_ptr(), inner.data_ptr(), scaled.data_ptr(),
             arrived.data_ptr(), self.gradients, self.context, self.scale_bytes, sizes.arrivals, sizes.experts, sizes.local,

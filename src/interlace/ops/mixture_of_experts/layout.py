@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from interlace.units import ceil_div, round_up
+from interlace.units import ceil_div, next_power_of_2, round_up
 
 ROWS: Final = 128
 """Rows of the tallest tile. An expert's rows begin at a multiple of it where they arrive, so that tiles of an expert may
@@ -95,3 +95,15 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
 def blocks(slots: int, block: int) -> int:
     """Programs that number the slots."""
     return max(1, ceil_div(slots, block))
+
+
+def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:
+    """Rows and columns that a program sends at a time: 128 bytes a thread."""
+    columns = min(next_power_of_2(max(hidden, 16)), 2048)
+    return max(1, min(push_rows, 4096 * num_warps // (columns * itemsize))), columns
+
+
+def activation_tile(ffn: int) -> tuple[int, int]:
+    """Rows and columns of which a program of four warps computes gradients at a time: 16 numbers a thread."""
+    columns = min(next_power_of_2(max(ffn, 16)), 1024)
+    return 2048 // columns, columns

@@ -109,7 +109,7 @@ def _gemv_all_reduce_two_phase():
 
 
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "ticket"), "*i32"), **dict.fromkeys(("scales", "weights"), "*fp32"),
+    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"), **dict.fromkeys(("scales", "weights"), "*fp32"),
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
     **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
@@ -152,12 +152,12 @@ def _mixture_of_experts_products(kernel):
         flags = {"DTYPE": tl.bfloat16, "TILES": True, "PRECISION": "ieee", "BM": 128, "BN": 256, "BK": 64, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
         more = {} if keep else {"kept_tiles": None}
-        yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {})
+        yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {"grants": None})
     none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
     for transposed in (True, False):
         flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
-        yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {})
+        yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {"grants": None})
 
 
 def _grid_kernels():

@@ -41,7 +41,7 @@ def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["call", "half", "taken", "slots", "capacity", "E", "L"])
 def plan_call(
-    experts, histograms, slot_rows, slot_at, plan, numbers, signals, epochs, ctx, call, half, taken, slots, capacity, E, L,
+    experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call, half, taken, slots, capacity, E, L,
     WORLD_SIZE: tl.constexpr, R_LANES: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Number this rank's rows, and learn from the peers how many rows come from whom.
@@ -80,13 +80,13 @@ def plan_call(
     tl.store(slot_at + row, slot, mask=kept)
     if program == 0:
         _exchange(
-            mine, plan, numbers, signals, epochs, ctx, call, half, taken, E, L, WORLD_SIZE, R_LANES, L_LANES, E_LANES,
+            mine, plan, grants, numbers, signals, epochs, ctx, call, half, taken, E, L, WORLD_SIZE, R_LANES, L_LANES, E_LANES,
         )  # fmt: skip
 
 
 @triton.jit
 def _exchange(
-    mine, plan, numbers, signals, epochs, ctx, call, half, taken, E, L,
+    mine, plan, grants, numbers, signals, epochs, ctx, call, half, taken, E, L,
     WORLD_SIZE: tl.constexpr, R_LANES: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr,
 ):  # fmt: skip
     epoch = il.next_epoch(epochs)
@@ -123,15 +123,14 @@ def _exchange(
         tl.store(plan + (_ARRIVALS * WORLD_SIZE + source) * E + expert, arrival, mask=here)
         tl.store(plan + (_RETURNS * WORLD_SIZE + source) * E + expert, back, mask=here)
         arrival += count
-    rest = plan + (_TABLES * WORLD_SIZE + 1) * E
-    tl.store(rest + peers, il.get(granted + peers, me, group, peers < WORLD_SIZE, 0), mask=peers < WORLD_SIZE)
-    tl.store(rest + WORLD_SIZE, complete)
+    tl.store(grants + peers, il.get(granted + peers, me, group, peers < WORLD_SIZE, 0), mask=peers < WORLD_SIZE)
+    tl.store(plan + (_TABLES * WORLD_SIZE + 1) * E, complete)
 
 
 @triton.jit
 def _complete(plan, E, WORLD_SIZE: tl.constexpr):
     """1 if every rank is in this call, else 0; then all counts are 0."""
-    return tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E + WORLD_SIZE)
+    return tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E)
 
 
 # Tiles of the products
@@ -214,7 +213,7 @@ def _store_rows(tiles, target, row, end, column, columns, value, BM: tl.constexp
 
 @triton.jit
 def _push(
-    x, slot_at, scales, plan, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
+    x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
     WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr, PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr,
     MEET: tl.constexpr, SCALED: tl.constexpr, E_LANES: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +232,7 @@ def _push(
         piece = task - _pick(ends, lanes, i) + members
         arrival = tl.load(plan + (_ARRIVALS * WORLD_SIZE + me) * E + expert_here)
         back = tl.load(plan + (_RETURNS * WORLD_SIZE + me) * E + expert_here)
-        granted = taken if MEET else tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E + owner)
+        granted = taken if MEET else tl.load(grants + owner)
         buffer = buffers + granted.to(tl.int64) * buffer_bytes
         target = il.pointer(buffer, DTYPE)
         for first in range(piece * PUSH_ROWS, tl.minimum(count, (piece + 1) * PUSH_ROWS), ROWS):
@@ -255,7 +254,7 @@ def _push(
 
 @triton.jit(do_not_specialize=["call", "taken", "E", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, scales, plan, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, buffers, signals, epochs, ctx,
+    x, slot_at, scales, plan, grants, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, buffers, signals, epochs, ctx,
     call, buffer_bytes, scale_bytes, taken, most, E, L, columns, hidden_groups,
     WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr, PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr,
     MEET: tl.constexpr, SCALED: tl.constexpr, ACTIVATE: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -296,7 +295,7 @@ def dispatch_grouped_gemm(
             granted = granted & met
         if granted:
             _push(
-                x, slot_at, scales, plan, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
+                x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
                 WORLD_SIZE, TOP_K, PUSHERS, PUSH_ROWS, DTYPE, MEET, SCALED, E_LANES, ALIGN, ROWS, COLS,
             )  # fmt: skip
     else:

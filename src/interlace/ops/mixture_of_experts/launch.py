@@ -213,6 +213,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     slot_rows = new((sizes.tokens, sizes.top_k), dtype=torch.int32)
     active = new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype)
     kept = new((2, sizes.arrivals, sizes.ffn) if call.keeps else 0, dtype=call.x.dtype)
+    grants = new(sizes.world_size, dtype=torch.int32)
     saved = Saved(plan, slot_rows, slot_at, received, kept)
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     blocks = layout.blocks(sizes.slots, _BLOCK_SLOTS)
@@ -226,11 +227,11 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     numbers = tools.workspace
     agree = Launch(
         kernel.plan_call, (blocks,),
-        (experts, histograms, slot_rows, slot_at, plan, numbers.data.address, numbers.signals.address, numbers.epochs, tools.context,
+        (experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address, numbers.signals.address, numbers.epochs, tools.context,
          mark, numbers.half_bytes, space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local), lanes,
     )  # fmt: skip
     first = tools.dispatch(
-        call.x, saved, call.w_in, active, kept, None, space.address, space.buffer_bytes, space.index, transposed=True
+        call.x, saved, grants, call.w_in, active, kept, None, space.address, space.buffer_bytes, space.index, transposed=True
     )
     second = tools.combine(plan, active, call.w_out, transposed=True)
     total = tools.sum(saved, call.weights, y, None)
@@ -258,7 +259,7 @@ def prepare_backward(
     arrived = space.tensor((rows, sizes.hidden), like.dtype, like.device)
     launches = [
         tools.dispatch(
-            grad.contiguous(), saved, call.w_out, product_gradient, None, call.weights, space.address, space.buffer_bytes, LANDING,
+            grad.contiguous(), saved, None, call.w_out, product_gradient, None, call.weights, space.address, space.buffer_bytes, LANDING,
             transposed=False,
         ),
         tools.activation(saved, product_gradient, inner_gradient, scaled, arrived),
@@ -341,7 +342,7 @@ class _Tools:
         return self.describe(weight, inner, [block_n, block_k]) if transposed else self.describe(weight, columns, [block_k, block_n])
 
     def dispatch(
-        self, x: torch.Tensor, saved: Saved, weight: torch.Tensor, out: torch.Tensor, kept: torch.Tensor | None,
+        self, x: torch.Tensor, saved: Saved, grants: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, kept: torch.Tensor | None,
         scales: torch.Tensor | None, buffers: int, buffer_bytes: int, taken: int, *, transposed: bool,
     ) -> Launch:  # fmt: skip
         """Rows of ``x`` to their experts, and the product of what arrives; forward if ``transposed``."""
@@ -359,7 +360,7 @@ class _Tools:
         rows, across = layout.push_tile(sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows)
         x, weight = x.contiguous(), weight.contiguous()
         arguments = (
-            x, saved.slot_at, scales, saved.plan, self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
+            x, saved.slot_at, scales, saved.plan, grants, self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
             self.weight_tiles(weight, columns, sizes.hidden, transposed), self.describe(out, sizes.ffn, [config.block_m, width]),
             self.describe(kept, sizes.ffn, [config.block_m, width]) if kept is not None and keeps else None, weight.data_ptr(),
             out.data_ptr(), kept.data_ptr() if kept is not None and keeps else 0,
@@ -371,7 +372,7 @@ class _Tools:
             "TOP_K": sizes.top_k,
             "PUSHERS": config.push_programs,
             "PUSH_ROWS": push_rows,
-            "MEET": not transposed,
+            "MEET": grants is None,
             "SCALED": scales is not None,
             "ACTIVATE": transposed,
             "KEEP": keeps,

@@ -27,11 +27,11 @@ HEADER: Final = 4 * MAX_RANKS
 # HEADER is followed by a signal [local expert][source], then by a local counter [expert].
 SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
 
-# The plan, int32, for R ranks and E experts: three tables [R, E], then two lists [E], [R], and a flag.
+# The plan, int32, for R ranks and E experts: three tables [R, E], then a list [E] and a flag.
 COUNTS: Final = 0  # rows of expert e from source s
 ARRIVALS: Final = 1  # the row at which they begin where e lives
 RETURNS: Final = 2  # the row at which they begin where s gets its results
-TABLES: Final = 3  # then: rows of each expert; the buffer that each rank has granted; 1 if every rank has
+TABLES: Final = 3  # then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sizes:
     @property
     def plan(self) -> int:
         """Numbers in the plan."""
-        return TABLES * self.world_size * self.experts + self.experts + self.world_size + 1
+        return (TABLES * self.world_size + 1) * self.experts + 1
 
 
 def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> int:

@@ -41,7 +41,7 @@ def mixture_of_experts(
         results = results.index_copy(0, here, F.linear(F.silu(gate) * up, w_out[expert]))
     returned = _exchange(results, sent, arriving, group, ranks)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
-    return (rows.view(*experts.shape, -1).float() * weights[..., None]).sum(1).to(x.dtype)
+    return (rows.view(*experts.shape, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
 
 
 def _exchange(rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any, ranks: int) -> torch.Tensor:

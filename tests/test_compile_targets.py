@@ -109,11 +109,12 @@ def _gemv_all_reduce_two_phase():
 
 
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"), **dict.fromkeys(("scales", "weights"), "*fp32"),
+    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"),
+    **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
     **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
-    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width"), "i32"), "epochs": "*i32", "ctx": "*i64", "gradient": "*fp32",
+    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width"), "i32"), "epochs": "*i32", "ctx": "*i64",
 }  # fmt: skip
 _MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
 
@@ -130,7 +131,8 @@ def _mixture_of_experts_rows():
     blocks = {"ALIGN": 8, "ROWS": 4, "COLS": 1024, "K_LANES": 8, "TOP_K": 6}
     types = _MOE_TYPES | {"y": "*bf16"}
     yield types, {"DTYPE": tl.bfloat16, "gradient": None} | _MOE_LANES | blocks
-    yield types | {"y": "*fp32"}, {"DTYPE": tl.float32, "weights": None} | _MOE_LANES | blocks | {"ALIGN": 1, "TOP_K": 1, "K_LANES": 1}
+    small = {"DTYPE": tl.float32, "weights": None, "ALIGN": 1, "TOP_K": 1, "K_LANES": 1}
+    yield types | {"y": "*fp32"}, _MOE_LANES | blocks | small
 
 
 def _mixture_of_experts_products(kernel):

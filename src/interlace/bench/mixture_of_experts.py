@@ -112,9 +112,7 @@ class Case:
     def call(self, keeps: bool) -> launch.Call:
         name = "" if self.group is None else self.group.group_name
         most = max(1, self.shape.tokens)
-        return launch.Call(
-            self.x, self.experts, self.weights, self.w_in, self.w_out, most, name, "fused", str(self.config), keeps
-        )
+        return launch.Call(self.x, self.experts, self.weights, self.w_in, self.w_out, most, name, "fused", str(self.config), keeps)
 
     def alone(self) -> launch.Call:
         """This rank's part of the work, as if all rows were its own: nothing is sent."""
@@ -402,20 +400,20 @@ _WAYS: dict[str, Callable[[Case], Mapping[str, Step]]] = {
 def _floor(case: Case, part: str) -> tuple[int, int, int]:
     """Memory bytes, link bytes and FLOPs of the least that a part can do, on the rank that has most of each."""
     shape, counts, rank, size = case.shape, case.counts, case.rank, case.shape.dtype.itemsize
-    sizes = {"hidden": shape.hidden, "ffn": shape.ffn}
-    rows = costs.arrivals(counts, rank)
-    tiles = {"push_tile": (8, 2048), "product_tile": (case.config.block_m, case.config.block_n)}
+    where: dict[str, Any] = {"counts": counts, "rank": rank, "hidden": shape.hidden}
+    products = costs.flops(**where, ffn=shape.ffn)
+    link = costs.floor_link_bytes(**where, itemsize=size)
     if part == "combine":
-        third = costs.weight_bytes(counts=counts, rank=rank, itemsize=size, **sizes) // 3
+        third = costs.weight_bytes(**where, ffn=shape.ffn, itemsize=size) // 3
+        rows = costs.arrivals(counts, rank)
         numbers = rows * shape.ffn + shape.hidden * (2 * sum(counts[rank]) + shape.tokens)
-        mine = [third + numbers * size, costs.returning(counts, rank) * shape.hidden * size, 2 * rows * shape.hidden * shape.ffn]
+        mine = [third + numbers * size, costs.returning(counts, rank) * shape.hidden * size, products // 3]
+    elif part == "forward":
+        memory = costs.floor_memory_bytes(**where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False)
+        mine = [memory, link, products]
     else:
-        more: dict[str, Any] = {"number_rows": 8} if part == "backward" else {}
-        cost = (costs.backward if part == "backward" else costs.forward)(
-            counts=counts, rank=rank, tokens=shape.tokens, itemsize=size, **sizes, **tiles, **more
-        )
-        link = costs.floor_link_bytes(counts=counts, rank=rank, hidden=shape.hidden, itemsize=size)
-        mine = [cost.memory_bytes, link, cost.flops]
+        memory = costs.backward_memory_bytes(**where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size)
+        mine = [memory, link, 2 * products]
     most = torch.tensor(mine, dtype=torch.int64, device=case.x.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=case.group)
     memory_bytes, link_bytes, flops = most.tolist()

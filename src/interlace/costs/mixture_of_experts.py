@@ -60,6 +60,17 @@ def floor_memory_bytes(*, counts: Counts, rank: int, tokens: int, hidden: int, f
     return weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize) + numbers * itemsize
 
 
+def backward_memory_bytes(*, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int) -> int:
+    """What the forward pass moves of tokens and results, here their gradients, which are read twice; weights read, and their
+    gradients written; tokens that arrived, gate and up read again; of the inner layer, the product, the gradients of gate and up
+    (twice read) and the weighted activation.
+    """
+    rows, back = arrivals(counts, rank), sum(counts[rank])
+    weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
+    written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
+    return weights + written + itemsize * (hidden * (2 * tokens + 4 * rows + 2 * back) + ffn * rows * 12)
+
+
 def forward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, push_tile: tuple[int, int],
     product_tile: tuple[int, int], trains: bool = False,
@@ -94,23 +105,15 @@ def backward(
 ) -> Cost:  # fmt: skip
     """Cost of the fused backward kernels on ``rank``; as :func:`forward`.
 
-    Memory: what the forward pass moves of tokens and results, here their gradients; weights read, and their gradients written;
-    tokens that arrived, gate and up read again; of the inner layer, the product, the gradients of gate and up (twice read) and
-    the weighted activation.
-
     Args:
         number_rows: rows whose weights' gradients one put sends.
     """
     peers, row_bytes = len(counts) - 1, hidden * itemsize + NUMBER_BYTES
-    rows, back = arrivals(counts, rank), sum(counts[rank])
     sent = _pushes(counts, rank, push_tile[0]) * (ceil_div(hidden, push_tile[1]) + 1)
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
-    weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
-    written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
-    numbers = hidden * (2 * tokens + 4 * rows + 2 * back) + ffn * rows * 12
     return Cost(
         flops=2 * flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
-        memory_bytes=weights + written + numbers * itemsize,
+        memory_bytes=backward_memory_bytes(counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize),
         link_bytes=(leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=sent + results + _puts(counts, rank, number_rows),
         signals=2 * peers + _busy_elsewhere(counts, rank),

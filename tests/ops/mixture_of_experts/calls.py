@@ -111,7 +111,8 @@ class Call:
     @property
     def tolerance(self) -> float:
         """Relative error of a whole tensor: sums of float32, and up to six roundings of what goes from step to step (the CPU
-        backend truncates to bfloat16)."""
+        backend truncates to bfloat16).
+        """
         rounding = 0.0 if self.dtype == "float32" else 6 * torch.finfo(DTYPES[self.dtype]).eps
         return rounding + 8 * math.sqrt(self.ffn + self.hidden + self.tokens) * torch.finfo(torch.float32).eps
 

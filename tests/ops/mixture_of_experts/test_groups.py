@@ -25,14 +25,17 @@ def _with_faults(calls, turns):
                 tensors = call.inputs(rank)
                 layers.append((tensors, [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]))
             ys = [forward(call, tensors) for call, (tensors, _) in zip(calls, layers, strict=True)]
-            grads = [torch.autograd.grad(y, leaves, tensors[5]) for y, (tensors, leaves) in reversed(list(zip(ys, layers, strict=True)))]
-        found.append([[y.detach(), *grad] for y, grad in zip(ys, reversed(grads), strict=True)])
+            grads = []
+            for y, (tensors, leaves) in reversed(list(zip(ys, layers, strict=True))):
+                grads.insert(0, torch.autograd.grad(y, leaves, tensors[5]))
+        found.append([[y.detach(), *grad] for y, grad in zip(ys, grads, strict=True)])
     return found
 
 
 def test_many_calls_with_late_ranks(ranks):
     """More layers than the group has buffers, whose forward passes all come before their backward passes; the same bits in
-    every turn."""
+    every turn.
+    """
     calls = [Call(2, tokens, hidden=hidden, seed=tokens) for tokens, hidden in ((5, 8), (9, 16), (5, 8))]
     outcomes = ranks(2).run(_with_faults, calls, 2, timeout_s=120)
     check_all(calls, [outcome[0] for outcome in outcomes])

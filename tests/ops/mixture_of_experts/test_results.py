@@ -71,9 +71,7 @@ def _traffic(call):
         found.append((traffic.message_bytes, traffic.messages, traffic.signals))
         return result
 
-    y = measured(
-        lambda: interlace.mixture_of_experts(*tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config)
-    )
+    y = measured(lambda: interlace.mixture_of_experts(*tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config))
     grads = measured(lambda: torch.autograd.grad(y, leaves, tensors[5]))
     return found, [y.detach(), *grads]
 

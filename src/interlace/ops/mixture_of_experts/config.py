@@ -8,6 +8,7 @@ from interlace.errors import ArgumentError
 from interlace.ops.mixture_of_experts.layout import ROWS
 
 OPERATOR = "mixture_of_experts"
+OPERANDS = ("tiles", "pointers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,7 @@ class MixtureOfExpertsConfig:
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
+        operands: of products and their results: ``"tiles"`` (by tensor descriptors, where shapes and GPU allow) or ``"pointers"``.
         block_m: rows of a tile of every product; a power of two from 16 to 128.
         block_n: columns of it; a power of two from 32 on.
         block_k: of the products' inner dimension at a time; a power of two from 16 on.
@@ -24,9 +26,9 @@ class MixtureOfExpertsConfig:
         push_programs: that send tokens, in front of these and at the same time.
         push_rows: rows of one expert that such a program sends at a time; a power of two.
         sum_programs: that add results, at most.
-        tiles: whether products use tensor descriptors where there are any.
     """
 
+    operands: str = "tiles"
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -37,17 +39,16 @@ class MixtureOfExpertsConfig:
     push_programs: int = 32
     push_rows: int = 64
     sum_programs: int = 2112
-    tiles: bool = True
 
     def __post_init__(self) -> None:
+        if self.operands not in OPERANDS:
+            raise ArgumentError(f"MixtureOfExpertsConfig: operands must be one of {OPERANDS}; got {self.operands!r}.")
         for name, least, most in (
             ("block_m", 16, ROWS), ("block_n", 32, 512), ("block_k", 16, 512), ("num_warps", 1, 32), ("push_rows", 1, 1024),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most or value & (value - 1):
-                raise ArgumentError(
-                    f"MixtureOfExpertsConfig: {name} must be a power of two from {least} to {most}; got {value}."
-                )
+                raise ArgumentError(f"MixtureOfExpertsConfig: {name} must be a power of two from {least} to {most}; got {value}.")
         for name, least, most in (
             ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048), ("push_programs", 1, 2048), ("sum_programs", 1, 4096),
         ):  # fmt: skip
@@ -58,14 +59,14 @@ class MixtureOfExpertsConfig:
 
     def __str__(self) -> str:
         """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(int(getattr(self, field.name))) for field in dataclasses.fields(self))
+        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
 
     @classmethod
     def parse(cls, text: str) -> MixtureOfExpertsConfig:
         """The configuration whose ``str`` is ``text``."""
         try:
-            *numbers, tiles = map(int, text.split())
-            return cls(*numbers, tiles=bool(tiles))
+            operands, *numbers = text.split()
+            return cls(operands, *map(int, numbers))
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
@@ -75,5 +76,5 @@ class MixtureOfExpertsConfig:
 def default_config(*, itemsize: int) -> MixtureOfExpertsConfig:
     """A sound choice where nothing has been measured: the tile with which Triton equals cuBLAS on H200s."""
     if itemsize == 4:
-        return MixtureOfExpertsConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=3)
+        return MixtureOfExpertsConfig(block_m=64, block_n=64, block_k=32, num_warps=4)
     return MixtureOfExpertsConfig()

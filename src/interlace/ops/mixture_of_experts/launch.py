@@ -14,7 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
-from interlace.comm.outputs import LANDING
+from interlace.comm.outputs import Output
 from interlace.errors import GroupError
 from interlace.ops.mixture_of_experts import layout, reference
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig, default_config
@@ -184,8 +184,8 @@ def run_backward(
 
 def nothing(like: torch.Tensor) -> Saved:
     """Of a call that saves nothing."""
-    numbers = [like.new_empty(0, dtype=torch.int32) for _ in range(3)]
-    return Saved(*numbers, like.new_empty(0), like.new_empty(0))
+    plan, slot_rows, slot_at = (like.new_empty(0, dtype=torch.int32) for _ in range(3))
+    return Saved(plan, slot_rows, slot_at, like.new_empty(0), like.new_empty(0))
 
 
 # The forward pass
@@ -225,14 +225,12 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
         {"E_LANES": lanes["E_LANES"], "BLOCK": _BLOCK_SLOTS},
     )  # fmt: skip
     numbers = tools.workspace
-    agree = Launch(
-        kernel.plan_call, (blocks,),
-        (experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address, numbers.signals.address, numbers.epochs, tools.context,
-         mark, numbers.half_bytes, space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local), lanes,
+    arguments = (
+        experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address, numbers.signals.address, numbers.epochs,
+        tools.context, mark, numbers.half_bytes, space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local,
     )  # fmt: skip
-    first = tools.dispatch(
-        call.x, saved, grants, call.w_in, active, kept, None, space.address, space.buffer_bytes, space.index, transposed=True
-    )
+    agree = Launch(kernel.plan_call, (blocks,), arguments, lanes)
+    first = tools.dispatch(call.x, saved, call.w_in, active, space, kept=kept if call.keeps else None, grants=grants)
     second = tools.combine(plan, active, call.w_out, transposed=True)
     total = tools.sum(saved, call.weights, y, None)
     return [count, agree, first, second, total], y, saved, space.lent
@@ -258,22 +256,20 @@ def prepare_backward(
     space = group.outputs.landing(tools.buffer_bytes)
     arrived = space.tensor((rows, sizes.hidden), like.dtype, like.device)
     launches = [
-        tools.dispatch(
-            grad.contiguous(), saved, None, call.w_out, product_gradient, None, call.weights, space.address, space.buffer_bytes, LANDING,
-            transposed=False,
-        ),
+        tools.dispatch(grad, saved, call.w_out, product_gradient, space, scales=call.weights),
         tools.activation(saved, product_gradient, inner_gradient, scaled, arrived),
         tools.combine(saved.plan, inner_gradient, call.w_in, transposed=False),
-    ]  # fmt: skip
-    gradients = []
-    pairs = ((call.w_in, inner_gradient, saved.received), (call.w_out, arrived, scaled))
-    for need, (weight, left, right) in zip(wanted, pairs, strict=True):
-        gradient = torch.empty_like(weight, memory_format=torch.contiguous_format) if need else weight.new_empty(0)
-        gradients.append(gradient)
-        if need:
-            launches.append(tools.gradient(saved.plan, left, right, gradient))
+    ]
+    grad_in, grad_out = (
+        torch.empty_like(weight, memory_format=torch.contiguous_format) if need else weight.new_empty(0)
+        for weight, need in zip((call.w_in, call.w_out), wanted, strict=True)
+    )
+    if wanted[0]:
+        launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, grad_in))
+    if wanted[1]:
+        launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
-    return launches, (grad_x, grad_weights, *gradients)
+    return launches, (grad_x, grad_weights, grad_in, grad_out)
 
 
 class _Tools:
@@ -307,7 +303,7 @@ class _Tools:
         self.programs = min(self.config.programs or processors, MAX_PROGRAMS // 2)
         blocks = [sizes.hidden, sizes.ffn]
         self.tiles = (
-            self.config.tiles
+            self.config.operands == "tiles"
             and cuda
             and torch.version.hip is None
             and all(size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0 for size in blocks)
@@ -339,44 +335,58 @@ class _Tools:
 
     def weight_tiles(self, weight: torch.Tensor, columns: int, inner: int, transposed: bool) -> Any:
         block_n, block_k = self.config.block_n, self.config.block_k
-        return self.describe(weight, inner, [block_n, block_k]) if transposed else self.describe(weight, columns, [block_k, block_n])
+        if transposed:
+            return self.describe(weight, inner, [block_n, block_k])
+        return self.describe(weight, columns, [block_k, block_n])
 
     def dispatch(
-        self, x: torch.Tensor, saved: Saved, grants: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, kept: torch.Tensor | None,
-        scales: torch.Tensor | None, buffers: int, buffer_bytes: int, taken: int, *, transposed: bool,
-    ) -> Launch:  # fmt: skip
-        """Rows of ``x`` to their experts, and the product of what arrives; forward if ``transposed``."""
+        self,
+        x: torch.Tensor,
+        saved: Saved,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        space: Output,
+        *,
+        kept: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        grants: torch.Tensor | None = None,
+    ) -> Launch:
+        """Rows of ``x`` to their experts, into every rank's ``space``, and the product of what arrives.
+
+        Args:
+            kept: forward, and the backward pass will come: where gate and up go.
+            scales: backward: the slots' weights, which go along.
+            grants: forward: the numbers of the ranks' buffers. Without them, all ranks' are the same, and ranks have yet to meet.
+        """
         from interlace.ops.mixture_of_experts import kernel
 
-        sizes, config = self.sizes, self.config
-        columns = 2 * sizes.ffn if transposed else sizes.ffn
-        width = config.block_n // 2 if transposed else config.block_n
-        mine = buffers + taken * buffer_bytes + self.group.rank * self.group.stride
-        arrived = view_as(
-            bytes_at(mine, (self.scale_bytes,), (1,), x.device, None), (sizes.arrivals, sizes.hidden), self.dtype
-        )
-        keeps = kept is not None and kept.numel() > 0
+        sizes, config, forward = self.sizes, self.config, grants is not None
+        columns = 2 * sizes.ffn if forward else sizes.ffn
+        width = config.block_n // 2 if forward else config.block_n
+        mine = space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
+        raw = bytes_at(mine, (self.scale_bytes,), (1,), x.device, None)
+        arrived = view_as(raw, (sizes.arrivals, sizes.hidden), self.dtype)
         push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
         rows, across = layout.push_tile(sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows)
         x, weight = x.contiguous(), weight.contiguous()
+        ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
         arguments = (
             x, saved.slot_at, scales, saved.plan, grants, self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
-            self.weight_tiles(weight, columns, sizes.hidden, transposed), self.describe(out, sizes.ffn, [config.block_m, width]),
-            self.describe(kept, sizes.ffn, [config.block_m, width]) if kept is not None and keeps else None, weight.data_ptr(),
-            out.data_ptr(), kept.data_ptr() if kept is not None and keeps else 0,
-            torch.zeros(1, dtype=torch.int32, device=x.device), buffers, self.workspace.signals.address, self.workspace.epochs,
-            self.context, self.mark, buffer_bytes, self.scale_bytes, taken, sizes.arrivals, sizes.experts, sizes.local, columns,
-            sizes.hidden // self.align,
+            self.weight_tiles(weight, columns, sizes.hidden, forward), self.describe(out, sizes.ffn, [config.block_m, width]),
+            None if kept is None else self.describe(kept, sizes.ffn, [config.block_m, width]), weight.data_ptr(), out.data_ptr(),
+            0 if kept is None else kept.data_ptr(), ticket, space.address, self.workspace.signals.address, self.workspace.epochs,
+            self.context, self.mark, space.buffer_bytes, self.scale_bytes, space.index, sizes.arrivals, sizes.experts,
+            sizes.local, columns, sizes.hidden // self.align,
         )  # fmt: skip
         options = self.shared | {
             "TOP_K": sizes.top_k,
             "PUSHERS": config.push_programs,
             "PUSH_ROWS": push_rows,
-            "MEET": grants is None,
+            "MEET": not forward,
             "SCALED": scales is not None,
-            "ACTIVATE": transposed,
-            "KEEP": keeps,
-            "TRANSPOSED": transposed,
+            "ACTIVATE": forward,
+            "KEEP": kept is not None,
+            "TRANSPOSED": forward,
             "E_LANES": self.lanes["E_LANES"],
             "ALIGN": self.align,
             "ROWS": rows,
@@ -481,9 +491,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 def _unfused(call: Call) -> torch.Tensor:
     process_group = process_group_named(call.group_name)
     with torch.no_grad():
-        return reference.mixture_of_experts(
-            call.x, call.experts, call.weights, call.w_in, call.w_out, call.capacity, process_group
-        )
+        return reference.mixture_of_experts(call.x, call.experts, call.weights, call.w_in, call.w_out, call.capacity, process_group)
 
 
 def _unfused_gradients(call: Call, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

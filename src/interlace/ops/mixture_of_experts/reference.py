@@ -62,7 +62,7 @@ class _AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent, arriving, group = ctx.how
         (grad,) = grads
         returned = grad.new_empty(sum(sent), grad.shape[1])

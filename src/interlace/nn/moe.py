@@ -60,10 +60,9 @@ class MoE(nn.Module):
     and divide by R if each rank's loss is the mean over its own tokens. The router is the same on every rank: its gradient is
     this rank's, to be reduced as other replicated parameters' are. The backward pass is collective.
 
-    **State dict.** ``state_dict()`` holds this rank's experts one by one: ``experts.<e>.w_gate`` and
-    ``experts.<e>.w_up`` [F, H], ``experts.<e>.w_down`` [H, F], e counted over all ranks; and ``router.weight`` [E, H]. ``load_state_dict`` takes the
-    experts that this rank has and ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can
-    load it.
+    **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate`` and ``.w_up`` [F, H], ``.w_down``
+    [H, F] with e counted over all ranks, and ``router.weight`` [E, H]. ``load_state_dict`` takes the experts that this rank has and
+    ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can load it.
 
     Args:
         hidden: H.

@@ -114,7 +114,7 @@ _MOE_TYPES = {
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
     **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
-    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width"), "i32"), "epochs": "*i32", "ctx": "*i64",
+    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"), "epochs": "*i32", "ctx": "*i64",
 }  # fmt: skip
 _MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
 

@@ -20,6 +20,7 @@ from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.ops.mixture_of_experts import launch
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.products.launch import Launch
 from interlace.units import NS_PER_S
 
 PARTS = ("combine", "forward", "backward")
@@ -122,7 +123,7 @@ class Case:
         weights = torch.ones_like(experts, dtype=torch.float32)
         return _Alone(x, experts, weights, self.w_in, self.w_out, max(1, len(experts)), "", "fused", str(self.config), False)
 
-    def prepared(self, call: launch.Call) -> tuple[list[launch.Launch], torch.Tensor]:
+    def prepared(self, call: launch.Call) -> tuple[list[Launch], torch.Tensor]:
         """A call's launches after it has run once: the last two may be repeated by themselves."""
         launches, y, _, _ = launch.prepare_forward(call, call.agree(OPERATOR))
         with call.group.running():

@@ -26,6 +26,7 @@ class MixtureOfExpertsConfig:
         push_programs: that send tokens, in front of these and at the same time.
         push_rows: rows of one expert that such a program sends at a time; a power of two.
         sum_programs: that add results, at most.
+        stagger: over how much of the time that a tile of the second product takes programs begin one after another, in percent.
     """
 
     operands: str = "tiles"
@@ -39,6 +40,7 @@ class MixtureOfExpertsConfig:
     push_programs: int = 32
     push_rows: int = 64
     sum_programs: int = 2112
+    stagger: int = 100
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS:
@@ -51,6 +53,7 @@ class MixtureOfExpertsConfig:
                 raise ArgumentError(f"MixtureOfExpertsConfig: {name} must be a power of two from {least} to {most}; got {value}.")
         for name, least, most in (
             ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048), ("push_programs", 1, 2048), ("sum_programs", 1, 4096),
+            ("stagger", 0, 1000),
         ):  # fmt: skip
             if not least <= getattr(self, name) <= most:
                 raise ArgumentError(

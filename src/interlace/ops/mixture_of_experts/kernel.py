@@ -8,6 +8,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.ops.mixture_of_experts import layout
+from interlace.products.kernel import multiply_tile, start_in_turn, tile_place
 
 _ROWS = tl.constexpr(layout.ROWS)
 _MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
@@ -157,45 +158,30 @@ def _tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
     expert = tl.sum((ends <= item).to(tl.int32))
     height = _pick(tiles_m, lanes, expert)
     inside = item - _pick(ends, lanes, expert) + height * tiles_n
-    first = inside // (GROUP * tiles_n) * GROUP
-    size = tl.minimum(height - first, GROUP)
-    inside = inside - first * tiles_n
-    return expert, (first + inside % size + _pick(shifts, lanes, expert)) % height, inside // size
+    m, n = tile_place(inside, height, tiles_n, GROUP)
+    return expert, (m + _pick(shifts, lanes, expert)) % height, n
 
 
 @triton.jit
-def product(
-    a_tiles, b_tiles, a, b, row, end, expert, column, columns, inner,
+def _product(
+    x, w, x_tiles, w_tiles, row, end, expert, column, columns, inner,
     TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row`` on of ``a [rows, inner]`` times an expert's weight: float32 ``[BM, BN]``, columns ``column`` on.
+    """Rows ``row`` on of ``x [rows, inner]`` times an expert's weight: float32 ``[BM, BN]``, columns ``column`` on.
 
-    ``b`` is ``[experts, columns, inner]`` if ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts, inner, columns]``. With
-    ``TILES`` the rows from ``end`` on, and columns beyond the last, are some numbers; without, they are zero.
+    ``w`` is ``[experts, columns, inner]`` if ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts, inner, columns]``. Rows from ``end``
+    on, and columns beyond the last, are some numbers.
     """
-    total = tl.zeros([BM, BN], tl.float32)
     if TILES:
-        for k in range(0, inner, BK):
-            left = a_tiles.load([row, k])
-            if TRANSPOSED:
-                right = b_tiles.load([expert * columns + column, k]).T
-            else:
-                right = b_tiles.load([expert * inner + k, column])
-            total = tl.dot(left, right, total)
+        return multiply_tile(
+            x_tiles, w_tiles, row, expert * columns + column if TRANSPOSED else column, end, columns, inner, 0, 0,
+            True, TRANSPOSED, PRECISION, BM, BN, BK, expert * inner,
+        )  # fmt: skip
     else:
-        m = (row + tl.arange(0, BM))[:, None]
-        n = (column + tl.arange(0, BN))[None, :]
-        weight = b + expert.to(tl.int64) * columns * inner
-        for k in range(0, inner, BK):
-            across, down = k + tl.arange(0, BK)[None, :], k + tl.arange(0, BK)[:, None]
-            wanted = (m < end) & (across < inner)
-            left = tl.load(a + m.to(tl.int64) * inner + across, mask=wanted, other=0.0, cache_modifier=".cg")
-            place = n.to(tl.int64) * inner + down if TRANSPOSED else down.to(tl.int64) * columns + n
-            right = tl.load(weight + place, mask=(n < columns) & (down < inner), other=0.0)
-            if PRECISION == "upcast":
-                left, right = left.to(tl.float32), right.to(tl.float32)
-            total = tl.dot(left, right, total, input_precision="ieee")
-    return total
+        return multiply_tile(
+            x, w + expert.to(tl.int64) * columns * inner, row, column, end, columns, inner, inner, inner if TRANSPOSED else columns,
+            False, TRANSPOSED, PRECISION, BM, BN, BK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -330,8 +316,8 @@ def dispatch_grouped_gemm(
                     ready = expert
                 first = _pick(begin, lanes, expert)
                 row, end = first + m * BM, first + _pick(rows, lanes, expert)
-                total = poison + product(
-                    a_tiles, b_tiles, a, weight, row, end, expert, n * BN, columns, hidden, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
+                total = poison + _product(
+                    a, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, hidden, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
                 )  # fmt: skip
                 if ACTIVATE:
                     gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
@@ -350,9 +336,9 @@ def dispatch_grouped_gemm(
 # The second product and combine
 
 
-@triton.jit(do_not_specialize=["call", "E", "L"])
+@triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
-    plan, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner, columns,
+    plan, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
     R_LANES: tl.constexpr, L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -380,13 +366,15 @@ def grouped_gemm_combine(
     tiles_n = (columns + BN - 1) // BN
     ends = tl.cumsum(tiles_m * tiles_n, 0)
     left, weight, target = il.pointer(a, DTYPE), il.pointer(b, DTYPE), il.pointer(results, DTYPE)
+    if spread_ns > 0:
+        start_in_turn(spread_ns)
     for item in range(program, tl.sum(tiles_m) * tiles_n, programs):
         expert, m, n = _tile_of(item, lanes, ends, tiles_m, (next_begin - begin) // BM, tiles_n, GROUP)
         first = _pick(begin, lanes, expert)
         end = first + _pick(rows, lanes, expert)
         row = first + m * BM
-        total = product(
-            a_tiles, b_tiles, left, weight, row, end, expert, n * BN, columns, inner, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
+        total = _product(
+            left, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, inner, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
         )  # fmt: skip
         table = plan + me * L + expert
         if TILES:
@@ -527,9 +515,7 @@ def grouped_gemm_gradient(
     left, right = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
     for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
         expert, inside = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
-        group = inside // (GROUP * tiles_n) * GROUP
-        size = tl.minimum(tiles_m - group, GROUP)
-        m, n = group + (inside - group * tiles_n) % size, (inside - group * tiles_n) // size
+        m, n = tile_place(inside, tiles_m, tiles_n, GROUP)
         first, count = _pick(begin, lanes, expert), _pick(rows, lanes, expert)
         total = tl.zeros([BM, BN], tl.float32)
         whole = count // BK * BK if TILES else 0

@@ -19,6 +19,7 @@ from interlace.errors import GroupError
 from interlace.ops.mixture_of_experts import layout, reference
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig, default_config
 from interlace.ops.mixture_of_experts.layout import MAX_RANKS, Sizes
+from interlace.products.launch import Launch, has_descriptors, tile_ns
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 _BLOCK_SLOTS = 128
@@ -42,7 +43,7 @@ def choose(
     """The fastest implementation by the tuned table of this GPU; on the CPU backend the fused one, in few programs."""
     config = default_config(itemsize=dtype.itemsize)
     if device.type == "cpu":
-        small = dataclasses.replace(config, block_m=32, programs=2, push_programs=2, sum_programs=2)
+        small = dataclasses.replace(config, block_m=32, programs=2, push_programs=2, sum_programs=2, stagger=0)
         return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")
     sizes = {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
     point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
@@ -127,25 +128,6 @@ class Saved:
     slot_at: torch.Tensor
     received: torch.Tensor
     kept: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to go.
-
-    Attributes:
-        keep: tensors whose addresses are among the arguments.
-    """
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    keep: tuple[Any, ...] = ()
-
-    def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running``."""
-        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
@@ -304,8 +286,7 @@ class _Tools:
         blocks = [sizes.hidden, sizes.ffn]
         self.tiles = (
             self.config.operands == "tiles"
-            and cuda
-            and torch.version.hip is None
+            and has_descriptors(group)
             and all(size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0 for size in blocks)
             and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
         )
@@ -406,6 +387,7 @@ class _Tools:
             self.weight_tiles(weight, sizes.hidden, inner, transposed), self.result_tiles(), rows.data_ptr(), weight.data_ptr(),
             self.results, self.workspace.signals.address, self.workspace.epochs, self.context, self.mark, sizes.experts,
             sizes.local, inner, sizes.hidden,
+            tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100 if sizes.world_size > 1 else 0,
         )  # fmt: skip
         options = self.shared | {"TRANSPOSED": transposed}
         return Launch(kernel.grouped_gemm_combine, (self.programs,), arguments, options, (rows, weight))

@@ -151,14 +151,17 @@ def _mixture_of_experts_products(kernel):
         }  # fmt: skip
         if kernel == "grouped_gemm_gradient":
             types |= {"a_tiles": "tensordesc<bf16[64, 128]>", "b_tiles": "tensordesc<bf16[64, 256]>"}
+            types |= {"out_tiles": "tensordesc<bf16[128, 256]>"}
         flags = {"DTYPE": tl.bfloat16, "TILES": True, "PRECISION": "ieee", "BM": 128, "BN": 256, "BK": 64, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
+        flags |= {"EVEN": transposed}
         more = {} if keep else {"kept_tiles": None}
         yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {"grants": None})
     none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
     for transposed in (True, False):
         flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
+        flags |= {"EVEN": False}
         yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {"grants": None})
 
 

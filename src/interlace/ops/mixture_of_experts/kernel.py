@@ -504,34 +504,43 @@ def swiglu_backward(
 
 @triton.jit(do_not_specialize=["E", "L", "me"])
 def grouped_gemm_gradient(
-    plan, a_tiles, b_tiles, a, b, out, me, E, L, wide, narrow,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, L_LANES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    plan, a_tiles, b_tiles, out_tiles, a, b, out, me, E, L, wide, narrow,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each expert's ``a.T @ b`` over its rows: ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out [L, wide, narrow]``; zero without rows."""
+    """Each expert's ``a.T @ b`` over its rows: ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out [L, wide, narrow]``; zero without rows.
+
+    ``EVEN``: no tile of ``out`` runs into the next expert's.
+    """
     lanes = tl.arange(0, L_LANES)
     rows, begin = _local_experts(plan, me, E, L, WORLD_SIZE, L_LANES)
     tiles_m, tiles_n = (wide + BM - 1) // BM, (narrow + BN - 1) // BN
-    left, right = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
+    left, right, target = il.pointer(a, DTYPE), il.pointer(b, DTYPE), il.pointer(out, DTYPE)
     for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
         expert, inside = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
         m, n = tile_place(inside, tiles_m, tiles_n, GROUP)
         first, count = _pick(begin, lanes, expert), _pick(rows, lanes, expert)
         total = tl.zeros([BM, BN], tl.float32)
-        whole = count // BK * BK if TILES else 0
+        across, along = m * BM, n * BN
         if TILES:
+            whole = count // BK * BK
             for k in range(0, whole, BK):
-                total = tl.dot(a_tiles.load([first + k, m * BM]).T, b_tiles.load([first + k, n * BN]), total)
-        across, along = m * BM + tl.arange(0, BM)[None, :], n * BN + tl.arange(0, BN)[None, :]
-        # What follows an expert's rows is some numbers, perhaps NaN: the last rows are loaded one by one.
-        for k in range(whole, count, BK):
-            row = (k + tl.arange(0, BK))[:, None]
-            place = (first + row).to(tl.int64)
-            x = tl.load(left + place * wide + across, mask=(row < count) & (across < wide), other=0.0)
-            z = tl.load(right + place * narrow + along, mask=(row < count) & (along < narrow), other=0.0)
-            if PRECISION == "upcast":
-                x, z = x.to(tl.float32), z.to(tl.float32)
-            total = tl.dot(x.T, z, total, input_precision="ieee")
-        to = (m * BM + tl.arange(0, BM))[:, None]
-        target = il.pointer(out, DTYPE) + expert.to(tl.int64) * wide * narrow
-        tl.store(target + to.to(tl.int64) * narrow + along, total.to(DTYPE), mask=(to < wide) & (along < narrow))
+                total = tl.dot(a_tiles.load([first + k, across]).T, b_tiles.load([first + k, along]), total)
+            if whole < count:
+                # What follows an expert's rows is some numbers, perhaps NaN.
+                inner = (whole + tl.arange(0, BK))[:, None] < count
+                x = tl.where(inner, a_tiles.load([first + whole, across]), 0.0)
+                z = tl.where(inner, b_tiles.load([first + whole, along]), 0.0)
+                total = tl.dot(x.T, z, total)
+        else:
+            wide_here, narrow_here = across + tl.arange(0, BM)[None, :], along + tl.arange(0, BN)[None, :]
+            for k in range(0, count, BK):
+                row = (k + tl.arange(0, BK))[:, None]
+                place = (first + row).to(tl.int64)
+                x = tl.load(left + place * wide + wide_here, mask=(row < count) & (wide_here < wide), other=0.0)
+                z = tl.load(right + place * narrow + narrow_here, mask=(row < count) & (narrow_here < narrow), other=0.0)
+                if PRECISION == "upcast":
+                    x, z = x.to(tl.float32), z.to(tl.float32)
+                total = tl.dot(x.T, z, total, input_precision="ieee")
+        row = expert * wide + across
+        _store_rows(out_tiles, target, row, (expert + 1) * wide, along, narrow, total.to(DTYPE), BM, BN, EVEN)

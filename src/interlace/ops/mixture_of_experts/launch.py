@@ -452,12 +452,14 @@ class _Tools:
 
         sizes, config = self.sizes, self.config
         wide, narrow = left.shape[1], right.shape[1]
+        even = self.tiles and wide % config.block_m == 0
         arguments = (
             plan, self.describe(left, wide, [config.block_k, config.block_m]),
-            self.describe(right, narrow, [config.block_k, config.block_n]), left.data_ptr(), right.data_ptr(), out.data_ptr(),
-            self.group.rank, sizes.experts, sizes.local, wide, narrow,
+            self.describe(right, narrow, [config.block_k, config.block_n]),
+            self.describe(out, narrow, [config.block_m, config.block_n]) if even else None, left.data_ptr(), right.data_ptr(),
+            out.data_ptr(), self.group.rank, sizes.experts, sizes.local, wide, narrow,
         )  # fmt: skip
-        options = {name: value for name, value in self.shared.items() if name != "R_LANES"}
+        options = {name: value for name, value in self.shared.items() if name != "R_LANES"} | {"EVEN": even}
         return Launch(kernel.grouped_gemm_gradient, (self.programs,), arguments, options, (left, right))
 
 

@@ -6,11 +6,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.mixture_of_experts import op as _op  # registers torch.ops.interlace.mixture_of_experts
 from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.ops.mixture_of_experts.validate import validate
-
-assert _op is not None
 
 
 def mixture_of_experts(

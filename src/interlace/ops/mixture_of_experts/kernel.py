@@ -302,7 +302,8 @@ def dispatch_grouped_gemm(
         ready = -1
         poison = 0.0
         for draw in range(draws):
-            following = tl.atomic_add(ticket, 1, mask=draw + 1 < draws, sem="relaxed", scope="gpu")
+            more = (draw + 1 < draws) & (item < items)
+            following = tl.where(more, tl.atomic_add(ticket, 1, mask=more, sem="relaxed", scope="gpu"), items)
             if item < items:
                 expert, m, n = _tile_of(item, lanes, ends, tiles_m, rows * 0, tiles_n, GROUP)
                 if expert != ready:
@@ -373,27 +374,30 @@ def grouped_gemm_combine(
         first = _pick(begin, lanes, expert)
         end = first + _pick(rows, lanes, expert)
         row = first + m * BM
+        # Asked for before the product: they are here when it is done.
+        table = plan + me * L + expert
+        counts, starts, backs = (), (), ()
+        for source in tl.static_range(WORLD_SIZE):
+            counts = counts + (tl.load(table + source * E),)
+            starts = starts + (tl.load(table + (_ARRIVALS * WORLD_SIZE + source) * E),)
+            backs = backs + (tl.load(table + (_RETURNS * WORLD_SIZE + source) * E),)
         total = _product(
             left, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, inner, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
         )  # fmt: skip
-        table = plan + me * L + expert
         if TILES:
             value = tl.reshape(total.to(DTYPE), [1, BM, BN])
             for source in tl.static_range(WORLD_SIZE):
-                count = tl.load(table + source * E)
-                start = tl.load(table + (_ARRIVALS * WORLD_SIZE + source) * E)
-                if (count > 0) & (start < row + BM) & (start + count > row):
-                    back = tl.load(table + (_RETURNS * WORLD_SIZE + source) * E)
-                    il.put_tile(put_tiles, [source, back + row - start, n * BN], value)
+                start = starts[source]
+                if (counts[source] > 0) & (start < row + BM) & (start + counts[source] > row):
+                    il.put_tile(put_tiles, [source, backs[source] + row - start, n * BN], value)
         else:
             here = row + tl.arange(0, BM)
             peer = tl.zeros([BM], tl.int32)
             place = tl.zeros([BM], tl.int32)
             for source in tl.static_range(WORLD_SIZE):
-                start = tl.load(table + (_ARRIVALS * WORLD_SIZE + source) * E)
-                mine = (here >= start) & (here < start + tl.load(table + source * E))
+                mine = (here >= starts[source]) & (here < starts[source] + counts[source])
                 peer = tl.where(mine, source, peer)
-                place = tl.where(mine, here - start + tl.load(table + (_RETURNS * WORLD_SIZE + source) * E), place)
+                place = tl.where(mine, here - starts[source] + backs[source], place)
             n_here = n * BN + tl.arange(0, BN)[None, :]
             pointers = target + place.to(tl.int64)[:, None] * columns + n_here
             il.put(pointers, total.to(DTYPE), peer[:, None], group, (here < end)[:, None] & (n_here < columns))

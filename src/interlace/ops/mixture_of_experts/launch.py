@@ -41,7 +41,7 @@ def choose(
     *, tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype, world_size: int, device: torch.device
 ) -> Choice:
     """The fastest implementation by the tuned table of this GPU; on the CPU backend the fused one, in few programs."""
-    config = default_config(itemsize=dtype.itemsize)
+    config = default_config(ffn=ffn, itemsize=dtype.itemsize)
     if device.type == "cpu":
         small = dataclasses.replace(config, block_m=32, programs=2, push_programs=2, sum_programs=2, stagger=0)
         return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")

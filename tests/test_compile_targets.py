@@ -22,10 +22,17 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "count_slots": lambda: _mixture_of_experts_numbers(),
+        "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
+        "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
+        "plan_call": lambda: _mixture_of_experts_numbers(),
+        "sum_results": lambda: _mixture_of_experts_rows(),
+        "swiglu_backward": lambda: _mixture_of_experts_rows(),
     }[kernel]()
 
 
@@ -99,6 +106,63 @@ def _gemv_all_reduce_two_phase():
     yield _gemv_all_reduce("fp32", 16, 64, 64, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
     types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
     yield types, constants | {"bias": None}
+
+
+_MOE_TYPES = {
+    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"),
+    **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
+    **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
+    **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
+    **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
+    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"), "epochs": "*i32", "ctx": "*i64",
+}  # fmt: skip
+_MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
+
+
+def _mixture_of_experts_numbers():
+    yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
+    yield _MOE_TYPES | {"experts": "*i32"}, {"WORLD_SIZE": 3, "R_LANES": 4, "L_LANES": 2, "E_LANES": 8, "BLOCK": 128}
+
+
+def _mixture_of_experts_rows():
+    """Sums with weights, and of gradients; activations."""
+    import triton.language as tl
+
+    blocks = {"ALIGN": 8, "ROWS": 4, "COLS": 1024, "K_LANES": 8, "TOP_K": 6}
+    types = _MOE_TYPES | {"y": "*bf16"}
+    yield types, {"DTYPE": tl.bfloat16, "gradient": None} | _MOE_LANES | blocks
+    small = {"DTYPE": tl.float32, "weights": None, "ALIGN": 1, "TOP_K": 1, "K_LANES": 1}
+    yield types | {"y": "*fp32"}, _MOE_LANES | blocks | small
+
+
+def _mixture_of_experts_products(kernel):
+    """With descriptors, forward (for training and not) and backward; and with pointers."""
+    import triton.language as tl
+
+    lanes = {"WORLD_SIZE": 4, "R_LANES": 4, "E_LANES": 64, "L_LANES": 16, "TOP_K": 6, "GROUP": 8}
+    pushes = {"PUSHERS": 16, "PUSH_ROWS": 64, "ALIGN": 8, "ROWS": 8, "COLS": 1024}
+    for transposed, keep in ((True, False), (True, True), (False, False)):
+        weight = "256, 64" if transposed else "64, 256"
+        out = "128, 128" if transposed else "128, 256"
+        types = _MOE_TYPES | {
+            "x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>", "b_tiles": f"tensordesc<bf16[{weight}]>",
+            "out_tiles": f"tensordesc<bf16[{out}]>", "kept_tiles": f"tensordesc<bf16[{out}]>",
+            "put_tiles": "tensordesc<bf16[1, 128, 256]>",
+        }  # fmt: skip
+        if kernel == "grouped_gemm_gradient":
+            types |= {"a_tiles": "tensordesc<bf16[64, 128]>", "b_tiles": "tensordesc<bf16[64, 256]>"}
+            types |= {"out_tiles": "tensordesc<bf16[128, 256]>"}
+        flags = {"DTYPE": tl.bfloat16, "TILES": True, "PRECISION": "ieee", "BM": 128, "BN": 256, "BK": 64, "TRANSPOSED": transposed}
+        flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
+        flags |= {"EVEN": transposed}
+        more = {} if keep else {"kept_tiles": None}
+        yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {"grants": None})
+    none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
+    for transposed in (True, False):
+        flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
+        flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
+        flags |= {"EVEN": False}
+        yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {"grants": None})
 
 
 def _grid_kernels():

@@ -5,6 +5,7 @@ Needs matplotlib. The pictures explain; none of them shows a measurement.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -254,12 +255,64 @@ def memory_model() -> None:
     save(figure, "memory-model")
 
 
+def _rows(axes: Axes, x: float, top: float, rows: Sequence[tuple[str, str]]) -> None:
+    """Rows of memory from ``top`` down, a fill and a text each."""
+    for i, (fill, text) in enumerate(rows):
+        block(axes, x, top - 2.2 * (i + 1), 13, 2.0, fill)
+        label(axes, x + 6.5, top - 2.2 * (i + 1) + 0.95, text, ha="center", size=7.5)
+
+
+def mixture_of_experts() -> None:
+    """Two ranks, two experts each: where a rank's rows are, from the tokens to their sum."""
+    figure, axes = canvas(104, 62)
+    label(axes, 2, 60, "Mixture of experts: rows of two ranks (blue, orange), four experts, two a token", bold=True, size=10)
+    columns = ((4, "tokens"), (29, "arrivals, by expert"), (58, "results, by expert"), (86, "y"))
+    for x, text in columns:
+        label(axes, x + 6.5, 56.5, text, ha="center", size=9, bold=True)
+    mine, other = SHADES[0], SHADES[1]
+    tokens = (("t0: 0, 2", "t1: 0, 3", "t2: 2, 1"), ("t0: 2, 0", "t1: 3, 2", "t2: 0, 3"))
+    # Of each rank's experts: whose rows they are, rank 0's first.
+    arrivals = (
+        ((mine, "E0: t0"), (mine, "E0: t1"), (other, "E0: t0"), (other, "E0: t2"), (PALE, "to 128"), (mine, "E1: t2"), (PALE, "to 128")),
+        ((mine, "E2: t0"), (mine, "E2: t2"), (other, "E2: t0"), (other, "E2: t1"), (PALE, "to 128"), (mine, "E3: t1"),
+         (other, "E3: t1"), (other, "E3: t2"), (PALE, "to 128")),
+    )  # fmt: skip
+    results = (
+        ("E0: t0", "E0: t1", "", "E1: t2", "", "E2: t0", "E2: t2", "", "E3: t1"),
+        ("E0: t0", "E0: t2", "", "E2: t0", "E2: t1", "", "E3: t1", "E3: t2"),
+    )
+    for rank, top in ((0, 53.0), (1, 26.0)):
+        shade = SHADES[rank]
+        label(axes, 2, top + 1, f"rank {rank}", color=RANKS[rank], bold=True)
+        _rows(axes, 4, top - 2, [(shade, text) for text in tokens[rank]])
+        _rows(axes, 29, top, arrivals[rank])
+        _rows(axes, 58, top, [(shade, text) if text else (PALE, "to spare") for text in results[rank]])
+        _rows(axes, 86, top - 2, [(shade, f"y{i}") for i in range(3)])
+        arrow(axes, (71.5, top - 6), (85.5, top - 6), color=SUM)
+        label(axes, 78.5, top - 4.6, "weighted sum", ha="center", size=7.5, color=GREY)
+    for start, end in (((17.5, 47.6), (28.5, 50.0)), ((17.5, 46.4), (28.5, 24.0)), ((17.5, 20.4), (28.5, 47.0)), ((17.5, 19.6), (28.5, 19.5))):
+        arrow(axes, start, end, color=SEND)
+    # One tile of expert 2's rows, from both ranks.
+    axes.add_patch(Rectangle((28.6, 17.3), 13.8, 8.8, fill=False, edgecolor=INK, linewidth=1.3))
+    label(axes, 28.6, 27.4, "one tile, to both", size=8, color=GREY)
+    arrow(axes, (43, 21.8), (57.5, 40.5), color=SEND)
+    arrow(axes, (43, 20.4), (57.5, 18.5), color=SEND)
+    arrow(axes, (42.5, 48.5), (57.5, 50.0), color=SEND)
+    arrow(axes, (42.5, 46.5), (57.5, 24.0), color=SEND)
+    for x, fill, text in ((4, SEND, "puts"), (17, SUM, "after all results are here"), (44, PALE, "rows that a tile may run into")):
+        block(axes, x, 1.0, 2.2, 2.0, fill)
+        label(axes, x + 3, 2.0, text, size=8.5)
+    label(axes, 102, 2.0, "first product between arrivals and results", ha="right", size=8, color=GREY)
+    save(figure, "mixture-of-experts")
+
+
 def main() -> None:
     """Draw them all."""
     mpl.rcParams.update({"svg.hashsalt": "interlace", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]})
     fused()
     architecture()
     memory_model()
+    mixture_of_experts()
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
     from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
     from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.ops.mixture_of_experts.api import mixture_of_experts
+    from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
 
 __version__ = "0.1.0"
 
@@ -80,6 +82,8 @@ _PUBLIC = {
     "GemmReduceScatterConfig": "interlace.ops.gemm_reduce_scatter.config",
     "gemv_all_reduce": "interlace.ops.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
+    "mixture_of_experts": "interlace.ops.mixture_of_experts.api",
+    "MixtureOfExpertsConfig": "interlace.ops.mixture_of_experts.config",
 }
 
 _MODULES = ("data", "models", "nn", "optim")
@@ -100,6 +104,7 @@ __all__ = [
     "GroupError",
     "InterlaceError",
     "LaunchError",
+    "MixtureOfExpertsConfig",
     "PeerTimeoutError",
     "RankMismatchError",
     "SymmetricTensor",
@@ -118,6 +123,7 @@ __all__ = [
     "group_of",
     "inject",
     "launch",
+    "mixture_of_experts",
     "models",
     "nn",
     "optim",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = Mapping[str, Any]
 
-_COMPUTE_WORDS = ("GEMV", "cuBLAS", "bag", "update")
+_COMPUTE_WORDS = ("GEMV", "cuBLAS", "bag", "update", "grouped")
 
 
 @dataclasses.dataclass(frozen=True)

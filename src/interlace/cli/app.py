@@ -133,6 +133,34 @@ def bench_embedding_all_to_all(
     run(shape, lookups, batch, world_size, dtype, json_file, backward, study, plot)
 
 
+LayerShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", metavar="ExHxFxK", help="Experts of all ranks, hidden, FFN and experts a token; several times. [default: two]"
+    ),
+]
+
+
+@bench_app.command("mixture_of_experts")
+def bench_mixture_of_experts(
+    shape: LayerShapes = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    routing: Annotated[str, typer.Option(help="balanced, skewed, or both with a comma.")] = "balanced,skewed",
+    part: Annotated[str, typer.Option(help="combine, forward, backward, or all.")] = "all",
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+    config: Annotated[str, typer.Option(help="The fused kernels' configuration, as results show it.")] = "",
+) -> None:
+    """Mixture of experts: second product and combine, the layer, its backward pass; fused, unfused, and the physical floor.
+
+    Without --shape: Mixtral's 8 experts of 4096 x 14336, top 2, and 64 experts of 2048 x 1408, top 6.
+    """
+    from interlace.cli.bench_experts import run
+
+    run(shape, tokens, routing, part, world_size, dtype, json_file, config)
+
+
 @bench_app.command("table")
 def bench_table(files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")]) -> None:
     """Render measurements as a Markdown table."""

@@ -65,6 +65,24 @@ def run_embedding_rank(
     return results
 
 
+def run_experts_rank(
+    folder: str, shapes: list[dict[str, Any]], dtype: str, part: str, config: str, header: dict[str, Any], file: str | None
+) -> list[dict[str, Any]]:
+    """The same for ``mixture_of_experts``, with ``config`` if it is not empty; ``part`` is one, or ``"all"``."""
+    from interlace.bench import mixture_of_experts as operator
+    from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
+
+    results: list[dict[str, Any]] = []
+    for each in shapes:
+        shape = operator.Shape(**{**each, "dtype": getattr(torch, dtype)})
+        chosen = MixtureOfExpertsConfig.parse(config) if config else None
+        results += operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
+        torch.cuda.empty_cache()
+        _keep(results, header, file)
+        advance(folder)
+    return results
+
+
 def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
     if file is not None and dist.get_rank() == 0:
         Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")

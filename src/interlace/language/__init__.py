@@ -22,16 +22,16 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
-from interlace.language.tiles import complete_tiles, fence_tiles, put_tile
+from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
+    "accept_tiles",
     "advance_epoch",
     "arrive_last",
     "barrier",
     "clock_ns",
     "complete_tiles",
     "fence",
-    "fence_tiles",
     "get",
     "get_packed",
     "join",

@@ -24,13 +24,6 @@ def _complete(_semantic=None):
     )
 
 
-@core.extern
-def _fence(_semantic=None):
-    core.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
-    )
-
-
 @triton.jit
 def put_tile(descriptor, place, value):
     """Store a tile at ``place`` of a descriptor over the group's memory (its first dimension is the peer).
@@ -42,14 +35,21 @@ def put_tile(descriptor, place, value):
 
 
 @triton.jit
-def fence_tiles():
-    """After a :func:`wait`: what it covers may now be loaded through descriptors too, which do not follow other loads' order."""
-    if is_cuda():
-        _fence()
-
-
-@triton.jit
 def complete_tiles():
     """Wait until this program's tiles have arrived: a later :func:`signal` covers them like other puts."""
     if is_cuda():
         _complete()
+
+
+@core.extern
+def _accept(_semantic=None):
+    core.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@triton.jit
+def accept_tiles():
+    """After a :func:`wait`: what peers have stored may be loaded through a tensor descriptor, too, from here on."""
+    if is_cuda():
+        _accept()

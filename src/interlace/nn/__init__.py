@@ -2,6 +2,7 @@
 
 from interlace.nn.column_parallel import ColumnParallelLinear
 from interlace.nn.embedding_bags import PooledEmbeddings, ShardedEmbeddingBags
+from interlace.nn.moe import MoE, Routing
 from interlace.nn.parallel_linear import unsharded_state_dict
 from interlace.nn.row_parallel import RowParallelLinear
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
@@ -9,7 +10,9 @@ from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 __all__ = [
     "ColumnParallelLinear",
     "EmbeddingTable",
+    "MoE",
     "PooledEmbeddings",
+    "Routing",
     "RowParallelLinear",
     "Shard",
     "ShardedEmbeddingBags",

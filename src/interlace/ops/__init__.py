@@ -9,6 +9,7 @@ from interlace.ops.gemm_all_reduce import op as _gemm_all_reduce
 from interlace.ops.gemm_all_to_all import op as _gemm_all_to_all
 from interlace.ops.gemm_reduce_scatter import op as _gemm_reduce_scatter
 from interlace.ops.gemv_all_reduce import op as _gemv_all_reduce
+from interlace.ops.mixture_of_experts import op as _mixture_of_experts
 
 REGISTERED = (
     _all_gather_gemm,
@@ -17,5 +18,6 @@ REGISTERED = (
     _gemm_all_to_all,
     _gemm_reduce_scatter,
     _gemv_all_reduce,
+    _mixture_of_experts,
 )
 """The modules that define ``torch.ops.interlace.*``."""

@@ -108,6 +108,29 @@ def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, of
     return f"{what}, on {_ranks(world_size)}: fused ({choice.config}), because {choice.reason}."
 
 
+def _mixture_of_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    world_size: int,
+) -> str:
+    from interlace.ops.mixture_of_experts.config import OPERATOR
+    from interlace.ops.mixture_of_experts.launch import choose
+    from interlace.ops.mixture_of_experts.validate import validate
+
+    validate(x, experts, weights, w_in, w_out, None, "auto", None, world_size)
+    tokens, hidden = x.shape
+    count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
+    choice = choose(
+        tokens=tokens, hidden=hidden, ffn=ffn, experts=count, top_k=top_k, dtype=x.dtype, world_size=world_size, device=x.device
+    )
+    how = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+    what = f"{OPERATOR} of {tokens} tokens a rank, top {top_k} of {count} experts {hidden} x {ffn}, {_name(x.dtype)}"
+    return f"{what}, on {_ranks(world_size)}: {how}, because {choice.reason}."
+
+
 _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "gemv_all_reduce": (("x", "w"), _gemv_all_reduce),
     **{
@@ -115,4 +138,5 @@ _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
         for name in ("all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter")
     },
     "embedding_all_to_all": (("weights", "indices", "offsets"), _embedding_all_to_all),
+    "mixture_of_experts": (("x", "experts", "weights", "w_in", "w_out"), _mixture_of_experts),
 }

@@ -21,7 +21,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def multiply_tile(
     x, w, row, column, rows, N, K, x_stride, w_stride,
     DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, w_first=0,
 ):  # fmt: skip
     """``x[row :] @ w[column :].T``, float32 ``[BLOCK_M, BLOCK_N]``.
 
@@ -29,12 +29,13 @@ def multiply_tile(
         x, w: tensor descriptors (``DESCRIPTORS``), or pointers.
         rows: of x; rows of the result beyond them are anything.
         x_stride, w_stride: elements between two rows of x, and two rows (``W_ALONG_K``) or columns of w.
+        w_first: where K begins in a descriptor of several weights, one behind the other, if not ``W_ALONG_K``.
     """
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if DESCRIPTORS:
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
-            right = w.load([column, k]).T if W_ALONG_K else w.load([k, column])
+            right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = tl.dot(left, right, total, input_precision=PRECISION)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)

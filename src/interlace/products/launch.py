@@ -51,7 +51,12 @@ def programs(group: Group, config: ProductConfig) -> int:
 
 def spread_ns(config: ProductConfig, inner: int) -> int:
     """Over what time programs begin; see ``ProductConfig.stagger``."""
-    return 2 * config.block_m * config.block_n * inner * config.stagger // (100 * _FLOP_PER_NS)
+    return tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
+
+
+def tile_ns(block_m: int, block_n: int, inner: int) -> int:
+    """How long a program takes for a tile, roughly."""
+    return 2 * block_m * block_n * inner // _FLOP_PER_NS
 
 
 def has_descriptors(group: Group) -> bool:

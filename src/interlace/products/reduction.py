@@ -90,7 +90,7 @@ def send_and_sum(
                     arrived = il.wait(flags + peers * per_source + tile, stamp, peers, tile, group, others).to(tl.int32)
                     arrived_all = arrived_all * arrived
                     if TILES:
-                        il.fence_tiles()
+                        il.accept_tiles()
                     for each in tl.range(0, WORLD_SIZE - 1, num_stages=_PART_STAGES):
                         source = tl.where(me <= each, each + 1, each)
                         if TILES:  # the addresses of a tile do not fit in registers beside it

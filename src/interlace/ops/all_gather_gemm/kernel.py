@@ -113,7 +113,7 @@ def _multiply(
                             arrived = arrived * complete.to(tl.int32)
                         known_blocks = tile_m + 1
                         if DESCRIPTORS:
-                            il.fence_tiles()
+                            il.accept_tiles()
                 x_row = row if OWN else first + row
                 total = multiply_tile(
                     x, w, x_row, column, rows if OWN else first + rows, N, K, x_stride, w_stride,

@@ -1,0 +1,51 @@
+"""``interlace bench mixture_of_experts``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from interlace.cli import bench
+from interlace.cli.bench_ranks import run_experts_rank
+from interlace.errors import ArgumentError
+
+OPERATOR = "mixture_of_experts"
+SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
+"""Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
+
+
+def run(
+    shapes: list[str] | None,
+    tokens: int,
+    routing: str,
+    part: str,
+    world_size: int | None,
+    dtype: str,
+    json_file: Path | None,
+    config: str,
+) -> None:
+    """Measure every shape with every routing; tables on the terminal, everything in ``json_file``."""
+    work = parse_work(shapes, tokens, routing, dtype)
+    what = f"Measuring {OPERATOR}"
+    document = bench.measure_on_gpus("bench", what, work, run_experts_rank, (dtype, part, config), world_size, json_file)
+    bench.show(document, OPERATOR, json_file)
+
+
+def parse_work(shapes: list[str] | None, tokens: int, routing: str, dtype: str) -> list[dict[str, Any]]:
+    """Arguments of ``bench.mixture_of_experts.Shape``, of every shape with every routing."""
+    if dtype not in bench.DTYPES:
+        raise ArgumentError(f"--dtype must be one of {', '.join(bench.DTYPES)}; got {dtype!r}.")
+    sizes = [parse_layer(shape) for shape in shapes or SHAPES]
+    return [{**size, "tokens": tokens, "routing": each} for size in sizes for each in routing.split(",")]
+
+
+def parse_layer(text: str) -> dict[str, int]:
+    """``"8x4096x14336x2"`` -> experts, hidden, ffn and top_k."""
+    parts = text.lower().split("x")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentError(
+            f"--shape must be ExHxFxK: experts of all ranks, hidden, FFN and experts a token; got {text!r}. "
+            f"Say --shape 8x4096x14336x2."
+        )
+    experts, hidden, ffn, top_k = map(int, parts)
+    return {"experts": experts, "hidden": hidden, "ffn": ffn, "top_k": top_k}

@@ -1,0 +1,203 @@
+"""``MoE``: a mixture of experts whose experts are shared out over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from interlace.errors import ArgumentError
+from interlace.ops.mixture_of_experts.api import mixture_of_experts
+from interlace.ops.mixture_of_experts.layout import MAX_TOP_K, capacity_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Which experts a router chose for T tokens.
+
+    Attributes:
+        experts: int64 ``[T, k]``.
+        weights: float32 ``[T, k]``.
+        probabilities: float32 ``[T, E]``, of all experts.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    probabilities: torch.Tensor
+
+    def load_balancing_loss(self) -> torch.Tensor:
+        """``E * sum over e of f_e * p_e``, a float32 scalar: 1 if all experts are equally wanted, E if one is.
+
+        f_e is the share of the slots that went to e (before any were dropped), p_e the mean probability of e, over this rank's
+        tokens. Its gradient reaches the router through p_e. Source: Fedus et al., Switch Transformers, arXiv:2101.03961, 2.2.
+        """
+        count = self.probabilities.shape[1]
+        slots = F.one_hot(self.experts, count).sum((0, 1)).float()
+        shares = slots / max(1, self.experts.numel())
+        return count * (shares * self.probabilities.mean(0)).sum()
+
+
+class MoE(nn.Module):
+    """A router, and E experts of which each of R ranks holds E/R; every rank brings its own tokens.
+
+    Dimensions: hidden H, F the experts' inner width, k experts a token, ``...`` any leading dimensions of x (tokens).
+
+    Forward::
+
+        probabilities [..., E] = softmax(x @ router.weight.T)                 float32
+        weights, experts [..., k] = the k largest, divided by their sum if ``normalize``
+        y [..., H] = sum over j of weights[..., j] * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e = experts[..., j]
+
+    This is the layer of Mixtral (``normalize=True``) and, but for shared experts, of DeepSeekMoE. The experts are
+    :func:`interlace.mixture_of_experts`: tokens travel while the first product works, results while the second does.
+
+    **Gradients.** Those of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens: leave them out of data-parallel reduction,
+    and divide by R if each rank's loss is the mean over its own tokens. The router is the same on every rank: its gradient is
+    this rank's, to be reduced as other replicated parameters' are. The backward pass is collective.
+
+    **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate`` and ``.w_up`` [F, H], ``.w_down``
+    [H, F] with e counted over all ranks, and ``router.weight`` [E, H]. ``load_state_dict`` takes the experts that this rank has and
+    ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can load it.
+
+    Args:
+        hidden: H.
+        ffn: F.
+        experts: E, of all ranks; R must divide it.
+        top_k: k, from 1 to 8.
+        capacity_factor: None: no token is dropped. Else an expert takes at most ``ceil(capacity_factor * T * k / E)`` of a rank's T
+            tokens, the first ones; this bounds memory, which is otherwise for all tokens at one rank.
+        normalize: whether the k weights of a token add up to 1.
+        group: the ranks that share the experts; default: the default process group, or this process on its own.
+        device, dtype: of the parameters; float16, bfloat16 or float32.
+        seed: of the first weights, as ``nn.Linear`` draws them; they do not depend on the number of ranks.
+
+    Attributes:
+        router: ``nn.Linear(H, E, bias=False)``.
+        w_in: ``[E/R, F, 2, H]``: gate and up of expert ``rank * E/R + i`` in ``w_in[i, :, 0]`` and ``w_in[i, :, 1]``.
+        w_out: ``[E/R, H, F]``.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+
+    Raises:
+        ArgumentError: R does not divide E, a size is not positive; in forward: x does not end in H.
+
+    Example:
+        >>> layer = interlace.nn.MoE(4096, 14336, experts=8, top_k=2, dtype=torch.bfloat16)  # 4 ranks: 2 experts each
+        >>> y, routing = layer(x)                                                            # [2, 2048, 4096] -> the same
+        >>> loss = criterion(y) + 0.01 * routing.load_balancing_loss()
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int = 2,
+        *,
+        capacity_factor: float | None = None,
+        normalize: bool = True,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        ready = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
+        if self.rank < 0:
+            raise ArgumentError("MoE: the calling rank must be a member of the group; it is not.")
+        if min(hidden, ffn, experts) < 1:
+            raise ArgumentError(f"MoE: hidden, ffn and experts must be positive; got {hidden}, {ffn} and {experts}.")
+        if experts % self.world_size:
+            raise ArgumentError(f"MoE: experts must divide evenly over {self.world_size} ranks; got {experts}.")
+        if not 1 <= top_k <= min(MAX_TOP_K, experts):
+            raise ArgumentError(f"MoE: top_k must be from 1 to {min(MAX_TOP_K, experts)} of {experts} experts; got {top_k}.")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ArgumentError(f"MoE: capacity_factor must be positive and finite, or None for no limit; got {capacity_factor}.")
+        self.hidden, self.ffn, self.experts, self.top_k = hidden, ffn, experts, top_k
+        self.capacity_factor, self.normalize, self.group = capacity_factor, normalize, group
+        self.impl = "auto"
+        local = experts // self.world_size
+        self.router = nn.Linear(hidden, experts, bias=False, device=device, dtype=dtype)
+        self.w_in = nn.Parameter(torch.empty(local, ffn, 2, hidden, device=device, dtype=dtype))
+        self.w_out = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
+        if not self.w_in.is_meta:
+            self.reset_parameters(seed)
+        self.register_state_dict_post_hook(_name_experts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw the weights anew, as ``nn.Linear`` does: uniform within ``1 / sqrt(input features)``.
+
+        Each expert has a generator of its own: on one kind of device the same ``seed`` gives the same layer on any number of
+        ranks.
+        """
+        with torch.no_grad():
+            generator = torch.Generator(self.w_in.device).manual_seed(seed)
+            bound = self.hidden**-0.5
+            self.router.weight.uniform_(-bound, bound, generator=generator)
+            for i in range(len(self.w_in)):
+                generator.manual_seed(seed * self.experts + self.rank * len(self.w_in) + i + 1)
+                self.w_in[i].uniform_(-bound, bound, generator=generator)
+                self.w_out[i].uniform_(-(self.ffn**-0.5), self.ffn**-0.5, generator=generator)
+
+    def route(self, x: torch.Tensor) -> Routing:
+        """The router's choice for tokens ``[T, H]``; softmax and weights in float32."""
+        probabilities = torch.softmax(self.router(x).float(), -1)
+        weights, experts = probabilities.topk(self.top_k)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(experts, weights, probabilities)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """``x [..., H] -> y [..., H]``, and the routing of its tokens. Collective; on the current stream, without
+        synchronising the host.
+
+        Raises:
+            ArgumentError: x does not end in H, or its dtype or device is not the weights'.
+            RankMismatchError: ranks have different numbers of tokens.
+        """
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
+        tokens = x.reshape(-1, self.hidden)
+        routing = self.route(tokens)
+        capacity = None
+        if self.capacity_factor is not None:
+            capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
+        y = mixture_of_experts(
+            tokens, routing.experts, routing.weights, self.w_in, self.w_out, capacity=capacity, group=self.group, impl=self.impl
+        )
+        return y.view(x.shape), routing
+
+    def extra_repr(self) -> str:
+        local = len(self.w_in)
+        return (
+            f"hidden={self.hidden}, ffn={self.ffn}, experts={self.experts}, top_k={self.top_k}, "
+            f"capacity_factor={self.capacity_factor}, here={self.rank * local}-{(self.rank + 1) * local - 1}, impl={self.impl}"
+        )
+
+
+def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """After saving: experts by their numbers among all ranks'."""
+    w_in, w_out = state.pop(f"{prefix}w_in"), state.pop(f"{prefix}w_out")
+    for i in range(len(w_in)):
+        name = f"{prefix}experts.{module.rank * len(w_in) + i}"
+        state[f"{name}.w_gate"], state[f"{name}.w_up"], state[f"{name}.w_down"] = w_in[i, :, 0], w_in[i, :, 1], w_out[i]
+
+
+def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before loading: put the experts that ``module`` has together, and drop the others."""
+    local = len(module.w_in)
+    mine = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
+    found = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}experts.")}
+    if all(f"{name}.{field}" in found for name in mine for field in ("w_gate", "w_up", "w_down")):
+        both = [torch.stack([found[f"{name}.w_gate"], found[f"{name}.w_up"]], 1) for name in mine]
+        state[f"{prefix}w_in"] = torch.stack(both)
+        state[f"{prefix}w_out"] = torch.stack([found[f"{name}.w_down"] for name in mine])
+
+
+__all__ = ["MoE", "Routing"]

@@ -1,0 +1,1 @@
+"""``mixture_of_experts``: see ``README.md``."""

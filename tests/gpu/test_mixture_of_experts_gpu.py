@@ -1,0 +1,142 @@
+"""``mixture_of_experts`` on real GPUs: one process a GPU, compiled kernels. Run with ``-m gpu``.
+
+Each test starts its own ranks. Results are compared with float64, and bit by bit where that is promised.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import MixtureOfExpertsConfig, PeerTimeoutError
+from tests.ops.mixture_of_experts.calls import Call, check_all, forward
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = [
+    None,
+    MixtureOfExpertsConfig("tiles", 64, 128, 64, num_warps=4, push_programs=7, push_rows=16),
+    MixtureOfExpertsConfig("pointers", 64, 64, 32, num_warps=4, programs=40, sum_programs=50),
+]
+
+
+def run(worker, world_size, *args):
+    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=170)
+
+
+def _inputs(call):
+    return [tensor.cuda() for tensor in call.inputs(dist.get_rank())]
+
+
+def _step(call, tensors):
+    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    y = forward(call, tensors)
+    return [y.detach(), *torch.autograd.grad(y, leaves, tensors[5])]
+
+
+def _matches(calls):
+    found = [[each.cpu() for each in _step(call, _inputs(call))] for call in calls]
+    interlace.synchronize()
+    return found
+
+
+def _calls(world_size):
+    """Sizes that tiles fit and such that they do not; descriptors and pointers; every routing, k and dtype."""
+    large = {"tokens": 333, "hidden": 256, "ffn": 320}
+    return [
+        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=1),
+        Call(world_size, **large, dtype="float16", config=CONFIGS[1], seed=2, routing="few", local=3),
+        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[2], seed=3, routing="holes", local=7, top_k=6),
+        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=4, routing="one", top_k=1),
+        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[1], seed=5, routing="one", factor=0.5),
+        Call(world_size, **large, dtype="float32", config=CONFIGS[2], seed=6),
+        Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=7),
+        Call(world_size, 5, 1, 1, 7, 3, "bfloat16", config=None, seed=8),
+        Call(world_size, 1000, 8, 16, 64, 64, "bfloat16", config=CONFIGS[0], seed=9),
+    ]
+
+
+def test_matches_float64(world_size):
+    for ranks in (1, world_size):
+        calls = _calls(ranks)
+        check_all(calls, run(_matches, ranks, calls))
+
+
+def _long_run(calls, turns):
+    """Layers forward and then backward, many times over, ranks held up at random; every result compared bit by bit."""
+    layers = [(call, _inputs(call)) for call in calls]
+    expected = [_step(call, tensors) for call, tensors in layers]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(turns):
+        if torch.rand((), generator=generator) < 0.2:
+            torch.cuda._sleep(int(torch.randint(0, 3_000_000, (), generator=generator)))
+        ys = [forward(call, tensors) for call, tensors in layers]
+        for y, (_, tensors), wanted in reversed(list(zip(ys, layers, expected, strict=True))):
+            grads = torch.autograd.grad(y, [tensors[i] for i in (0, 2, 3, 4)], tensors[5])
+            for mine, theirs in zip([y.detach(), *grads], wanted, strict=True):
+                wrong += (mine != theirs).sum()
+    interlace.synchronize()
+    return int(wrong)
+
+
+def test_many_calls_with_late_ranks(world_size):
+    """More layers than the group has buffers, of different sizes."""
+    calls = [
+        Call(world_size, 512, 2, 2, 256, 512, "bfloat16", config=None, seed=1),
+        Call(world_size, 300, 6, 8, 128, 192, "bfloat16", config=CONFIGS[1], seed=2),
+        Call(world_size, 100, 1, 1, 64, 64, "float32", config=CONFIGS[2], seed=3, routing="one"),
+    ]
+    assert run(_long_run, world_size, calls, 200) == [0] * world_size
+
+
+def _graph(call):
+    """A captured forward pass, replayed on its tokens and on others that go elsewhere, between ordinary calls."""
+    tensors, other = _inputs(call), [tensor.cuda() for tensor in call.inputs(dist.get_rank() + 50)]
+    with torch.no_grad():
+        forward(call, tensors)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = forward(call, tensors)
+        expected = [forward(call, [*each[:3], *tensors[3:]]) for each in (tensors, other)]
+        found = []
+        for each in (tensors, other):
+            for place, value in zip(tensors[:3], [value.clone() for value in each[:3]], strict=True):
+                place.copy_(value)
+            graph.replay()
+            found.append(y.clone())
+            forward(call, tensors)
+    interlace.synchronize()
+    return bool(torch.equal(found[0], expected[0])), bool(torch.equal(found[1], expected[1]))
+
+
+def test_graph_capture_and_replay(world_size):
+    call = Call(world_size, 400, 2, 2, 256, 320, "bfloat16", config=None)
+    assert run(_graph, world_size, call) == [(True, True)] * world_size
+
+
+def _absent_peer(call):
+    tensors = _inputs(call)
+    _step(call, tensors)
+    interlace.synchronize()
+    interlace.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    start = time.monotonic()
+    y = forward(call, tensors)
+    try:
+        interlace.synchronize()
+    except PeerTimeoutError as error:
+        outcome = error.peer, bool(y.isnan().all()), time.monotonic() - start < 10
+    dist.barrier()
+    return outcome
+
+
+def test_a_peer_that_never_calls(world_size):
+    """The output is NaN, the error names the peer, and the GPU is free again."""
+    assert run(_absent_peer, 2, Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None))[0] == (1, True, True)

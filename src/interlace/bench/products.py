@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
+from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.launch import choose as choose_all_gather
 from interlace.ops.gemm_all_reduce.launch import choose as choose_all_reduce
 from interlace.ops.gemm_all_to_all.launch import choose as choose_all_to_all
@@ -209,7 +212,9 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
         }
     else:
         return {}
-    symmetric_memory.enable_symm_mem_for_group(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # needed until torch 2.10, deprecated since
+        symmetric_memory.enable_symm_mem_for_group(name)
     return ways
 
 
@@ -298,7 +303,7 @@ def candidates(shape: Shape, start: ProductConfig, world_size: int, processors: 
         return found
     count = own // start.block_m * ceil_div(shape.columns, start.block_n) * world_size
     whole = [each for each in range(processors - 8, processors) if count % each == 0]  # every program as many tiles
-    if shape.operator == "all_gather_gemm":
+    if isinstance(start, AllGatherGemmConfig):
         for group_m, pushers in itertools.product((4, 8, 16), (16, 32, 48)):
             found.append(dataclasses.replace(start, group_m=group_m, push_programs=pushers))
         return found
@@ -329,7 +334,8 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
         except InterlaceError as error:
             print(error, flush=True)
             continue
-        found.append((_timed(case, lambda i, config=config: case.call(i, "fused", config), samples=7).median_us, str(config)))
+        timing = _timed(case, functools.partial(case.call, impl="fused", config=config), samples=7)
+        found.append((timing.median_us, str(config)))
     return sorted(found)
 
 

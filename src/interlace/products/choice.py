@@ -20,6 +20,8 @@ Config = TypeVar("Config", bound=ProductConfig)
 
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
 
+_SHORT_INNER = 4096
+
 # Small enough for the interpreter, which runs programs one after another.
 _CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interleave": 2, "stagger": 0}
 
@@ -57,16 +59,17 @@ def choose_product(
     point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
     found = tuning.nearest(operator, torch.cuda.get_device_name(device), point)
     if found is None:
-        config = default_config(config_type, rows=rows // world_size, dtype=dtype, shared_bytes=_shared_bytes(device))
+        config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
     return Choice(found.impl, config_type.parse(found.config), found.reason)
 
 
-def default_config(config_type: type[Config], *, rows: int, dtype: torch.dtype, shared_bytes: int) -> Config:
+def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:
     """A sound choice where nothing has been measured: the largest tiles that fit.
 
     Args:
         rows: of the product, that belong to one rank.
+        inner: K. Tiles of a long one leave time enough for the links; programs then need not begin in turn.
         shared_bytes: that a program may have.
     """
     block_k = {1: 128, 2: 64}.get(dtype.itemsize, 32)
@@ -76,7 +79,8 @@ def default_config(config_type: type[Config], *, rows: int, dtype: torch.dtype, 
         # Three stages of operands, and a tile on its way to a peer.
         operand_bytes = 3 * (block_m + block_n) * block_k * dtype.itemsize
         if operand_bytes + block_m * block_n * max(dtype.itemsize, 2) <= shared_bytes:
-            return config_type(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps)
+            stagger = 100 if inner <= _SHORT_INNER else 0
+            return config_type(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, stagger=stagger)
     return config_type(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2)
 
 

@@ -18,7 +18,8 @@ class AllGatherGemmConfig(ProductConfig):
         push_programs: programs that send this rank's rows before others take their processors.
     """
 
-    push_programs: int = 32
+    group_m: int = 16
+    push_programs: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()

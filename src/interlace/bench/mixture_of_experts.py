@@ -441,7 +441,8 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     best, best_us = case.config, _candidate_us(case, case.config)
     for name, values in AXES.items():
         for value in values:
-            candidate = dataclasses.replace(best, **{name: value})
+            change: dict[str, Any] = {name: value}
+            candidate = dataclasses.replace(best, **change)
             if candidate == best:
                 continue
             time_us = _candidate_us(case, candidate)
@@ -482,6 +483,6 @@ def _candidate_us(case: Case, config: MixtureOfExpertsConfig) -> float:
 def _launches(case: Case) -> list[Launch]:
     """All launches of a forward and a backward pass, not yet run."""
     call = case.call(True)
-    forward, _, saved, _ = launch.prepare_forward(call, 0)
-    backward, _ = launch.prepare_backward(call, 0, case.grad, saved, (True, True))
-    return [*forward, *backward]
+    prepared = launch.prepare_forward(call, 0)
+    backward, _ = launch.prepare_backward(call, 0, case.grad, prepared[2], (True, True))
+    return [*prepared[0], *backward]

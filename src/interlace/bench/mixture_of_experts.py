@@ -419,3 +419,70 @@ def _floor(case: Case, part: str) -> tuple[int, int, int]:
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=case.group)
     memory_bytes, link_bytes, flops = most.tolist()
     return int(memory_bytes), int(link_bytes), int(flops)
+
+
+# The tuner
+
+AXES: dict[str, Sequence[int]] = {
+    "push_programs": (12, 16, 24, 32, 48),
+    "push_rows": (32, 64, 128),
+    "block_m": (64, 128),
+    "group_m": (4, 8, 16),
+    "stagger": (0, 50, 100),
+    "sum_programs": (1056, 2112, 4096),
+}
+
+
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
+    """The best configuration found for the layer, forward and backward, and its time: one setting at a time, once round.
+    Collective; the same on every rank.
+    """
+    case = Case(shape, group=group)
+    best, best_us = case.config, _candidate_us(case, case.config)
+    for name, values in AXES.items():
+        for value in values:
+            change: dict[str, Any] = {name: value}
+            candidate = dataclasses.replace(best, **change)
+            if candidate == best:
+                continue
+            time_us = _candidate_us(case, candidate)
+            if time_us < best_us:
+                best, best_us = candidate, time_us
+    if math.isinf(best_us):
+        return []
+    return [(best_us, str(best))]
+
+
+def _candidate_us(case: Case, config: MixtureOfExpertsConfig) -> float:
+    """Median time of a forward and a backward pass; infinite if it does not compile on some rank or is wrong."""
+    case.owner.release()
+    case.config = config
+    works = torch.ones((), device=case.x.device)
+    try:
+        for each in _launches(case):
+            each.kernel.warmup(*each.arguments, grid=each.grid, **each.options)
+    except Exception as error:  # the compiler's errors have no common base: too much shared memory, say
+        works.zero_()
+        print(f"{OPERATOR} {case.shape}, {config}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=case.group)
+    if not works.item():
+        return math.inf
+    try:
+        check(case)
+    except InterlaceError as error:
+        print(error, flush=True)
+        return math.inf
+
+    def step(_: int) -> None:
+        saved = case.forward(True)[1]
+        launch.run_backward(case.call(True), case.grad, saved, (True, True))
+
+    return measure(step, samples=7, group=case.group).median_us
+
+
+def _launches(case: Case) -> list[Launch]:
+    """All launches of a forward and a backward pass, not yet run."""
+    call = case.call(True)
+    prepared = launch.prepare_forward(call, 0)
+    backward, _ = launch.prepare_backward(call, 0, case.grad, prepared[2], (True, True))
+    return [*prepared[0], *backward]

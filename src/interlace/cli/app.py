@@ -199,3 +199,18 @@ def tune_embedding_all_to_all(
     from interlace.cli.bench_embedding import run_tune
 
     run_tune(shape, lookups, batch, world_size, dtype, table, json_file)
+
+
+@tune_app.command("mixture_of_experts")
+def tune_mixture_of_experts(
+    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    shape: LayerShapes = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+) -> None:
+    """Mixture of experts: find a good configuration of each layer, both directions, and write it to the tuned table."""
+    from interlace.cli.bench_experts import run_tune
+
+    run_tune(shape, tokens, world_size, dtype, table, json_file)

@@ -68,15 +68,25 @@ def run_embedding_rank(
 def run_experts_rank(
     folder: str, shapes: list[dict[str, Any]], dtype: str, part: str, config: str, header: dict[str, Any], file: str | None
 ) -> list[dict[str, Any]]:
-    """The same for ``mixture_of_experts``, with ``config`` if it is not empty; ``part`` is one, or ``"all"``."""
+    """The same for ``mixture_of_experts``, with ``config`` if it is not empty.
+
+    Args:
+        part: one of ``PARTS``, ``"all"``, or ``"tune"``: then the forward part with the best configuration.
+    """
     from interlace.bench import mixture_of_experts as operator
     from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
 
     results: list[dict[str, Any]] = []
     for each in shapes:
         shape = operator.Shape(**{**each, "dtype": getattr(torch, dtype)})
+        if part == "tune":
+            found = operator.tune(shape)
+            if not found:
+                raise BackendError(f"mixture_of_experts {shape}: some configuration must run and be right; none did on this GPU.")
+            config = found[0][1]
         chosen = MixtureOfExpertsConfig.parse(config) if config else None
-        results += operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
+        parts = {"all": operator.PARTS, "tune": ("forward",)}.get(part, (part,))
+        results += operator.bench(shape, chosen, parts=parts)
         torch.cuda.empty_cache()
         _keep(results, header, file)
         advance(folder)

@@ -16,9 +16,17 @@ from interlace.errors import ArgumentError
 
 _GEMV = "gemv_all_reduce"
 
-SIZES = {_GEMV: ("tokens", "rows", "columns"), "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor")}
+SIZES = {
+    _GEMV: ("tokens", "rows", "columns"),
+    "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
+    "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),
+}
 
-WHAT_UNFUSED_RUNS = {_GEMV: "cuBLAS + NCCL", "embedding_all_to_all": "F.embedding_bag + NCCL + unpack"}
+WHAT_UNFUSED_RUNS = {
+    _GEMV: "cuBLAS + NCCL",
+    "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
+    "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen
+}
 """The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
 
 

@@ -11,12 +11,12 @@ from interlace.bench import report
 from tests.ops.mixture_of_experts.calls import SMALL
 
 
-def _measure(step, *, group=None):
+def _measure(step, *, samples=15, group=None):
     """Runs the step instead of timing it."""
     from interlace.bench.timing import Timing
 
     step(0)
-    return Timing(10.0, 9.0, 11.0, 1.0, 15)
+    return Timing(10.0, 9.0, 11.0, 1.0, samples)
 
 
 def _bench(routing):
@@ -42,6 +42,24 @@ def test_every_way_runs(ranks):
     assert 0 < combine["link_bytes"] <= forward["link_bytes"] == backward["link_bytes"]
     title = "mixture_of_experts: 4 tokens, 4 x 8 x 8, top 2, skewed, combine, float32, 2 ranks"
     assert report.title("mixture_of_experts", combine) == title
+
+
+def _tune():
+    from interlace.bench import mixture_of_experts as operator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "measure", _measure)
+        patch.setattr(operator, "_launches", lambda case: [])
+        patch.setattr(operator, "AXES", {"group_m": (4, 8)})
+        shape = operator.Shape(tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32)
+        return operator.tune(shape, dist.new_group())
+
+
+def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
+    (first,), (second,) = ranks(2).run(_tune)
+    assert first == second
+    assert first[0] == 10.0
+    assert first[1].split()[:5] == ["tiles", "32", "64", "32", "8"]
 
 
 @pytest.mark.parametrize(("change", "what"), [({"routing": "even"}, "routing must be one of"), ({"top_k": 9}, "top_k must be")])

@@ -438,8 +438,9 @@ def sum_results(
             total = tl.zeros([COLS], tl.float32) + poison
             for j in tl.static_range(TOP_K):
                 row = tl.load(slot_rows + token * TOP_K + j)
-                wanted = (column < hidden) & (row + column * 0 >= 0)
-                value = il.get(source + row.to(tl.int64) * hidden + column, me, group, wanted, 0.0).to(tl.float32)
+                # A mask with the row in it would split vectors.
+                place = source + tl.maximum(row, 0).to(tl.int64) * hidden + column
+                value = tl.where(row >= 0, il.get(place, me, group, column < hidden, 0.0).to(tl.float32), 0.0)
                 if weights is not None:
                     value *= tl.load(weights + token * TOP_K + j)
                 total += value
@@ -492,8 +493,9 @@ def swiglu_backward(
             number += tl.sum(incoming * silu * up, 1)
             incoming *= scale[:, None]
             both = tl.join(incoming * up * sigmoid * (1 + gate * (1 - sigmoid)), incoming * silu)
-            turns = tl.arange(0, 2)[None, None, :]
-            tl.store(inner + place[:, :, None] * 2 + turns, both.to(DTYPE), mask=wanted[:, :, None] & (turns >= 0))
+            wide = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+            both_places = row.to(tl.int64)[:, None] * 2 * width + wide
+            tl.store(inner + both_places, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=(row < end)[:, None] & (wide < 2 * width))
             tl.store(weighted + place, (silu * up * scale[:, None]).to(DTYPE), mask=wanted)
         table = plan + me * L + expert
         peer = tl.zeros([ROWS], tl.int32)

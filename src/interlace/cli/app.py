@@ -161,6 +161,48 @@ def bench_mixture_of_experts(
     run(shape, tokens, routing, part, world_size, dtype, json_file, config)
 
 
+ProductShapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="MxNxK", help="One rank's product, say 8192x8192x2048; several times. [default: eight]"),
+]
+_PRODUCTS = {
+    "gemm_all_to_all": "GEMM + All-to-All",
+    "gemm_reduce_scatter": "GEMM + ReduceScatter",
+    "gemm_all_reduce": "GEMM + AllReduce",
+    "all_gather_gemm": "AllGather + GEMM",
+}
+
+
+def _add_product_commands(operator: str, title: str) -> None:
+    @bench_app.command(operator, help=f"{title}: fused, every unfused pair, the product alone, communication alone, and the floor.")
+    def bench_product(
+        shape: ProductShapes = None,
+        world_size: Ranks = None,
+        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        json_file: JsonFile = None,
+        tune: Annotated[bool, typer.Option("--tune", help="First find a good configuration of each shape.")] = False,
+    ) -> None:
+        from interlace.cli.bench_products import run
+
+        run(operator, shape, world_size, dtype, json_file, tune)
+
+    @tune_app.command(operator, help=f"{title}: find good configurations and write each shape's to the tuned table.")
+    def tune_product(
+        table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+        shape: ProductShapes = None,
+        world_size: Ranks = None,
+        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        from interlace.cli.bench_products import run_tune
+
+        run_tune(operator, shape, world_size, dtype, table, json_file)
+
+
+for _operator, _title in _PRODUCTS.items():
+    _add_product_commands(_operator, _title)
+
+
 @bench_app.command("table")
 def bench_table(files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")]) -> None:
     """Render measurements as a Markdown table."""

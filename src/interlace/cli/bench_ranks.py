@@ -93,6 +93,22 @@ def run_experts_rank(
     return results
 
 
+def run_product_rank(
+    folder: str, shapes: list[tuple[str, int, int, int]], dtype: str, tune: bool, header: dict[str, Any], file: str | None
+) -> list[dict[str, Any]]:
+    """The same for the operators around a product: ``(operator, M, N, K)``."""
+    from interlace.bench import products
+
+    results: list[dict[str, Any]] = []
+    for operator, rows, columns, inner in shapes:
+        shape = products.Shape(operator, rows, columns, inner, getattr(torch, dtype))
+        results.append(products.bench(shape, products.tune(shape) if tune else None))
+        torch.cuda.empty_cache()
+        _keep(results, header, file)
+        advance(folder)
+    return results
+
+
 def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
     if file is not None and dist.get_rank() == 0:
         Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")

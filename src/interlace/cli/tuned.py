@@ -16,13 +16,17 @@ from interlace.errors import ArgumentError
 
 _GEMV = "gemv_all_reduce"
 
+_PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
+
 SIZES = {
+    **dict.fromkeys(_PRODUCTS, ("rows", "columns", "inner")),
     _GEMV: ("tokens", "rows", "columns"),
     "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
     "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),
 }
 
 WHAT_UNFUSED_RUNS = {
+    **dict.fromkeys(_PRODUCTS, "cuBLAS + NCCL"),
     _GEMV: "cuBLAS + NCCL",
     "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
     "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen

@@ -1,0 +1,49 @@
+"""``interlace bench`` and ``interlace tune`` of the operators around a matrix product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from interlace.cli import bench, tuned
+from interlace.cli.bench_ranks import run_product_rank
+from interlace.errors import ArgumentError
+
+SHAPES = (
+    "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336", "1024x8192x7168", "256x8192x7168",
+    "64x8192x7168",
+)  # fmt: skip
+DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
+
+
+def run(operator: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
+    """Measure every shape; tables on the terminal, everything in ``json_file``."""
+    work = parse_work(operator, shapes, dtype)
+    what = f"Measuring {operator}"
+    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, tune), world_size, json_file)
+    bench.show(document, operator, json_file)
+
+
+def run_tune(
+    operator: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path, json_file: Path | None
+) -> None:
+    """Find a good configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
+    old = tuned.read(table, operator)  # before minutes are spent
+    work = parse_work(operator, shapes, dtype)
+    document = bench.measure_on_gpus("tune", f"Tuning {operator}", work, run_product_rank, (dtype, True), world_size, json_file)
+    bench.write_table(document, old, operator, table)
+
+
+def parse_work(operator: str, shapes: list[str] | None, dtype: str) -> list[tuple[str, int, int, int]]:
+    """Operator, M, N and K of every shape."""
+    if dtype not in DTYPES:
+        raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    return [(operator, *parse_product(shape)) for shape in shapes or SHAPES]
+
+
+def parse_product(text: str) -> tuple[int, int, int]:
+    """``"8192x8192x2048"`` -> M, N and K of one rank's product."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentError(f"--shape must be MxNxK, the sizes of one rank's product; got {text!r}. Say --shape 8192x8192x2048.")
+    rows, columns, inner = map(int, parts)
+    return rows, columns, inner

@@ -55,6 +55,21 @@ def test_matches_float64(ranks, world_size):
     check_all(calls, ranks(world_size).run(run, calls, timeout_s=120))
 
 
+def _with_tiles(call):
+    """The interpreter can do them too; but it does not count what they send."""
+    from interlace.ops.mixture_of_experts import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "fits_descriptors", lambda call, config: True)
+        return run([call])
+
+
+def test_tiles_of_descriptors(ranks):
+    """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows to spare."""
+    call = Call(2, tokens=37, hidden=48, ffn=64, config=dataclasses.replace(SMALL, block_n=32, block_k=16), seed=1)
+    check_all([call], ranks(2).run(_with_tiles, call))
+
+
 def test_reference_and_kernels_drop_the_same_slots():
     assert [capacity_of(100, 2, 8, factor) for factor in (None, 1.0, 1.25, 0.01, 9.0)] == [100, 25, 32, 1, 100]
 

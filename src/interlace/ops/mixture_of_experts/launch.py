@@ -254,6 +254,17 @@ def prepare_backward(
     return launches, (grad_x, grad_weights, grad_in, grad_out)
 
 
+def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
+    """Whether products load and store by tensor descriptors."""
+    sizes, itemsize = call.sizes, call.x.dtype.itemsize
+    return (
+        config.operands == "tiles"
+        and has_descriptors(call.group)
+        and all(size * itemsize % 16 == 0 and size % config.block_k == 0 for size in (sizes.hidden, sizes.ffn))
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
+    )
+
+
 class _Tools:
     """Makes the launches of one call: what they have in common is worked out once."""
 
@@ -283,19 +294,13 @@ class _Tools:
         cuda = group.backend == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
         self.programs = min(self.config.programs or processors, MAX_PROGRAMS // 2)
-        blocks = [sizes.hidden, sizes.ffn]
-        self.tiles = (
-            self.config.operands == "tiles"
-            and has_descriptors(group)
-            and all(size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0 for size in blocks)
-            and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
-        )
+        self.tiles = fits_descriptors(call, self.config)
         self.shared = {
             "WORLD_SIZE": ranks,
             "DTYPE": _triton_dtype(self.dtype),
             "TILES": self.tiles,
             # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
-            "PRECISION": "ieee" if cuda else "upcast",
+            "PRECISION": "ieee" if cuda or self.tiles else "upcast",
             "R_LANES": self.lanes["R_LANES"],
             "L_LANES": self.lanes["L_LANES"],
             "BM": self.config.block_m,

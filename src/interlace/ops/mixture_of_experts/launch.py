@@ -211,7 +211,8 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
         experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address, numbers.signals.address, numbers.epochs,
         tools.context, mark, numbers.half_bytes, space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local,
     )  # fmt: skip
-    agree = Launch(kernel.plan_call, (blocks,), arguments, lanes)
+    warps = max(4, min(32, lanes["E_LANES"] // 16))  # comparisons of slots with experts fit in registers
+    agree = Launch(kernel.plan_call, (blocks,), arguments, lanes | {"num_warps": warps})
     first = tools.dispatch(call.x, saved, call.w_in, active, space, kept=kept if call.keeps else None, grants=grants)
     second = tools.combine(plan, active, call.w_out, transposed=True)
     total = tools.sum(saved, call.weights, y, None)

@@ -17,10 +17,12 @@ H200 = "NVIDIA H200"
 PRODUCT = ("rows", "columns", "inner")
 OPERATORS = {
     "all_gather_gemm": (interlace.AllGatherGemmConfig, PRODUCT),
+    "embedding_all_to_all": (interlace.EmbeddingAllToAllConfig, ("tables", "width", "batch", "pooling_factor")),
     "gemm_all_reduce": (interlace.GemmAllReduceConfig, PRODUCT),
     "gemm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
     "gemm_reduce_scatter": (interlace.GemmReduceScatterConfig, PRODUCT),
     "gemv_all_reduce": (interlace.GemvAllReduceConfig, ("tokens", "rows", "columns")),
+    "mixture_of_experts": (interlace.MixtureOfExpertsConfig, ("tokens", "hidden", "ffn", "experts", "top_k")),
 }
 
 

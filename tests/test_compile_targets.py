@@ -22,10 +22,14 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "all_gather_gemm": lambda: _products({"MEMBERS": 8, "GATHER": 1, "PUSHERS": 16, "INNER_ALIGN": 8}),
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
+        "gemm_all_reduce": _products,
+        "gemm_all_to_all": _products,
+        "gemm_reduce_scatter": _products,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
@@ -85,6 +89,33 @@ def _embedding_all_to_all_backward():
     yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
     yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8, ROWS=1)
     yield case("store", "i32", tl.float32, tl.float16, 64, False, 8, 4, 1, scale=None, WORLD_SIZE=1, PUSHERS=0)
+
+
+def _products(more=None):
+    """Descriptors, whole tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
+    import triton.language as tl
+
+    names = ("slot_address", "half_bytes", "outputs", "buffers", "buffer_bytes", "gathered_address", "y_address", "signals")
+    sizes = ("call", "taken", "per_source", "most_rows", "own_rows", "M", "N", "row_groups", "inner_groups", "spread_ns")
+    strides = ("x_stride", "w_stride", "x_scale_stride", "w_scale_stride")
+    types = {**dict.fromkeys((*names, "scale_offset"), "i64"), **dict.fromkeys((*sizes, *strides, "K"), "i32"), "routes": "*i64"}
+    types |= {"epochs": "*i32", "ctx": "*i64", **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32")}
+    blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "INTERLEAVE": 8, "ALIGN": 8, "WORLD_SIZE": 4}
+    flags = {"OUT": tl.bfloat16, "PRECISION": "ieee", "EVEN": True, "TILES": True, "DESCRIPTORS": True, "W_ALONG_K": True}
+    plain = flags | blocks | (more or {})
+    unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
+
+    def described(dtype):
+        outside = dict.fromkeys(("slots", "results"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
+        inside = dict.fromkeys(("x", "w", "whole"), f"tensordesc<{dtype}[64, 64]>")
+        whole = {"gathered": f"tensordesc<{dtype}[1, 1, 64, 64]>", "result": "tensordesc<bf16[64, 64]>"}
+        return types | inside | outside | whole | {"tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
+
+    yield described("bf16"), plain | unscaled | {"bias": None}
+    yield described("fp8e4nv"), plain | {"bias": None, "WORLD_SIZE": 3}
+    pointers = types | dict.fromkeys(("x", "w", "whole", "bias"), "*fp16")
+    less = {"OUT": tl.float16, "EVEN": False, "TILES": False, "DESCRIPTORS": False, "W_ALONG_K": False, "WORLD_SIZE": 8}
+    yield pointers, plain | unscaled | less | dict.fromkeys(("tiles", "slots", "results", "gathered", "result"))
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):

@@ -1,0 +1,153 @@
+"""The fused kernels around a product: traffic equal to the costs, many calls under faults, a peer that never calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import AllGatherGemmConfig, Faults, GemmAllReduceConfig, GemmAllToAllConfig, GemmReduceScatterConfig
+from tests.errors import error_of
+from tests.products.calls import DTYPES, Call, check_all
+
+_CONFIGS = {
+    "gemm_all_to_all": GemmAllToAllConfig,
+    "gemm_reduce_scatter": GemmReduceScatterConfig,
+    "gemm_all_reduce": GemmAllReduceConfig,
+    "all_gather_gemm": AllGatherGemmConfig,
+}
+OPERATORS = list(_CONFIGS)
+_GRANT_BYTES = 4  # which buffer a rank has taken; not in the costs, which are of the data
+_SCALE_BYTES = 4
+
+SENT = [[3, 0, 17, 5], [0, 0, 0, 0], [9, 2, 1, 1], [4, 16, 0, 2]]
+OWNED = [7, 0, 19, 6]
+
+
+def _config(operator, **more):
+    """Several tiles a rank, several programs, a turn of destinations that does not divide anything."""
+    sizes = {"block_m": 16, "block_n": 16, "block_k": 16, "max_programs": 3, "interleave": 2, "group_m": 2} | more
+    return _CONFIGS[operator](**sizes)
+
+
+def _call(operator, rows, columns, inner, dtype="float32", splits=None, **more):
+    return Call(operator, rows, columns, inner, dtype, splits=splits, impl="fused", config=_config(operator, **more))
+
+
+def _calls(operator):
+    """Even, and uneven where the operator takes splits; float8, whose scales travel where rows do."""
+    found = [_call(operator, 36, 40, 20), _call(operator, 64, 33, 24, "float8", max_programs=1)]
+    if operator != "gemm_all_reduce":
+        splits = SENT if operator == "gemm_all_to_all" else OWNED
+        found.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits))
+    return found
+
+
+def _with_traffic(calls):
+    """Each call's result, and what its kernel sent to each rank."""
+    traffic = interlace.group_of().traffic
+    answers = []
+    for call in calls:
+        traffic.reset()
+        answers.append((call.make(), dict(traffic.bytes_to)))
+    return answers
+
+
+def _cost(call, rank, world_size):
+    cost = importlib.import_module(f"interlace.costs.{call.operator}").fused
+    sizes = {
+        "rows": call.rows_of(rank), "columns": call.columns, "inner": call.inner, "itemsize": DTYPES[call.dtype].itemsize,
+        "world_size": world_size, "output_itemsize": call.result_dtype.itemsize,
+    }  # fmt: skip
+    if call.operator == "all_gather_gemm":
+        sizes["rows"] = sum(call.rows_of(each) for each in range(world_size))
+    if call.splits is None:
+        return cost(**sizes)
+    if call.operator == "gemm_all_to_all":
+        received = [counts[rank] for counts in call.splits]
+        return cost(**sizes, rank=rank, input_splits=call.splits[rank], output_splits=received)
+    return cost(**sizes, rank=rank, splits=call.splits)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_costs_are_the_counted_traffic(ranks, operator, world_size):
+    calls = [call for call in _calls(operator) if world_size == 4 or call.splits is None]
+    answers = ranks(world_size).run(_with_traffic, calls)
+    check_all(calls, [[y for y, _ in answer] for answer in answers])
+    for rank, answer in enumerate(answers):
+        for call, (_, bytes_to) in zip(calls, answer, strict=True):
+            besides = 0 if operator == "gemm_reduce_scatter" else _GRANT_BYTES
+            if operator == "all_gather_gemm" and call.dtype == "float8":
+                besides += _SCALE_BYTES * call.rows_of(rank)
+            expected = _cost(call, rank, world_size).link_bytes + besides * (world_size - 1)
+            assert sum(bytes_to.values()) == expected, (rank, call)
+            assert rank not in bytes_to
+
+
+def _under_faults(batch, count, faults):
+    """Calls in turn, under faults of this rank's own: indices of those that are not right bit by bit."""
+    expected = [call.make() for call in batch]
+    wrong = []
+    with interlace.inject(dataclasses.replace(faults, seed=dist.get_rank())):
+        for i in range(count):
+            y = batch[i % len(batch)].make()
+            if not y.equal(expected[i % len(batch)]):
+                wrong.append(i)
+            del y  # its memory is another call's
+    return wrong
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_calls_back_to_back_with_slow_ranks(ranks, operator):
+    """Shapes and grids change from call to call; puts come in any order. A stale slot, signal or ticket shows here."""
+    batch = [_call(operator, 36, 40, 20), _call(operator, 4, 9, 5, max_programs=1), _call(operator, 64, 16, 16, max_programs=8)]
+    faults = Faults(max_delay_s=0.001, reorder_puts=True)
+    assert ranks(2).run(_under_faults, batch, 12, faults, timeout_s=120) == [[]] * 2
+
+
+def _absent_peer(call, absent):
+    """``absent`` never calls: what the others see, and how long it took them."""
+    group = dist.new_group()
+    call.make(group)
+    interlace.set_deadline(1.0, group)
+    if dist.get_rank() == absent:
+        dist.barrier()
+        return None
+    start = time.monotonic()
+    first = error_of(call.make, group)
+    seconds = time.monotonic() - start
+    later = error_of(call.make, group)
+    dist.barrier()
+    return first, later, seconds
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_peer_that_never_calls(ranks, operator):
+    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8), 1, timeout_s=60)
+    assert outcomes[1] is None
+    (kind, message, fields), later, seconds = outcomes[0]
+    assert kind == "PeerTimeoutError"
+    assert message.startswith(f"{operator}: rank 0 waited 1 s for rank 1 ")
+    assert (fields["wanted"], fields["peer"], fields["different_call"]) == (2, 1, False)
+    assert later == (kind, message, fields)
+    assert 1.0 <= seconds < 20
+
+
+def _kept(call):
+    """Results of four calls alive at once: more than there are buffers for."""
+    results = [call.make() for _ in range(4)]
+    return all(torch.equal(result, results[0]) for result in results[1:]), results[0]
+
+
+@pytest.mark.parametrize("operator", ["gemm_all_to_all", "gemm_all_reduce"])
+def test_results_stay_as_they_are(ranks, operator):
+    call = _call(operator, 36, 40, 20)
+    outcomes = ranks(2).run(_kept, call)
+    assert all(same for same, _ in outcomes)
+    call.check([y for _, y in outcomes])

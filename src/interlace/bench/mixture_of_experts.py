@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from interlace.bench.timing import measure
 from interlace.comm import Group, group_of
 from interlace.comm.group import solo_group
+from interlace.comm.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.ops.mixture_of_experts import launch
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.products.launch import Launch
 from interlace.units import NS_PER_S
 
 PARTS = ("combine", "forward", "backward")

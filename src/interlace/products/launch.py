@@ -10,35 +10,15 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
-from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Workspace
+from interlace.comm.kernels import describe_matrix, describe_ranks, triton_dtype
 from interlace.products import record
 from interlace.products.config import ProductConfig
-from interlace.products.operands import ALIGNMENT_BYTES, FLOAT8, Operands, contiguous_dimension
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.units import ceil_div, round_up
 
 _DESCRIPTOR_CAPABILITY = (9, 0)
-_ALONE = 1 << 20  # a stride between ranks, where there is one
 _FLOP_PER_NS = 5600  # of one processor of an H200 that computes and sends tiles (decision 0009)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to go: what an operator runs, and its tuner compiles ahead.
-
-    Attributes:
-        keep: tensors whose addresses are among the arguments.
-    """
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    keep: tuple[Any, ...] = ()
-
-    def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
-        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def programs(group: Group, config: ProductConfig) -> int:
@@ -101,20 +81,6 @@ def options(operands: Operands, config: ProductConfig, group: Group, descriptors
     }
 
 
-def describe_ranks(group: Group, address: int, dtype: torch.dtype, inner: Sequence[tuple[int, int]], block: list[int]) -> Any:
-    """A tensor descriptor of every rank's memory at ``address`` (rank 0's copy): ``[rank, *inner sizes]``.
-
-    Args:
-        inner: size and stride, in elements, of each further dimension.
-        block: of a tile, in the last two dimensions.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    base = view_as(bytes_at(address, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
-    shape, strides = zip((group.world_size, group.stride // dtype.itemsize or _ALONE), *inner, strict=True)
-    return TensorDescriptor(base, list(shape), list(strides), [1] * (len(shape) - 2) + block)
-
-
 def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
     """A tensor descriptor of this rank's result, ``[0, 0, 0, row, column]``, in tiles of the shape of those that travel."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -134,20 +100,6 @@ def _stride(matrix: torch.Tensor, dimension: int) -> int:
     if other > 1:
         return matrix.stride(1 - dimension)
     return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
-
-
-def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
-    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(matrix, [max(size, 1) for size in matrix.shape], [stride, 1], block)
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    types = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, FLOAT8: tl.float8e4nv}
-    return types[dtype]
 
 
 @dataclasses.dataclass(frozen=True)

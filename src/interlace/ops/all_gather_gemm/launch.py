@@ -12,22 +12,14 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_matrix, describe_ranks
 from interlace.comm.outputs import BUFFERS, Output
 from interlace.errors import ArgumentError
 from interlace.ops.all_gather_gemm import reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
 from interlace.products import record
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.launch import (
-    Launch,
-    describe_matrix,
-    describe_ranks,
-    has_descriptors,
-    operand_arguments,
-    options,
-    padded_columns,
-    programs,
-)
+from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import check_sum
 from interlace.units import ceil_div, round_up

@@ -10,11 +10,11 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, process_group_named
 from interlace.comm.constants import on_device
-from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
 from interlace.ops.embedding_all_to_all import record, reference
 from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.ops.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, Launch, triton_dtype, widths_of
+from interlace.ops.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, widths_of
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 from interlace.ops.embedding_all_to_all.tables import alignment, entry
 from interlace.units import ceil_div, next_power_of_2
@@ -309,12 +309,8 @@ def _describe_landing(group: Group, layout: Layout, dtype: torch.dtype, landing:
     alike = all(each == width == next_power_of_2(width) for widths in layout.widths for each in widths)
     if not alike or align * dtype.itemsize != 16 or rows * width * dtype.itemsize > MOST_TILE_BYTES:
         return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     columns = max(layout.rank_columns)
-    shape, strides = [layout.world_size, layout.batch, columns], [group.stride // dtype.itemsize, columns, 1]
-    base = view_as(bytes_at(landing, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
-    return TensorDescriptor(base, shape, strides, [1, rows, width])
+    return describe_ranks(group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width])
 
 
 def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:

@@ -12,9 +12,9 @@ import torch
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.constants import on_device
-from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
@@ -164,25 +164,6 @@ def refuse_bad_values(call: Call) -> None:
             raise ArgumentError(f"{OPERATOR}: on rank {rank}, {found} Nothing was computed.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to go: what :func:`run` runs, and the tuner compiles ahead.
-
-    Attributes:
-        keep: tensors whose addresses are among the arguments.
-    """
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    keep: tuple[Any, ...] = ()
-
-    def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
-        self.kernel[self.grid](*self.arguments, **self.options)
-
-
 def prepare(
     group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int, buffers: int, buffer_bytes: int, taken: int
 ) -> Launch:
@@ -215,7 +196,8 @@ def prepare(
         fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
-        tiles = describe_outputs(group, layout, call.dtype, buffers, buffer_bytes, [config.block_bags, widths["WIDTH"]])
+        sizes = [(BUFFERS + 1, buffer_bytes // call.dtype.itemsize), (layout.chunk, layout.columns), (layout.columns, 1)]
+        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]])
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = (
         on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
@@ -243,16 +225,6 @@ def prepare(
     return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
 
 
-def describe_outputs(group: Group, layout: Layout, dtype: torch.dtype, buffers: int, buffer_bytes: int, block: list[int]) -> Any:
-    """A tensor descriptor of every rank's every buffer: ``[rank, buffer, sample, column]``, in blocks of bags by columns."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    shape = [layout.world_size, BUFFERS + 1, layout.chunk, layout.columns]
-    strides = [group.stride // dtype.itemsize, buffer_bytes // dtype.itemsize, layout.columns, 1]
-    base = view_as(bytes_at(buffers, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
-    return TensorDescriptor(base, shape, strides, [1, 1, *block])
-
-
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
     """This rank's table records, and how its vectors are aligned, in elements."""
     places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
@@ -277,9 +249,3 @@ def widths_of(widths: Sequence[int]) -> dict[str, Any]:
     """``WIDTH`` and ``WHOLE``: lanes of a vector, and whether every table fills them."""
     width = next_power_of_2(max(widths, default=1))
     return {"WIDTH": width, "WHOLE": all(each == width for each in widths)}
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]

@@ -10,22 +10,14 @@ import torch
 from interlace.comm import Group, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
 from interlace.products.choice import Choice, choose_product, group_for
-from interlace.products.launch import (
-    Launch,
-    describe_ranks,
-    has_descriptors,
-    operand_arguments,
-    options,
-    padded_columns,
-    programs,
-    spread_ns,
-)
+from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import balanced, check_sum
 

@@ -9,11 +9,11 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
 from interlace.ops.gemm_reduce_scatter import reference
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products.choice import Choice, choose_product, group_for
 from interlace.products.launch import (
-    Launch,
     describe_own,
     has_descriptors,
     operand_arguments,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 
 from interlace import tuning
 from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
 from interlace.errors import GroupError
 from interlace.ops.gemv_all_reduce import reference
 from interlace.ops.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig, block_tokens, default_config
@@ -74,20 +74,6 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
         with group.running():
             launch()
     return y
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel launch, ready to go: what :func:`run` runs, and the tuner compiles ahead."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
-        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def prepare(

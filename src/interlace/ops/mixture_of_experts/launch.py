@@ -14,12 +14,13 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.outputs import Output
 from interlace.errors import GroupError
 from interlace.ops.mixture_of_experts import layout, reference
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig, default_config
 from interlace.ops.mixture_of_experts.layout import MAX_RANKS, Sizes
-from interlace.products.launch import Launch, has_descriptors, tile_ns
+from interlace.products.launch import has_descriptors, tile_ns
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 _BLOCK_SLOTS = 128
@@ -298,7 +299,7 @@ class _Tools:
         self.tiles = fits_descriptors(call, self.config)
         self.shared = {
             "WORLD_SIZE": ranks,
-            "DTYPE": _triton_dtype(self.dtype),
+            "DTYPE": triton_dtype(self.dtype),
             "TILES": self.tiles,
             # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
             "PRECISION": "ieee" if cuda or self.tiles else "upcast",
@@ -423,7 +424,7 @@ class _Tools:
         options = {
             "WORLD_SIZE": sizes.world_size,
             "TOP_K": sizes.top_k,
-            "DTYPE": _triton_dtype(self.dtype),
+            "DTYPE": triton_dtype(self.dtype),
             "R_LANES": self.lanes["R_LANES"],
             "K_LANES": next_power_of_2(sizes.top_k),
             "ALIGN": self.align,
@@ -446,7 +447,7 @@ class _Tools:
             sizes.ffn,
         )  # fmt: skip
         options = {
-            "WORLD_SIZE": sizes.world_size, "DTYPE": _triton_dtype(self.dtype), "L_LANES": self.lanes["L_LANES"],
+            "WORLD_SIZE": sizes.world_size, "DTYPE": triton_dtype(self.dtype), "L_LANES": self.lanes["L_LANES"],
             "ROWS": rows, "COLS": columns, "num_warps": 4,
         }  # fmt: skip
         grid = (self.programs * (8 if self.group.backend == "cuda" else 1),)
@@ -467,12 +468,6 @@ class _Tools:
         )  # fmt: skip
         options = {name: value for name, value in self.shared.items() if name != "R_LANES"} | {"EVEN": even}
         return Launch(kernel.grouped_gemm_gradient, (self.programs,), arguments, options, (left, right))
-
-
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 # The unfused way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from interlace.units import GB, NS_PER_S
 
@@ -21,8 +22,8 @@ class Machine:
     name: str
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    flops_per_s: float
     source: str
+    flops_per_s: float = math.inf
 
     def floor_ns(self, memory_bytes: float, link_bytes: float, flops: float = 0.0) -> float:
         """No execution is faster: the longest of moving the memory bytes, moving the link bytes, and 16-bit products."""

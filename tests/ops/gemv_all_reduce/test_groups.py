@@ -72,7 +72,7 @@ def _mappings():
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_workspace_grows_on_demand_and_goes(ranks, protocol):
     """It grows for a larger call, stays for a smaller one, and after a release starts again at epoch 1."""
-    calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (9, 700, 9)]
+    calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (9, 400, 9)]
     outcomes = ranks(2).run(_grow, calls)
     for i, call in enumerate([*calls, calls[0]]):
         call.check([results[i] for results, _ in outcomes])

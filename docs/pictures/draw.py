@@ -162,22 +162,23 @@ def fused() -> None:
 
 def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
-    figure, axes = canvas(96, 59.5)
-    label(axes, 2, 57, "Layers: each imports only what is below it", bold=True, size=10)
-    box(axes, 2, 48.5, 44, 6, "cli\ndoctor   demo   bench   tune   sim", fill=SHADES[3])
-    box(axes, 2, 41, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
-    box(axes, 29, 41, 17, 6, "models\nDLRM, training", fill=SHADES[3])
-    box(axes, 2, 33.5, 26, 6, "nn, optim\nmodules, sharding plans", fill=SHADES[3])
-    box(axes, 29, 33.5, 17, 6, "data\nclick logs", fill=SHADES[3])
-    box(axes, 2, 26, 26, 6, "ops\none folder per operator", fill=SHADES[0], bold=True)
-    box(axes, 29, 26, 17, 6, "sim\nmany nodes; no torch", fill=SHADES[1])
+    figure, axes = canvas(96, 67)
+    label(axes, 2, 64.5, "Layers: each imports only what is below it", bold=True, size=10)
+    box(axes, 2, 56, 44, 6, "cli\ndoctor   demo   bench   tune   sim", fill=SHADES[3])
+    box(axes, 2, 48.5, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
+    box(axes, 29, 48.5, 17, 6, "models\nDLRM, training", fill=SHADES[3])
+    box(axes, 2, 41, 26, 6, "nn, optim\nmodules, sharding plans", fill=SHADES[3])
+    box(axes, 29, 41, 17, 6, "data\nclick logs", fill=SHADES[3])
+    box(axes, 2, 33.5, 26, 6, "ops\none folder per operator", fill=SHADES[0], bold=True)
+    box(axes, 29, 33.5, 17, 6, "sim\nmany nodes; no torch", fill=SHADES[1])
+    box(axes, 2, 26, 26, 6, "products\nmatrix products and their tiles", fill=SHADES[0])
     box(axes, 2, 18.5, 26, 6, "language\nTriton primitives", fill=SHADES[0])
     box(axes, 29, 18.5, 17, 6, "tuning\nshape → config", fill=SHADES[0])
     box(axes, 2, 11, 26, 6, "comm\ngroups, memory, launch", fill=SHADES[2])
     box(axes, 29, 11, 17, 6, "costs\npure Python", fill=SHADES[1])
     box(axes, 2, 3.5, 44, 6, "units   errors", fill=PALE)
 
-    label(axes, 52, 57, "A call, from the user to the peers", bold=True, size=10)
+    label(axes, 52, 64.5, "A call, from the user to the peers", bold=True, size=10)
     steps = (
         ("api", "validates; never sends anything", SHADES[0]),
         ("op", "schema, shapes, gradient: torch.ops.interlace.*", SHADES[0]),
@@ -186,14 +187,14 @@ def architecture() -> None:
         ("language", "a peer is an index: pointer + peer × stride", SHADES[0]),
     )
     for i, (name, text, fill) in enumerate(steps):
-        y = 49.5 - 7.6 * i
+        y = 57 - 7.6 * i
         box(axes, 52, y, 10, 4.2, name, fill=fill, bold=True)
         label(axes, 63.5, y + 2.1, text, size=8.5)
         arrow(axes, (57, y), (57, y - 3.4), color=GREY)
-    label(axes, 52, 11.7, "the group's memory", size=8.5, color=GREY)
+    label(axes, 52, 17.7, "the group's memory", size=8.5, color=GREY)
     for r in range(4):
-        box(axes, 52 + 9.6 * r, 5.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)
-    label(axes, 70.9, 3.4, "one address range in every process, one stride between ranks", ha="center", size=8, color=GREY)
+        box(axes, 52 + 9.6 * r, 11.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)
+    label(axes, 70.9, 9.4, "one address range in every process, one stride between ranks", ha="center", size=8, color=GREY)
     save(figure, "architecture")
 
 

@@ -4,7 +4,6 @@ Every store to a peer goes through ``cpu_faults.deliver``, which counts it and m
 """
 
 import functools
-import os
 import time
 
 import numpy as np
@@ -12,6 +11,10 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 
 from interlace.comm import cpu_faults
+
+
+# Long enough to leave the core to a rank that computes, short beside a step of the interpreter.
+_PAUSE_S = 5e-4
 
 
 def is_cuda():
@@ -33,7 +36,7 @@ def fence_system(scratch):
 def pause():
     """Between two looks at a signal: let the network deliver, and other ranks use the core."""
     cpu_faults.progress()
-    os.sched_yield()
+    time.sleep(_PAUSE_S)
 
 
 def load_acquire(ptr, mask):

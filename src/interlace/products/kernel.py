@@ -13,7 +13,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """
     width = GROUP_M * tiles_n
     first = tile // width * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
+    height = tl.maximum(tl.minimum(tiles_m - first, GROUP_M), 1)  # a tile beyond the last one is nobody's, but has a place
     return first + tile % width % height, tile % width // height
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,33 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot
 
     results = document["results"]
-    figure, panels = pyplot.subplots(1, len(results), figsize=(1.5 + 4 * len(results), 4.2), squeeze=False, layout="constrained")
-    for panel, result in zip(panels[0], results, strict=True):
-        for place, order in enumerate(dict.fromkeys(point["order"] for point in result["points"])):
-            colour = _COLOURS[place]
+    columns = min(3, len(results))
+    rows = math.ceil(len(results) / columns)
+    figure, grid = pyplot.subplots(
+        2 * rows, columns, figsize=(1 + 4 * columns, 4.6 * rows), height_ratios=(3, 1) * rows, squeeze=False, layout="constrained"
+    )
+    for place, result in enumerate(results):
+        row, column = divmod(place, columns)
+        above, below = grid[2 * row][column], grid[2 * row + 1][column]
+        for colour, order in zip(_COLOURS, dict.fromkeys(point["order"] for point in result["points"]), strict=False):
             points = [point for point in result["points"] if point["order"] == order]
             occupancy = [point["occupancy_percent"] for point in points]
-            panel.plot(occupancy, [point["median_us"] for point in points], marker="o", color=colour, label=order)
-            panel.fill_between(
-                occupancy, [point["p10_us"] for point in points], [point["p90_us"] for point in points], color=colour, alpha=0.2
-            )
-            for point in points:
-                panel.annotate(
-                    f"skew {point['skew_us']:.0f}", (point["occupancy_percent"], point["median_us"]), fontsize=7, color=colour,
-                    xytext=(0, (-12, 6, 16)[place]), textcoords="offset points", ha="center",
-                )  # fmt: skip
-        panel.set(title=f"{result['shape']}, {result['dtype']}", xlabel="occupancy, % of the programs that fit", xticks=occupancy)
-        panel.set_ylim(bottom=0)
-    panels[0][0].set_ylabel("slowest rank, us (median; band: p10 to p90)")
-    panels[0][0].legend(frameon=False)
+            above.plot(occupancy, [point["median_us"] for point in points], marker="o", color=colour, label=order)
+            spread = [[point[name] for point in points] for name in ("p10_us", "p90_us")]
+            above.fill_between(occupancy, *spread, color=colour, alpha=0.2)
+            below.plot(occupancy, [point["skew_us"] for point in points], marker=".", color=colour)
+        above.set_title(f"{result['shape']}, {result['dtype']}", fontsize=10)
+        above.set(xticks=occupancy, xticklabels=[], ylim=(0, None))
+        below.set(xticks=occupancy, ylim=(0, None))
+        if column == 0:
+            above.set_ylabel("slowest rank, us\n(median; band: p10 to p90)")
+            below.set_ylabel("skew of\nranks, us")
+        if row == rows - 1:
+            below.set_xlabel("occupancy, % of the programs that fit")
+    for blank in range(len(results), rows * columns):
+        for part in (0, 1):
+            grid[2 * (blank // columns) + part][blank % columns].set_axis_off()
+    grid[0][0].legend(frameon=False)
     try:
         figure.savefig(file, dpi=150, format="png")
     except OSError as error:

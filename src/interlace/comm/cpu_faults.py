@@ -18,13 +18,14 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass
 class Traffic:
-    """What this rank's kernels sent to its peers since the last :meth:`reset`. Stores to itself do not count.
+    """What this rank sent to its peers, and fetched, since the last :meth:`reset`. Stores to itself do not count.
 
     Attributes:
         messages: puts, one for each peer that a put of a program reaches.
         message_bytes: bytes of those puts.
         signals: signals, one for each peer.
         bytes_to: bytes of puts by destination rank.
+        bytes_from: bytes that copies fetched, by the rank that they are from.
         events: when each put left: (``time.monotonic()`` seconds, destination rank, bytes). None, the default, records
             nothing; set it to ``[]`` to start.
     """
@@ -33,11 +34,13 @@ class Traffic:
     message_bytes: int = 0
     signals: int = 0
     bytes_to: dict[int, int] = dataclasses.field(default_factory=dict)
+    bytes_from: dict[int, int] = dataclasses.field(default_factory=dict)
     events: list[tuple[float, int, int]] | None = None
 
     def reset(self) -> None:
         self.messages = self.message_bytes = self.signals = 0
         self.bytes_to.clear()
+        self.bytes_from.clear()
         if self.events is not None:
             self.events = []
 
@@ -47,6 +50,9 @@ class Traffic:
         self.bytes_to[peer] = self.bytes_to.get(peer, 0) + nbytes
         if self.events is not None:
             self.events.append((time.monotonic(), peer, nbytes))
+
+    def count_fetch(self, peer: int, nbytes: int) -> None:
+        self.bytes_from[peer] = self.bytes_from.get(peer, 0) + nbytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,6 +73,7 @@ class Group:
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
+        self._side_stream: torch.cuda.Stream | None = None
         self._deadline_s = _default_deadline()
         if process_group is None:
             self.name, self.rank, self.world_size = "", 0, 1
@@ -306,6 +307,12 @@ class Group:
             with cpu_faults.counting(self.traffic):
                 yield
             self.check()
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """A stream for copies beside a kernel; see ``interlace.comm.copies``."""
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self.device)
+        return self._side_stream
 
     # Internals
 

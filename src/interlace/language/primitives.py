@@ -97,6 +97,12 @@ def next_epoch(epochs):
 
 
 @triton.jit
+def previous_epoch(epoch):
+    """The number of the call before this one; 0 for the first."""
+    return epoch - tl.where(((epoch - 2) & _EPOCH_MASK) == 0, 3, 1)
+
+
+@triton.jit
 def mark(epoch, call):
     """``epoch`` marked with the call it belongs to: what this call's signals and words carry.
 

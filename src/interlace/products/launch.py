@@ -51,7 +51,7 @@ def has_descriptors(group: Group) -> bool:
 def operand_arguments(operands: Operands, config: ProductConfig, descriptors: bool) -> tuple[Any, ...]:
     """x and w, of ``Operands.for_kernel``, then bias, scales, and the four strides of x, w and the scales."""
     x, w = operands.x, operands.w
-    strides = _stride(x, 1), _stride(w, contiguous_dimension(w) or 0)
+    strides = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
     if descriptors:
         x = describe_matrix(x, strides[0], [config.block_m, config.block_k])
         if contiguous_dimension(w) == 1:
@@ -92,6 +92,11 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
 def padded_columns(columns: int, dtype: torch.dtype) -> int:
     """Elements between two rows of a result, so that each begins where a descriptor may."""
     return round_up(columns, ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def row_stride(matrix: torch.Tensor) -> int:
+    """Elements between two rows of a matrix whose rows are contiguous."""
+    return _stride(matrix, 1)
 
 
 def _stride(matrix: torch.Tensor, dimension: int) -> int:

@@ -9,6 +9,7 @@ from interlace.products.kernel import add_bias, multiply_tile, scale_tile, tile_
 
 _COUNTER = tl.constexpr(record.COUNTER)
 _TICKETS = tl.constexpr(record.TICKETS)
+_DONE = tl.constexpr(record.DONE)
 _GRANTS = tl.constexpr(record.GRANTS)
 _HEADER = tl.constexpr(record.HEADER)
 _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
@@ -171,19 +172,20 @@ def all_gather_gemm(
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     row_stride, K_padded = row_groups * ALIGN, inner_groups * INNER_ALIGN
-    if program == 0:
-        il.put(flags + _GRANTS + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-        il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
     if program < PUSHERS:
-        if il.wait(flags + peers, stamp, peers, 0, group, others):
-            buffers = tl.where(peers == me, taken, il.get(flags + _GRANTS + peers, me, group, others, 0))
-            first = tl.load(routes + me * _ROUTE + _FIRST_ROW).to(tl.int32)
-            rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
-            _push(
-                x, x_scale, gathered, gathered_address, buffers, buffer_bytes, scale_offset, flags + _HEADER + me * per_source,
-                flags + _HEADER + WORLD_SIZE * per_source, stamp, group, first, rows, K, x_stride, x_scale_stride, K_padded, PUSHERS,
-                WORLD_SIZE, GATHER, MEMBERS, DESCRIPTORS, TILES, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
+        if PUSHERS > 0:
+            if program == 0:
+                il.put(flags + _GRANTS + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
+                il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+            if il.wait(flags + peers, stamp, peers, 0, group, others):
+                buffers = tl.where(peers == me, taken, il.get(flags + _GRANTS + peers, me, group, others, 0))
+                first = tl.load(routes + me * _ROUTE + _FIRST_ROW).to(tl.int32)
+                rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
+                _push(
+                    x, x_scale, gathered, gathered_address, buffers, buffer_bytes, scale_offset, flags + _HEADER + me * per_source,
+                    flags + _HEADER + WORLD_SIZE * per_source, stamp, group, first, rows, K, x_stride, x_scale_stride, K_padded,
+                    PUSHERS, WORLD_SIZE, GATHER, MEMBERS, DESCRIPTORS, TILES, BLOCK_M, BLOCK_K,
+                )  # fmt: skip
     else:
         tickets = il.peer_pointer(flags + _TICKETS, me, group)
         each = ((most_rows + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
@@ -205,3 +207,75 @@ def all_gather_gemm(
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program - PUSHERS, members):
             tl.store(tickets, 0)
     il.advance_epoch(epochs, epoch)
+
+
+# Rows that copy engines fetch: three small launches around the copies
+
+
+@triton.jit(do_not_specialize=["staged_address", "scale_offset", "signals", "per_source", "rows", "K", "x_stride", "x_scale_stride", "inner_groups"])
+def stage_rows(
+    x, x_scale, staged_address, scale_offset, signals, epochs, ctx, notes, call, per_source, rows, K, x_stride, x_scale_stride, inner_groups,
+    WORLD_SIZE: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's rows to where peers may fetch them, and tell them.
+
+    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE + peer]``), copy, and set this
+    rank's signal at every peer. Writes this call's epoch to ``notes``, for the launches that run beside the product.
+
+    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, and sets 3 on rank 0.
+    """
+    program = tl.program_id(0)
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    K_padded = inner_groups * INNER_ALIGN
+    if program == 0:
+        tl.store(notes, epoch)
+    if il.wait(flags + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others):
+        target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
+        lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
+        for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+            m = (first + lines).to(tl.int64)[:, None]
+            for start in range(0, K, COLS):
+                k = start + columns[None, :]
+                inside = (m < rows) & (k < K)
+                value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
+                tl.store(target + m * K_padded + k, value, mask=inside)
+            if x_scale is not None:
+                scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
+                scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
+                tl.store(scales + first + lines, scale, mask=first + lines < rows)
+        counter = il.peer_pointer(flags + _HEADER + WORLD_SIZE * per_source, me, group)
+        if il.arrive_last(counter, program, tl.num_programs(0)):
+            il.signal(flags + me + tl.zeros_like(peers), il.mark(epoch, call), peers, group, others)
+
+
+@triton.jit(do_not_specialize=["signals", "count"])
+def admit_copies(signals, ctx, notes, call, count, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Wait until every peer has staged its rows; the copies follow on the same stream.
+
+    Writes ``count`` stamps to ``notes[1 :]``, which are copied to the product's signals after the rows: this call's, or what no
+    call waits for if a peer's rows have not come.
+    """
+    epoch = tl.load(notes)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != il.rank(group))
+    arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, others)
+    for start in range(0, count, BLOCK):
+        lanes = start + tl.arange(0, BLOCK)
+        tl.store(notes + 1 + lanes, tl.where(arrived & (lanes >= 0), stamp, 0), mask=lanes < count)
+
+
+@triton.jit(do_not_specialize=["signals"])
+def release_rows(signals, ctx, notes, WORLD_SIZE: tl.constexpr):
+    """Tell every peer that its rows have been fetched."""
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    il.signal(il.pointer(signals, tl.int32) + _DONE + me + tl.zeros_like(peers), tl.load(notes), peers, group, others)

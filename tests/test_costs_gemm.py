@@ -35,8 +35,8 @@ def test_all_reduce() -> None:
 
 
 def test_all_gather() -> None:
-    """Two rows of x go to three ranks; six come, are written, and read with the others."""
-    assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY + 6 * 4 * 2, 6 * 4 * 2, 0, 8 * 4 * 2)
+    """Two rows of x go to three ranks; six come, are written, and read with the others: 8 bytes each, which travel as 16."""
+    assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY + 6 * 16, 6 * 16, 0, 8 * 16)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -54,14 +54,14 @@ def test_rows_that_are_not_split_evenly() -> None:
     slots = 4 * 3 * 6 * 2
     assert owned == ProductCost(FLOPS, MEMORY - OUTPUT + slots, 5 * 6 * 2, slots + 3 * 6 * 2, OUTPUT)
     gathered = all_gather_gemm.fused(**sizes, splits=[4, 3, 0, 1])
-    assert gathered == ProductCost(FLOPS, MEMORY + 5 * 4 * 2, 3 * 3 * 4 * 2, 0, 8 * 4 * 2)
+    assert gathered == ProductCost(FLOPS, MEMORY + 5 * 16, 3 * 3 * 16, 0, 8 * 16)
     even = [2, 2, 2, 2]
     assert gemm_all_to_all.fused(**sizes, input_splits=even, output_splits=even) == gemm_all_to_all.fused(**sizes)
     for operator in (gemm_reduce_scatter, all_gather_gemm):
         assert operator.fused(**sizes, splits=even) == operator.fused(**sizes)
     # In all, what leaves some rank arrives at another.
     splits = [4, 3, 0, 1]
-    received = sum((8 - count) * 4 * 2 for count in splits)
+    received = sum((8 - count) * 16 for count in splits)
     assert sum(all_gather_gemm.fused(**sizes | {"rank": rank}, splits=splits).link_bytes for rank in range(4)) == received
 
 
@@ -73,7 +73,7 @@ def test_results_of_another_width_than_operands() -> None:
         cost, wide = operator.fused(**narrow), operator.fused(**SIZES, world_size=4)
         assert cost == dataclasses.replace(wide, memory_bytes=wide.memory_bytes - operands)
     # There, the operand travels.
-    assert all_gather_gemm.fused(**narrow) == ProductCost(FLOPS, operands + OUTPUT + 6 * 4, 6 * 4, 0, 8 * 4)
+    assert all_gather_gemm.fused(**narrow) == ProductCost(FLOPS, operands + OUTPUT + 6 * 16, 6 * 16, 0, 8 * 16)
 
 
 def test_uneven_shares_are_rounded_up() -> None:

@@ -49,12 +49,12 @@ def _calls(operator):
 
 
 def _with_traffic(calls):
-    """Each call's result, and what its kernel sent to each rank."""
+    """Each call's result, what its kernel sent to each rank, and what its copies fetched from each."""
     traffic = interlace.group_of().traffic
     answers = []
     for call in calls:
         traffic.reset()
-        answers.append((call.make(), dict(traffic.bytes_to)))
+        answers.append((call.make(), dict(traffic.bytes_to), dict(traffic.bytes_from)))
     return answers
 
 
@@ -79,15 +79,16 @@ def _cost(call, rank, world_size):
 def test_costs_are_the_counted_traffic(ranks, operator, world_size):
     calls = [call for call in _calls(operator) if world_size == 4 or call.splits is None]
     answers = ranks(world_size).run(_with_traffic, calls)
-    check_all(calls, [[y for y, _ in answer] for answer in answers])
+    check_all(calls, [[y for y, _, _ in answer] for answer in answers])
     for rank, answer in enumerate(answers):
-        for call, (_, bytes_to) in zip(calls, answer, strict=True):
-            besides = 0 if operator == "gemm_reduce_scatter" else _GRANT_BYTES
+        for i, (call, (_, put, fetched)) in enumerate(zip(calls, answer, strict=True)):
+            besides = 0 if operator in ("gemm_reduce_scatter", "all_gather_gemm") else _GRANT_BYTES
             if operator == "all_gather_gemm" and call.dtype == "float8":
                 besides += _SCALE_BYTES * call.rows_of(rank)
             expected = _cost(call, rank, world_size).link_bytes + besides * (world_size - 1)
-            assert sum(bytes_to.values()) == expected, (rank, call)
-            assert rank not in bytes_to
+            taken = sum(other[i][2].get(rank, 0) for other in answers)
+            assert (sum(put.values()), taken) == ((0, expected) if operator == "all_gather_gemm" else (expected, 0)), (rank, call)
+            assert rank not in put | fetched
 
 
 def _under_faults(batch, count, faults):

@@ -295,7 +295,7 @@ def candidates(shape: Shape, start: ProductConfig, world_size: int) -> list[Prod
         tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 64, 128, 4, 4)]
         return [replace(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s) for m, n, k, w, s in tiles]
     if isinstance(start, AllGatherGemmConfig):
-        return [dataclasses.replace(start, push_programs=pushers) for pushers in (8, 16, 32)]
+        return [dataclasses.replace(start, stage_first=first) for first in (0, 1)]
     found = [replace(stagger=0), replace(stagger=50), replace(stagger=100)]
     if ceil_div(shape.rows, world_size) < 1024:
         found += [replace(block_n=128, stagger=0), replace(block_n=128, stagger=100)]

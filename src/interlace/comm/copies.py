@@ -14,24 +14,27 @@ from interlace.errors import BackendError
 
 
 @contextlib.contextmanager
-def beside(group: Group) -> Iterator[None]:
+def beside(group: Group, *, first: bool = False) -> Iterator[None]:
     """What is enqueued within runs beside what the current stream gets later, and after what it got before.
 
-    The CPU backend runs it at once. On CUDA, end with :func:`join`.
+    End with :func:`join`. The CPU backend runs it at once.
+
+    Args:
+        first: let its launches have processors before the current stream's; for the whole of one ``beside`` and ``join``.
     """
     if group.backend == "cpu":
         yield
         return
-    side = group.side_stream()
+    side = group.side_stream(first)
     side.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(side):
         yield
 
 
-def join(group: Group) -> None:
+def join(group: Group, *, first: bool = False) -> None:
     """Let the current stream go on once all that ran :func:`beside` it is done."""
     if group.backend == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(group.side_stream())
+        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
 
 
 def copy(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:

@@ -37,6 +37,7 @@ class Workspace:
         data: symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
         signals: symmetric int32, each written by one rank only, and only to grow.
         epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of the next call, once per program.
+        side_epochs: the same, for launches that run beside an operator's kernel and may end before or after it.
     """
 
     data: Block
@@ -44,6 +45,7 @@ class Workspace:
     signals: Block
     signal_count: int
     epochs: torch.Tensor
+    side_epochs: torch.Tensor
     captured: bool = False
 
 
@@ -73,7 +75,7 @@ class Group:
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_streams: dict[bool, torch.cuda.Stream] = {}
         self._deadline_s = _default_deadline()
         if process_group is None:
             self.name, self.rank, self.world_size = "", 0, 1
@@ -204,6 +206,7 @@ class Group:
             signals=self.allocate(4 * signal_count),
             signal_count=signal_count,
             epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+            side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
         )
         self._workspaces[operator] = new
         if old is not None and old.captured:
@@ -308,11 +311,11 @@ class Group:
                 yield
             self.check()
 
-    def side_stream(self) -> torch.cuda.Stream:
-        """A stream for copies beside a kernel; see ``interlace.comm.copies``."""
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self.device)
-        return self._side_stream
+    def side_stream(self, first: bool) -> torch.cuda.Stream:
+        """A stream for copies beside a kernel, of high priority if ``first``; see ``interlace.comm.copies``."""
+        if first not in self._side_streams:
+            self._side_streams[first] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
+        return self._side_streams[first]
 
     # Internals
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.units import round_up
 
 
 def fused(
@@ -20,13 +21,13 @@ def fused(
 ) -> ProductCost:
     """Cost of ``rank``: ``x [rows, inner]`` in all, its share of them here; ``w [columns, inner]`` here.
 
-    The peers' rows are written here before the product reads them.
+    The peers' rows are written here before the product reads them, each with the padding that brings it to 16 bytes.
 
     Args:
         itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by default.
         splits: rows of x on each rank; evenly split by default.
     """
-    row_bytes = inner * itemsize
+    row_bytes = round_up(inner * itemsize, 16)
     if splits is None:
         received = sent = leaving(rows * row_bytes, world_size)
     else:

@@ -7,12 +7,11 @@ from typing import Final
 MAX_RANKS: Final = 8
 
 # int32 signals of a rank; what follows HEADER depends on the operator.
-GRANTED: Final = 0  # [source]: the buffer of that rank may be written
+GRANTED: Final = 0  # [source]: the buffer of that rank may be written, or its rows read
 DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
 COUNTER: Final = 2 * MAX_RANKS  # programs that have sent all their tiles; local
-TICKETS: Final = 3 * MAX_RANKS  # tiles that programs have taken; local
-GRANTS: Final = 4 * MAX_RANKS  # [source]: which of its buffers that rank has granted; no signals
-HEADER: Final = 5 * MAX_RANKS
+GRANTS: Final = 3 * MAX_RANKS  # [source]: which of its buffers that rank has granted; no signals
+HEADER: Final = 4 * MAX_RANKS
 
 # A route, int64: rows that go to, or come from, one rank.
 FIRST_ROW: Final = 0  # of the product

@@ -15,18 +15,13 @@ class AllGatherGemmConfig(ProductConfig):
     """One way to run the fused kernel of ``all_gather_gemm``; see :class:`ProductConfig` for the other fields.
 
     Attributes:
-        push_programs: programs that send this rank's rows before others take their processors; 0 to have copy engines fetch
-            the peers' rows, which takes no processor.
-        pieces: copies that fetch a peer's rows; the product begins with a piece when it is here.
+        stage_first: 1 to give staging this rank's rows for the others priority over the product; 0 to let it share.
     """
 
     group_m: int = 16
-    push_programs: int = 0
-    pieces: int = 2
+    stage_first: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.push_programs <= 1024:
-            raise ArgumentError(f"AllGatherGemmConfig: push_programs must be between 0 and 1024; got {self.push_programs}.")
-        if not 1 <= self.pieces <= 64:
-            raise ArgumentError(f"AllGatherGemmConfig: pieces must be between 1 and 64; got {self.pieces}.")
+        if self.stage_first not in (0, 1):
+            raise ArgumentError(f"AllGatherGemmConfig: stage_first must be 0 or 1; got {self.stage_first}.")

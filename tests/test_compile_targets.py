@@ -38,11 +38,23 @@ def _cases(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "meet": lambda: [({"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}, {"WORLD_SIZE": 4})],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "plan_call": lambda: _mixture_of_experts_numbers(),
+        "sum_slots": _sum_slots,
         "sum_results": lambda: _mixture_of_experts_rows(),
         "swiglu_backward": lambda: _mixture_of_experts_rows(),
     }[kernel]()
+
+
+def _sum_slots():
+    """To this rank, and to all."""
+    import triton.language as tl
+
+    sizes = ("first", "rows", "columns", "slot_stride", "row_stride", "result_stride")
+    types = {"slots": "*bf16", "result": "i64", "ctx": "*i64", **dict.fromkeys(sizes, "i32")}
+    for everyone in (True, False):
+        yield types, {"WORLD_SIZE": 4, "BROADCAST": everyone, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024}
 
 
 _EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
@@ -201,7 +213,7 @@ def _mixture_of_experts_products(kernel):
 
 
 def _grid_kernels():
-    """Every kernel that is launched: a public JITFunction whose first statements ask for a program's index."""
+    """Every kernel that is launched: a public JITFunction that asks for its program's index or the call's."""
     import importlib
     import pkgutil
 
@@ -209,13 +221,12 @@ def _grid_kernels():
 
     import interlace.ops
 
-    for package in pkgutil.iter_modules(interlace.ops.__path__):
-        if not package.ispkg:
-            continue
-        module = importlib.import_module(f"interlace.ops.{package.name}.kernel")
+    packages = [f"interlace.ops.{package.name}" for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
+    for package in [*packages, "interlace.mapped"]:
+        module = importlib.import_module(f"{package}.kernel")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
-            if local and not name.startswith("_") and "tl.program_id(" in value.src:
+            if local and not name.startswith("_") and ("tl.program_id(" in value.src or "il.next_epoch(" in value.src):
                 yield value
 
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace import data, models, nn, optim
+    from interlace import data, mapped, models, nn, optim
     from interlace.comm import (
         Faults,
         Group,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RankMismatchError,
         WorkspaceError,
     )
+    from interlace.mapped import MappedOutput, fuse
     from interlace.ops.all_gather_gemm.api import all_gather_gemm
     from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
     from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
@@ -69,6 +70,8 @@ _PUBLIC = {
     "PeerTimeoutError": "interlace.errors",
     "RankMismatchError": "interlace.errors",
     "WorkspaceError": "interlace.errors",
+    "MappedOutput": "interlace.mapped",
+    "fuse": "interlace.mapped",
     "all_gather_gemm": "interlace.ops.all_gather_gemm.api",
     "AllGatherGemmConfig": "interlace.ops.all_gather_gemm.config",
     "embedding_all_to_all": "interlace.ops.embedding_all_to_all.api",
@@ -86,7 +89,7 @@ _PUBLIC = {
     "MixtureOfExpertsConfig": "interlace.ops.mixture_of_experts.config",
 }
 
-_MODULES = ("data", "models", "nn", "optim")
+_MODULES = ("data", "mapped", "models", "nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
@@ -104,6 +107,7 @@ __all__ = [
     "GroupError",
     "InterlaceError",
     "LaunchError",
+    "MappedOutput",
     "MixtureOfExpertsConfig",
     "PeerTimeoutError",
     "RankMismatchError",
@@ -116,6 +120,7 @@ __all__ = [
     "embedding_all_to_all",
     "empty_symmetric",
     "explain",
+    "fuse",
     "gemm_all_reduce",
     "gemm_all_to_all",
     "gemm_reduce_scatter",
@@ -123,6 +128,7 @@ __all__ = [
     "group_of",
     "inject",
     "launch",
+    "mapped",
     "mixture_of_experts",
     "models",
     "nn",

@@ -22,6 +22,8 @@ from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
+from interlace.mapped import Fused, empty_rotating, fuse
+from interlace.mapped.output import ORDERS
 from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.launch import choose as choose_all_gather
 from interlace.ops.gemm_all_reduce.launch import choose as choose_all_reduce
@@ -193,6 +195,50 @@ def pairs(case: Case) -> dict[str, Step]:
     return ways | _async_tensor_parallel(case)
 
 
+def mapped(case: Case) -> dict[str, Step]:
+    """Name -> cuBLAS, unchanged, with an output that is the peers' memory; in both orders of rows."""
+    collective = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
+    if case.shape.operator not in collective:
+        return {}
+    shape = (case.shape.rows, case.shape.columns)
+    ways: dict[str, Step] = {}
+    for order in ORDERS:
+        run = fuse(
+            torch.mm, collective[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
+        )  # fmt: skip
+        sources = [x for x, _ in case.sets]
+        if order == "rotated":
+            inputs = [
+                empty_rotating((case.shape.rows, case.shape.inner), dtype=case.shape.dtype, group=case.group) for _ in sources
+            ]
+            for source, x in zip(inputs, sources, strict=True):
+                source.natural.copy_(x)
+            sources = [source.rotated for source in inputs]
+        ways[f"cuBLAS, mapped output, {order}"] = functools.partial(_mapped_call, run, sources, [w for _, w in case.sets])
+    return ways
+
+
+def _mapped_call(run: Fused, sources: list[torch.Tensor], weights: list[torch.Tensor], i: int) -> torch.Tensor:
+    return run(sources[i % _SETS], weights[i % _SETS].T)
+
+
+def _check_mapped(case: Case, name: str, step: Step) -> None:
+    """Against the operator's unfused pair.
+
+    Raises:
+        InterlaceError: they differ by more than roundings.
+    """
+    y, expected = step(0), case.call(0, "unfused")
+    assert isinstance(y, torch.Tensor)
+    difference = ((y.double() - expected.double()).norm() / expected.double().norm()).float()
+    case.owner.synchronize()
+    dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=case.group)
+    if not difference.item() <= 2 * tolerance(case.shape):
+        raise InterlaceError(
+            f"{case.shape.operator} {case.shape}, {name}: differs by {difference.item():.1e} from the pair; not timed."
+        )
+
+
 def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     """torch's own overlap of the product with copies, where it has one."""
     from torch.distributed import _symmetric_memory as symmetric_memory  # defines the operators, too
@@ -255,6 +301,9 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     error = check(case, chosen)
     times = {"fused": _timed(case, lambda i: case.call(i, "fused", chosen))}
     for name, step in pairs(case).items():
+        times[name] = _timed(case, step)
+    for name, step in mapped(case).items():
+        _check_mapped(case, name, step)
         times[name] = _timed(case, step)
     for name, step in collectives(case).items():
         times[f"{name} alone"] = _timed(case, step)

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,14 +173,27 @@ class Group:
 
     # Memory
 
-    def allocate(self, nbytes: int) -> Block:
-        """A block of symmetric memory (collective). Not while a CUDA graph is being captured."""
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """A block of symmetric memory (collective), ``pieces`` times ``nbytes``. Not while a CUDA graph is being captured."""
         if self._capturing():
             raise WorkspaceError(
                 "symmetric memory must be allocated before a CUDA graph is captured. "
                 "Call the operator once with these shapes first, then capture."
             )
-        return self._heap.allocate(nbytes)
+        return self._heap.allocate(nbytes, pieces)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        """Map pieces of symmetric memory once more, one behind the other; see ``Heap.remap``."""
+        if self._capturing():
+            raise WorkspaceError(
+                "memory must be mapped before a CUDA graph is captured. Create mapped outputs first, then capture."
+            )
+        return self._heap.remap(addresses, nbytes)
+
+    @property
+    def granularity(self) -> int:
+        """Bytes of which pieces for :meth:`remap` must be multiples."""
+        return self._heap.granularity
 
     @property
     def stride(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,21 +71,45 @@ class Heap(ABC):
 
     device: torch.device
     stride: int
+    granularity: int
+    """Bytes of which a piece that can be mapped again must be a multiple."""
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Block:
-        """Allocate ``nbytes`` zeroed bytes on every rank, visible to every rank when this returns."""
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate ``pieces`` times ``nbytes`` zeroed bytes on every rank, visible to every rank when this returns.
+
+        Pieces lie one behind the other, each rounded up to the granularity if there are several.
+        """
+
+    @abstractmethod
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        """Map pieces of ``nbytes``, of any rank's memory and mapped here already, once more: one behind the other, as given.
+
+        Not collective.
+
+        Returns:
+            The address of the first, and what undoes the mapping.
+        """
 
 
 class SoloHeap(Heap):
     """The heap of a group of one: plain memory of the device, no peers to map."""
 
+    granularity = 16
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stride = 0
 
-    def allocate(self, nbytes: int) -> Block:
-        memory = torch.zeros(round_up(max(nbytes, 1), 4096) + 256, dtype=torch.uint8, device=self.device)
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        size = pieces * round_up(max(nbytes, 1), 4096)
+        memory = torch.zeros(size + 256, dtype=torch.uint8, device=self.device)
         address = round_up(memory.data_ptr(), 256)
         keep = [memory]
-        return Block(address, round_up(max(nbytes, 1), 4096), self.stride, keep.clear)
+        return Block(address, size, self.stride, keep.clear)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        """One piece, as it is."""
+        if len(addresses) != 1:
+            raise WorkspaceError("memory of a process on its own must be mapped once; it cannot be mapped again.")
+        return addresses[0], lambda: None

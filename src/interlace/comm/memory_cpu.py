@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from interlace.comm.group import Group
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -30,6 +32,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
@@ -45,25 +49,37 @@ class CpuHeap(Heap):
 
     def __init__(self, group: Group) -> None:
         self.device = torch.device("cpu")
+        self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
         self._group = group
         self._base = _mmap(None, self.stride * group.world_size, _PROT_NONE, _RESERVED)
         self._offsets = FreeList(self.stride)
 
-    def allocate(self, nbytes: int) -> Block:
-        size = round_up(max(nbytes, 1), mmap.PAGESIZE)
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        size = pieces * round_up(max(nbytes, 1), self.granularity)
         fd = os.memfd_create("interlace")
         try:
             os.ftruncate(fd, size)
         except OSError:
             os.close(fd)
             raise
-        with exchanged_descriptors(self._group, "empty_symmetric", fd) as descriptors:
+        with exchanged_descriptors(self._group, "empty_symmetric", [fd]) as descriptors:
             offset = self._offsets.take(size)
-            for rank, descriptor in enumerate(descriptors):
+            for rank, (descriptor,) in enumerate(descriptors):
                 place = self._base + rank * self.stride + offset
                 _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
         return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        size = len(addresses) * nbytes
+        base = _mmap(None, size, _PROT_NONE, _RESERVED)
+        for i, address in enumerate(addresses):
+            # Of a shared mapping, an old size of 0 makes another one (mremap(2)).
+            if _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes) == _FAILED:
+                error = os.strerror(ctypes.get_errno())
+                _libc.munmap(base, size)
+                raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} cannot be mapped again: {error}.")
+        return base, lambda: _libc.munmap(base, size)
 
     def _unmap(self, offset: int, size: int) -> None:
         for rank in range(self._group.world_size):

@@ -9,6 +9,7 @@ memory does not do the exchange.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,34 +60,41 @@ class CudaHeap(Heap):
         self._handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._properties.requestedHandleTypes = self._handle_type
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self._granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
+        self.granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
         self._base = int(_call(cu.cuMemAddressReserve(self.stride * group.world_size, 0, 0, 0)))
         self._offsets = FreeList(self.stride)
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         cu = self._cu
-        size = round_up(max(nbytes, 1), self._granularity)
-        result = cu.cuMemCreate(size, self._properties, 0)
-        if int(result[0]) == _OUT_OF_MEMORY:
-            raise WorkspaceError(f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}.")
-        own = _call(result)
-        fd = int(_call(cu.cuMemExportToShareableHandle(own, self._handle_type, 0)))
+        piece = round_up(max(nbytes, 1), self.granularity)
+        size = pieces * piece
+        own: list[Any] = []
         try:
-            with exchanged_descriptors(self._group, "empty_symmetric", fd) as descriptors:
+            for _ in range(pieces):
+                result = cu.cuMemCreate(piece, self._properties, 0)
+                if int(result[0]) == _OUT_OF_MEMORY:
+                    raise WorkspaceError(
+                        f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}."
+                    )
+                own.append(_call(result))
+            fds = [int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0))) for handle in own]
+            with exchanged_descriptors(self._group, "empty_symmetric", fds) as descriptors:
                 offset = self._offsets.take(size)
-                for rank, descriptor in enumerate(descriptors):
+                for rank, held in enumerate(descriptors):
                     place = self._base + rank * self.stride + offset
-                    if rank == self._group.rank:
-                        _call(cu.cuMemMap(place, size, 0, own, 0))
-                    else:
-                        physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
-                        _call(cu.cuMemMap(place, size, 0, physical, 0))
-                        _call(cu.cuMemRelease(physical))
+                    for i, descriptor in enumerate(held):
+                        if rank == self._group.rank:
+                            _call(cu.cuMemMap(place + i * piece, piece, 0, own[i], 0))
+                        else:
+                            physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+                            _call(cu.cuMemMap(place + i * piece, piece, 0, physical, 0))
+                            _call(cu.cuMemRelease(physical))
                     self._allow(place, size)
         finally:
-            _call(cu.cuMemRelease(own))  # mappings keep the memory
+            for handle in own:
+                _call(cu.cuMemRelease(handle))  # mappings keep the memory
         mine = self._base + self._group.rank * self.stride + offset
         _call(cu.cuMemsetD8(mine, 0, size))
         torch.cuda.synchronize(self.device)
@@ -95,11 +103,29 @@ class CudaHeap(Heap):
         def release() -> None:
             # Kernels of this rank may still be writing; peers keep the memory that they map.
             torch.cuda.synchronize(self.device)
-            for rank in range(len(descriptors)):
-                _call(cu.cuMemUnmap(self._base + rank * self.stride + offset, size))
+            for rank in range(self._group.world_size):
+                for i in range(pieces):
+                    _call(cu.cuMemUnmap(self._base + rank * self.stride + offset + i * piece, piece))
             self._offsets.give(offset, size)
 
         return Block(self._base + offset, size, self.stride, release)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        cu, size = self._cu, len(addresses) * nbytes
+        base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        for i, address in enumerate(addresses):
+            physical = _call(cu.cuMemRetainAllocationHandle(address))
+            _call(cu.cuMemMap(base + i * nbytes, nbytes, 0, physical, 0))
+            _call(cu.cuMemRelease(physical))
+        self._allow(base, size)
+
+        def release() -> None:
+            torch.cuda.synchronize(self.device)
+            for i in range(len(addresses)):
+                _call(cu.cuMemUnmap(base + i * nbytes, nbytes))
+            _call(cu.cuMemAddressFree(base, size))
+
+        return base, release
 
     def _allow(self, address: int, size: int) -> None:
         access = self._cu.CUmemAccessDesc()

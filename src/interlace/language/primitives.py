@@ -237,7 +237,8 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     Puts that any of them made before are then visible to all of them.
 
     Args:
-        ptr: ``WORLD_SIZE`` int32 signals of this program index alone.
+        ptr: ``WORLD_SIZE`` int32 signals of this program index alone. A rank may be one barrier ahead of another: where epochs
+            carry marks, and so do not simply grow, let two sets of signals take turns.
     """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     me = rank(group)

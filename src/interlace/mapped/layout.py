@@ -1,0 +1,69 @@
+"""How matrices are padded so that the rows of each rank end where a mapping may."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm import Group
+from interlace.comm.dlpack import bytes_at
+from interlace.comm.memory import Block
+from interlace.errors import ArgumentError
+from interlace.units import round_up
+
+
+class Mapping:
+    """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it lives."""
+
+    def __init__(self, block: Block, address: int, release: Callable[[], None]) -> None:
+        self.block, self.address, self._release = block, address, release
+
+    def __del__(self) -> None:
+        self._release()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one rank gets from another: ``sizes`` elements, ``strides`` apart, ``nbytes`` in all with padding."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    nbytes: int
+
+
+def chunk_of_rows(what: str, rows: int, columns: int, itemsize: int, granularity: int) -> Chunk:
+    """``rows`` of a matrix whose rows are padded until that many of them are a multiple of ``granularity`` bytes.
+
+    Raises:
+        ArgumentError: more than half would be padding.
+    """
+    unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)
+    stride = round_up(max(columns, 1), unit)
+    nbytes = max(rows, 1) * stride * itemsize
+    if nbytes > max(granularity, 2 * rows * columns * itemsize):
+        raise ArgumentError(
+            f"{what}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} bytes; padding rows would take "
+            f"{nbytes} bytes for {rows * columns * itemsize}. Give the shape with the ranks in a dimension of their own, "
+            f"(world size, {rows}, {columns}): padding then goes between ranks."
+        )
+    return Chunk((rows, columns), (stride, 1), nbytes)
+
+
+def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chunk:
+    """A contiguous tensor, padded at its end."""
+    strides = [1] * len(sizes)
+    for i in range(len(sizes) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(sizes[i + 1], 1)
+    return Chunk(tuple(sizes), tuple(strides), round_up(max(math.prod(sizes) * itemsize, 1), granularity))
+
+
+def tensor_at(
+    group: Group, address: int, nbytes: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, owner: Any
+) -> torch.Tensor:
+    """A tensor over ``nbytes`` at ``address``, which ``owner`` keeps."""
+    raw = bytes_at(address, (nbytes,), (1,), group.device, owner)
+    return raw.view(dtype).as_strided(list(sizes), list(strides))

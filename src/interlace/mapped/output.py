@@ -1,0 +1,178 @@
+"""``MappedOutput``: an output for somebody else's kernel, whose rows are the memory of the ranks that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group, group_of
+from interlace.comm.interpreter import require
+from interlace.errors import ArgumentError
+from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
+
+OPERATOR = "mapped output"
+ORDERS = ("natural", "rotated")
+
+
+class MappedOutput:
+    """A tensor to write, each part of which is memory of the rank that the part is for.
+
+    :meth:`begin` gives the tensor for one *epoch*: hand it, or any slice of it, to a kernel as its output, several kernels if
+    you like. :meth:`exchange` ends the epoch and gives what all ranks have written for this one. Two buffers take turns, so the
+    next epoch's stores do not disturb a reader: what ``exchange`` returned may be read, on the same stream, until the next
+    ``exchange``.
+
+    Loads through the tensor are right and slow, as they cross the links: producers that accumulate into their output (``beta``
+    other than 0, atomics) are better off with memory of their own. A kernel that writes beyond its output faults, or writes into
+    the part of another rank, as it would in any memory.
+
+    Attributes:
+        group: the group.
+        dtype: of the elements.
+        destinations: the rank that each part of the tensor is for.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        order: str = "natural",
+        root: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Map a tensor of ``shape``. Collective: every rank gives the same arguments.
+
+        Args:
+            shape: ``(M, N)``: M / R rows for each rank, the rows padded where that is needed for parts to end where mappings may
+                (every 2 MiB on CUDA), so that ``stride(0)`` may be above N. Or ``(R, ...)``, a part for each rank, with padding
+                between parts. With ``root``, the shape of the one part.
+            dtype: of the elements.
+            order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``me + 1 + i``, this rank's own the last,
+                so that ranks do not all write to rank 0 first; see :func:`interlace.mapped.empty_rotating` for the input.
+            root: all that a rank writes is for this rank (a gather); default: for each rank its part (an all-to-all).
+            group: 1 to 8 ranks of one machine; default: the default process group.
+            device: default: the current CUDA device, or the CPU if there is none.
+
+        Raises:
+            ArgumentError: the shape does not divide, or would be padded to more than twice its size.
+            RankMismatchError: ranks differ in shape, dtype, order or root.
+            BackendError: the GPUs cannot map each other's memory.
+            WorkspaceError: the memory does not fit, or a CUDA graph is being captured.
+        """
+        sizes = tuple(int(size) for size in shape)
+        self.group: Group = group_of(group, device)
+        self.dtype = dtype
+        ranks, rank = self.group.world_size, self.group.rank
+        _validate(sizes, order, root, ranks)
+        self._mark = self.group.agree(OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root)
+        granularity, parts = self.group.granularity, 1 if root is not None else ranks
+        if root is not None:
+            chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
+        elif len(sizes) == 2:
+            chunk = chunk_of_rows("MappedOutput", sizes[0] // ranks, sizes[1], dtype.itemsize, granularity)
+        else:
+            chunk = chunk_of_block(sizes[1:], dtype.itemsize, granularity)
+        first = rank + 1 if order == "rotated" else 0
+        self.destinations = [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
+        # [half][source]: the parts that this rank gets. Every rank has the same, also where a root gets all.
+        block = self.group.allocate(chunk.nbytes, 2 * ranks)
+        step = chunk.nbytes // dtype.itemsize
+        self._written: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []
+        for half in range(2):
+            slots = block.address + half * ranks * chunk.nbytes
+            there = [slots + to * block.stride + rank * chunk.nbytes for to in self.destinations]
+            mapping = Mapping(block, *self.group.remap(there, chunk.nbytes))
+            whole, strides = (parts, *chunk.sizes), (step, *chunk.strides)
+            if root is not None:
+                whole, strides = chunk.sizes, chunk.strides
+            elif len(sizes) == 2:
+                whole, strides = sizes, chunk.strides
+            self._written.append(tensor_at(self.group, mapping.address, parts * chunk.nbytes, whole, strides, dtype, mapping))
+            mine = slots + rank * block.stride
+            received = (ranks, *chunk.sizes), (step, *chunk.strides)
+            self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, block))
+        self._workspace = self.group.workspace(OPERATOR, 4096, 2 * ranks)
+        self._half = 0
+        self._writing = False
+        self._captured = False
+
+    @property
+    def half(self) -> int:
+        """Which of the two buffers the current epoch uses."""
+        return self._half
+
+    def begin(self) -> torch.Tensor:
+        """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its contents are anything.
+
+        Collective in a CUDA graph, and after the output has been in one: a graph replays with the same buffer, so ranks first
+        wait, on the stream, until all have read it.
+
+        Raises:
+            ArgumentError: the epoch has begun already.
+            PeerTimeoutError: a wait of the group has expired before.
+        """
+        if self._writing:
+            raise ArgumentError("MappedOutput.begin: an epoch must end before the next begins. Call exchange() first.")
+        self.group.check()
+        self._captured |= self.group.capture_id() is not None
+        if self._captured:
+            self._meet()
+        self._writing = True
+        return self._written[self._half]
+
+    def exchange(self) -> torch.Tensor:
+        """End the epoch: wait, on the current stream, until every rank has written. Collective; the host does not wait.
+
+        Call it on the stream of the kernels that wrote, or one that waits for them.
+
+        Returns:
+            ``[R, ...]``: what each rank wrote for this one, to be read on this stream before the next :meth:`exchange`.
+
+        Raises:
+            ArgumentError: no epoch has begun.
+            PeerTimeoutError: a peer did not exchange before the group's deadline. On CUDA the kernel ends, and the next call on
+                the group, or :func:`interlace.synchronize`, raises.
+        """
+        if not self._writing:
+            raise ArgumentError("MappedOutput.exchange: an epoch must have begun. Call begin() and write first.")
+        self._writing = False
+        self._meet()
+        received = self._received[self._half]
+        self._half = 1 - self._half
+        return received
+
+    def meet(self) -> None:
+        """Wait, on the current stream, until every rank's stream is here. Collective."""
+        self._meet()
+
+    def _meet(self) -> None:
+        if self.group.world_size == 1:
+            return
+        require(self.group.backend)
+        from interlace.mapped import kernel
+
+        with self.group.running():
+            kernel.meet[(1,)](
+                self._workspace.signals.address, self._workspace.epochs, self.group.context(OPERATOR), self._mark,
+                WORLD_SIZE=self.group.world_size, num_warps=1,
+            )  # fmt: skip
+
+
+def _validate(sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:
+    if not sizes or any(size < 0 for size in sizes):
+        raise ArgumentError(f"MappedOutput: shape must have sizes of 0 or more; got {sizes}.")
+    if order not in ORDERS:
+        raise ArgumentError(f"MappedOutput: order must be one of {', '.join(ORDERS)}; got {order!r}.")
+    if root is not None:
+        if not 0 <= root < ranks:
+            raise ArgumentError(f"MappedOutput: root must be a rank of the group, 0 to {ranks - 1}; got {root}.")
+        return
+    if len(sizes) == 1 or (len(sizes) == 2 and sizes[0] % ranks):
+        raise ArgumentError(f"MappedOutput: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}.")
+    if len(sizes) > 2 and sizes[0] != ranks:
+        raise ArgumentError(f"MappedOutput: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}.")

@@ -1,0 +1,282 @@
+"""Mapped outputs: what plain torch writes here is there; orders, padding, epochs, faults."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.mapped import empty_rotating
+from tests.errors import error_of
+
+
+def _inputs(
+    rows: int, columns: int, inner: int, rank: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small integers: products and their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-2, 3, (rows, inner), generator=generator)
+    w = torch.randint(-2, 3, (columns, inner), generator=generator)
+    return x.to(dtype), w.to(dtype)
+
+
+def _worked_example() -> list[list[float]]:
+    """Of the documentation: two ranks, two rows each; row d of a rank's product is for rank d."""
+    out = interlace.MappedOutput((2, 1), dtype=torch.float32)
+    torch.mul(torch.tensor([[1.0], [2.0]]), 10.0 ** dist.get_rank(), out=out.begin())
+    return out.exchange().flatten(0, 1).tolist()
+
+
+def test_worked_example(ranks: Any) -> None:
+    assert ranks(2).run(_worked_example) == [[[1.0], [10.0]], [[2.0], [20.0]]]
+
+
+def _product(order: str, shape: tuple[int, int], inner: int, epochs: int) -> list[torch.Tensor]:
+    """Unmodified ``torch.mm`` into the peers' memory, several epochs of different factors."""
+    rows, columns = shape
+    x, w = _inputs(rows, columns, inner, dist.get_rank())
+    source = empty_rotating((rows, inner), dtype=x.dtype)
+    source.natural.copy_(x)
+    out = interlace.MappedOutput(shape, dtype=x.dtype, order=order)
+    results = []
+    for epoch in range(epochs):
+        target = out.begin()
+        assert target.shape == shape
+        torch.mm(source.rotated if order == "rotated" else source.natural, (epoch + 1) * w.T, out=target)
+        results.append(out.exchange().flatten(0, 1).clone())
+    return results
+
+
+# Rows a rank that need no padding, and some; 1024 floats are a page.
+@pytest.mark.parametrize("order", ["natural", "rotated"])
+@pytest.mark.parametrize(("world_size", "shape"), [(1, (6, 40)), (2, (8, 256)), (4, (4, 1024)), (4, (64, 50)), (4, (8, 600))])
+def test_a_product_goes_to_its_peers(ranks: Any, world_size: int, shape: tuple[int, int], order: str) -> None:
+    results = ranks(world_size).run(_product, order, shape, 8, 3)
+    rows = shape[0] // world_size
+    for rank, epochs in enumerate(results):
+        parts = []
+        for source in range(world_size):
+            x, w = _inputs(*shape, 8, source)
+            parts.append((x @ w.T)[rank * rows : (rank + 1) * rows])
+        for epoch, y in enumerate(epochs):
+            assert torch.equal(y, (epoch + 1) * torch.cat(parts))
+
+
+def _batched(shape: tuple[int, int, int]) -> tuple[torch.Tensor, bool]:
+    """``torch.bmm`` with padding between the ranks."""
+    ranks, rows, columns = shape
+    x, w = _inputs(ranks * rows, columns, 5, dist.get_rank())
+    out = interlace.MappedOutput(shape, dtype=x.dtype)
+    target = out.begin()
+    torch.bmm(x.view(ranks, rows, 5), w.T.expand(ranks, 5, columns), out=target)
+    return out.exchange().clone(), target.is_contiguous()
+
+
+def test_padding_between_ranks(ranks: Any) -> None:
+    results = ranks(2).run(_batched, (2, 3, 7))
+    for rank, (y, contiguous) in enumerate(results):
+        assert not contiguous
+        for source in range(2):
+            x, w = _inputs(6, 7, 5, source)
+            assert torch.equal(y[source], (x @ w.T)[rank * 3 : rank * 3 + 3])
+
+
+def _collective(name: str, shape: tuple[int, ...], dtype: torch.dtype, order: str, calls: int) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    x, w = _inputs(shape[-2], shape[-1], 16, rank, dtype)
+    if order == "rotated":
+        x = x.roll(-(rank + 1) * (len(x) // dist.get_world_size()), 0)
+    run = interlace.fuse(torch.mm, name, shape=shape, dtype=dtype, order=order, root=1)
+    return [run(x * (call + 1), w.T).clone() for call in range(calls)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "order"), [(n, "natural") for n in interlace.mapped.COLLECTIVES] + [("all_reduce", "rotated")])
+def test_collectives(ranks: Any, name: str, order: str, dtype: torch.dtype) -> None:
+    rows, columns = 16, 40
+    results = ranks(4).run(_collective, name, (rows, columns), dtype, order, 3)
+    products = [x.float() @ w.float().T for x, w in (_inputs(rows, columns, 16, source) for source in range(4))]
+    total, own = sum(products), rows // 4
+    for rank, calls in enumerate(results):
+        mine = slice(rank * own, (rank + 1) * own)
+        expected = {
+            "all_to_all": torch.cat([product[mine] for product in products]),
+            "reduce_scatter": total[mine],
+            "all_reduce": total,
+            "gather": torch.stack(products) if rank == 1 else total.new_empty([0, rows, columns]),
+            "scatter": products[1][mine],
+        }[name]
+        for call, y in enumerate(calls):
+            assert y.dtype == dtype
+            assert torch.equal(y.float(), (call + 1) * expected)
+
+
+def _many_epochs() -> int:
+    """Ranks of different speed; what is read must be this epoch's on every one of them."""
+    rank = dist.get_rank()
+    out = interlace.MappedOutput((2, 512), dtype=torch.int32)
+    wrong = 0
+    for epoch in range(40):
+        torch.full((2, 512), 1000 * rank + epoch, dtype=torch.int32, out=out.begin())
+        if (epoch + rank) % 7 == 0:
+            time.sleep(0.01)
+        received = out.exchange()
+        wrong += int((received.float().mean((1, 2)) != torch.tensor([epoch, 1000.0 + epoch])).sum())
+    return wrong
+
+
+def test_epochs_of_slow_and_fast_ranks(ranks: Any) -> None:
+    assert ranks(2).run(_many_epochs) == [0, 0]
+
+
+def _groups() -> list[float]:
+    """Two outputs of the world and one of a subgroup, in use at the same time."""
+    rank = dist.get_rank()
+    pair = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    outs = [interlace.MappedOutput((4, 8), dtype=torch.float32), interlace.MappedOutput((8, 4), dtype=torch.float32)]
+    outs.append(interlace.MappedOutput((2, 8), dtype=torch.float32, group=pair))
+    for i, out in enumerate(outs):
+        out.begin().fill_(10 * i + rank)
+    return [float(out.exchange().sum()) for out in outs]
+
+
+def test_groups_and_several_outputs(ranks: Any) -> None:
+    for rank, sums in enumerate(ranks(4).run(_groups)):
+        pair = 20 * 2 + (1 if rank < 2 else 5)
+        assert sums == [8.0 * 6, 8.0 * (40 + 6), 8.0 * pair]
+
+
+def _mapped_bytes() -> int:
+    with open("/proc/self/maps", encoding="ascii") as file:
+        return sum(1 for line in file if "interlace" in line)
+
+
+def _given_back() -> list[int]:
+    """Mappings of this process before, during and after; a tensor keeps them."""
+    counts = [_mapped_bytes()]
+    out = interlace.MappedOutput((8, 4096), dtype=torch.float32)
+    received = out.begin().fill_(1.0) is not None and out.exchange()
+    counts.append(_mapped_bytes())
+    del out
+    gc.collect()
+    counts.append(_mapped_bytes())
+    assert float(received.sum()) == received.numel()
+    del received
+    gc.collect()
+    counts.append(_mapped_bytes())
+    dist.barrier()
+    return counts
+
+
+def test_memory_is_given_back(ranks: Any) -> None:
+    pool = ranks(2)
+    pool.run(_given_back)  # the workspace of the group stays
+    for before, during, held, after in pool.run(_given_back):
+        assert during > before
+        assert held > before
+        assert after == before
+
+
+def _misuse() -> list[tuple[str, str, dict[str, object]]]:
+    out = interlace.MappedOutput((4, 8), dtype=torch.float32)
+    errors = [error_of(out.exchange)]
+    out.begin().zero_()
+    errors.append(error_of(out.begin))
+    out.exchange()
+    return errors
+
+
+def test_epochs_must_begin_and_end(ranks: Any) -> None:
+    for first, second in ranks(2).run(_misuse):
+        assert first[:2] == ("ArgumentError", "MappedOutput.exchange: an epoch must have begun. Call begin() and write first.")
+        assert second[0] == "ArgumentError"
+        assert "must end before the next begins" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "message"),
+    [
+        ((3, 8), {}, "MappedOutput: a shape (M, N) must have the 2 ranks divide M; got (3, 8)."),
+        ((8,), {}, "MappedOutput: a shape (M, N) must have the 2 ranks divide M; got (8,)."),
+        ((4, 2, 8), {}, "MappedOutput: a shape of 3 sizes must begin with the 2 ranks; got (4, 2, 8)."),
+        ((4, -8), {}, "MappedOutput: shape must have sizes of 0 or more; got (4, -8)."),
+        ((4, 8), {"order": "reverse"}, "MappedOutput: order must be one of natural, rotated; got 'reverse'."),
+        ((4, 8), {"root": 2}, "MappedOutput: root must be a rank of the group, 0 to 1; got 2."),
+    ],
+)
+def test_bad_arguments(ranks: Any, shape: tuple[int, ...], more: dict[str, Any], message: str) -> None:
+    assert ranks(2).run(_rejected, shape, more) == [("ArgumentError", message)] * 2
+
+
+def _rejected(shape: tuple[int, ...], more: dict[str, Any]) -> tuple[str, str]:
+    return error_of(lambda: interlace.MappedOutput(shape, dtype=torch.float32, **more))[:2]
+
+
+def _too_much_padding() -> tuple[str, str]:
+    return error_of(lambda: interlace.MappedOutput((6, 500), dtype=torch.float32))[:2]
+
+
+def test_padding_that_would_waste_memory(ranks: Any) -> None:
+    """Three rows of 500 floats fill whole pages only with rows of 1024."""
+    for kind, message in ranks(2).run(_too_much_padding):
+        assert kind == "ArgumentError"
+        assert message.startswith("MappedOutput: 3 rows of 500 elements a rank must fill pieces of 4096 bytes; padding rows")
+        assert "(world size, 3, 500)" in message
+
+
+def _different() -> tuple[str, str]:
+    return error_of(lambda: interlace.MappedOutput((4, 18 + dist.get_rank()), dtype=torch.float32))[:2]
+
+
+def test_ranks_that_disagree(ranks: Any) -> None:
+    for kind, message in ranks(2).run(_different):
+        assert kind == "RankMismatchError"
+        assert "shape must be the same on every rank" in message
+
+
+def _absent() -> tuple[Any, ...] | None:
+    """Rank 1 never exchanges."""
+    group = dist.new_group()
+    out = interlace.MappedOutput((4, 8), dtype=torch.float32, group=group)
+    interlace.set_deadline(1.0, group)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    out.begin().fill_(1.0)
+    start = time.monotonic()
+    first = error_of(out.exchange)
+    seconds = time.monotonic() - start
+    later = error_of(out.begin)
+    dist.barrier()
+    return first, later, seconds
+
+
+def test_a_peer_that_never_exchanges(ranks: Any) -> None:
+    (first, later, seconds), nothing = ranks(2).run(_absent)
+    assert nothing is None
+    assert first[0] == "PeerTimeoutError"
+    assert first[1].startswith("mapped output: rank 0 waited 1 s for rank 1 ")
+    assert later == first
+    assert 1.0 <= seconds < 20
+
+
+def _dies() -> None:
+    group = dist.new_group()
+    out = interlace.MappedOutput((4, 8), dtype=torch.float32, group=group)
+    interlace.set_deadline(1.0, group)
+    out.begin().fill_(1.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    out.exchange()
+
+
+def test_a_rank_that_dies_before_the_exchange(ranks: Any) -> None:
+    with pytest.raises(interlace.LaunchError, match=r"rank 1 ended without a result|rank 0 failed"):
+        interlace.launch(_dies, 2, backend="cpu", timeout_s=60)

@@ -300,6 +300,8 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     chosen = config or case.choice.config
     error = check(case, chosen)
     times = {"fused": _timed(case, lambda i: case.call(i, "fused", chosen))}
+    if shape.operator != "all_gather_gemm":
+        times["mapped"] = _timed(case, lambda i: case.call(i, "mapped"))
     for name, step in pairs(case).items():
         times[name] = _timed(case, step)
     for name, step in mapped(case).items():

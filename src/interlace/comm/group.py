@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Group:
         backend: ``"cuda"`` or ``"cpu"``.
         traffic: what this rank's kernels sent; counted on the CPU backend only.
         outputs: symmetric memory that operators return as tensors.
+        kept: what operators keep from call to call, until :meth:`release`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -72,6 +74,7 @@ class Group:
         self._agreed: dict[tuple[Hashable, ...], int] = {}
         self._gathered: dict[tuple[Hashable, ...], list[dict[str, Any]]] = {}
         self.outputs = OutputPool(self)
+        self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
@@ -243,6 +246,7 @@ class Group:
         self._retained.clear()
         self._agreed.clear()
         self._gathered.clear()
+        self.kept.clear()
         self.outputs.release()
 
     def context(self, operator: str) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from interlace.comm import Group
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import triton_dtype
@@ -16,6 +17,7 @@ from interlace.mapped.output import OPERATOR, MappedOutput
 from interlace.units import ceil_div
 
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce", "gather", "scatter")
+_MOST = 8  # products whose memory a group keeps
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -137,3 +139,21 @@ def fuse(
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
     return Fused(producer, collective, shape, dtype, order, root, group, device)
+
+
+def kept_product(collective: str, x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None) -> Fused:
+    """``fuse(torch.mm, collective)`` for ``x @ w.T``; the same one for the same sizes. Collective where it is new.
+
+    The memory of the last few sizes is kept until ``Group.release``, or for good if a CUDA graph has captured it.
+    """
+    shape = (x.shape[0], w.shape[0])
+    key = (OPERATOR, collective, shape, x.dtype)
+    found = group.kept.get(key)
+    if found is None:
+        found = fuse(torch.mm, collective, shape=shape, dtype=x.dtype, group=process_group, device=group.device)
+        kept = [one for one, value in group.kept.items() if isinstance(value, Fused) and not value.output.captured]
+        for one in kept[: max(0, len(kept) + 1 - _MOST)]:
+            del group.kept[one]
+        group.kept[key] = found
+    group.kept.move_to_end(key)
+    return cast("Fused", found)

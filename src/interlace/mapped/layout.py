@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,9 @@ class Mapping:
     """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it lives."""
 
     def __init__(self, block: Block, address: int, release: Callable[[], None]) -> None:
-        self.block, self.address, self._release = block, address, release
-
-    def __del__(self) -> None:
-        self._release()
+        self.block, self.address = block, address
+        self._finalizer = weakref.finalize(self, release)
+        self._finalizer.atexit = False  # the process's end unmaps everything
 
 
 @dataclasses.dataclass(frozen=True)

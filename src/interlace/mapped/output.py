@@ -32,6 +32,7 @@ class MappedOutput:
         group: the group.
         dtype: of the elements.
         destinations: the rank that each part of the tensor is for.
+        captured: whether a CUDA graph has captured it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class MappedOutput:
         self._workspace = self.group.workspace(OPERATOR, 4096, 2 * ranks)
         self._half = 0
         self._writing = False
-        self._captured = False
+        self.captured = False
 
     @property
     def half(self) -> int:
@@ -119,8 +120,8 @@ class MappedOutput:
         if self._writing:
             raise ArgumentError("MappedOutput.begin: an epoch must end before the next begins. Call exchange() first.")
         self.group.check()
-        self._captured |= self.group.capture_id() is not None
-        if self._captured:
+        self.captured |= self.group.capture_id() is not None
+        if self.captured:
             self._meet()
         self._writing = True
         return self._written[self._half]

@@ -10,7 +10,7 @@ import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named
-from interlace.errors import GroupError
+from interlace.errors import ArgumentError, GroupError
 from interlace.products.config import ProductConfig
 from interlace.products.operands import Operands
 
@@ -87,6 +87,34 @@ def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: t
 def _shared_bytes(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+WITH_MAPPED = ("auto", "fused", "mapped", "unfused")
+"""Implementations of the operators whose product travels."""
+
+
+def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands, even: bool) -> str:
+    """Which implementation runs a call: ``impl``, or what was chosen where it can run.
+
+    Args:
+        even: whether every rank gets as many rows from every rank.
+
+    Raises:
+        ArgumentError: ``impl`` is ``"mapped"`` and cannot run these operands.
+    """
+    wanted = choice.impl if impl == "auto" else impl
+    if wanted != "mapped":
+        return wanted
+    missing = [
+        *(["rows that are split evenly"] if not even else []),
+        *(["a result of the dtype of x"] if operands.out_dtype != operands.x.dtype else []),
+        *(["no bias"] if operands.bias is not None else []),
+    ]
+    if not missing:
+        return "mapped"
+    if impl == "auto":
+        return "unfused"
+    raise ArgumentError(f"{operator}: impl='mapped' must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'.")
 
 
 def group_for(operator: str, group_name: str, operands: Operands) -> Group:

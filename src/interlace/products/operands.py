@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def validate(
     impl: str,
     config: object,
     config_type: type,
+    impls: Sequence[str] = ("auto", "fused", "unfused"),
 ) -> None:
     """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
 
@@ -53,8 +55,8 @@ def validate(
             f"{operator}: float8 operands must not require gradients; got one that does. "
             f"Detach them or use torch.no_grad(); to train, multiply in bfloat16."
         )
-    if impl not in ("auto", "fused", "unfused"):
-        raise ArgumentError(f"{operator}: impl must be auto, fused or unfused; got {impl!r}.")
+    if impl not in impls:
+        raise ArgumentError(f"{operator}: impl must be one of {', '.join(impls)}; got {impl!r}.")
     if config is not None and not isinstance(config, config_type):
         raise ArgumentError(f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}.")
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
+from interlace.products.choice import WITH_MAPPED
 from interlace.products.operands import output_dtype, validate
 
 
@@ -44,7 +45,8 @@ def gemm_all_reduce(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: what was measured to be
+        impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
+            ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 
@@ -67,7 +69,7 @@ def gemm_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
-    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllReduceConfig)
+    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllReduceConfig, WITH_MAPPED)
     y: torch.Tensor = torch.ops.interlace.gemm_all_reduce(
         x,
         w,

@@ -10,9 +10,10 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
+from interlace.mapped import kept_product
 from interlace.ops.gemm_all_reduce import reference
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
-from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, slots_for, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import balanced
@@ -32,8 +33,12 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
         return operands.x.new_empty([operands.rows, operands.columns], dtype=operands.out_dtype)
     choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
     chosen = GemmAllReduceConfig.parse(config) if config else choice.config
-    if (choice.impl if impl == "auto" else impl) == "fused":
+    how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
+    if how == "fused":
         return _fused(operands.for_kernel(), group, chosen, mark)
+    if how == "mapped":
+        product = kept_product("all_reduce", operands.x, operands.w, group, process_group_named(group_name))
+        return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
     group.check()
     return reference.gemm_all_reduce(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

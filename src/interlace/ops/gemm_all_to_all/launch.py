@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError, RankMismatchError
+from interlace.mapped import kept_product
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
-from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.splits import balanced, check_sum
@@ -52,8 +54,12 @@ def run(
     # Rows of the rank that has most: the same choice on every rank.
     choice = choose(**operands.sizes(max(map(sum, sent))), world_size=group.world_size)
     chosen = GemmAllToAllConfig.parse(config) if config else choice.config
-    if (choice.impl if impl == "auto" else impl) == "fused":
+    how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
+    if how == "fused":
         return _fused(operands.for_kernel(), sent, group, chosen, mark)
+    if how == "mapped":
+        product = kept_product("all_to_all", operands.x, operands.w, group, process_group_named(group_name))
+        return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
     group.check()
     return reference.gemm_all_to_all(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

@@ -10,9 +10,10 @@ import torch
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
+from interlace.mapped import kept_product
 from interlace.ops.gemm_reduce_scatter import reference
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
-from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import (
     describe_own,
     has_descriptors,
@@ -51,8 +52,12 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
         return operands.x.new_empty([splits[group.rank], operands.columns], dtype=operands.out_dtype)
     choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
     chosen = GemmReduceScatterConfig.parse(config) if config else choice.config
-    if (choice.impl if impl == "auto" else impl) == "fused":
+    how = resolve(OPERATOR, impl, choice, operands, even=len(set(splits)) == 1)
+    if how == "fused":
         return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
+    if how == "mapped":
+        product = kept_product("reduce_scatter", operands.x, operands.w, group, process_group_named(group_name))
+        return product(operands.x, operands.w.T)
     group.check()
     return reference.gemm_reduce_scatter(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

@@ -307,6 +307,31 @@ def mixture_of_experts() -> None:
     save(figure, "mixture-of-experts")
 
 
+def mapped_output() -> None:
+    """The address range that rank 1's producer writes, and whose memory it is."""
+    figure, axes = canvas(104, 54)
+    label(axes, 2, 51.5, "A mapped output of rank 1: one range of addresses, memory of four ranks", bold=True, size=10)
+    label(axes, 12, 47.5, "what rank 1's kernel writes", ha="center", size=9, bold=True)
+    label(axes, 12, 45.2, "[M, N], rotated order", ha="center", size=8, color=GREY)
+    label(axes, 67, 47.5, "each rank's memory: a slot for every source", ha="center", size=9, bold=True)
+    for i, rank in enumerate((2, 3, 0, 1)):
+        y = 35.0 - 8.6 * i
+        block(axes, 3, y, 18, 7.6, SHADES[rank])
+        label(axes, 12, y + 4.9, f"rows for rank {rank}", ha="center", size=8.5)
+        label(axes, 12, y + 2.4, "first" if i == 0 else "last: its own" if i == 3 else "", ha="center", size=7.5, color=GREY)
+    for rank in range(4):
+        y = 35.0 - 8.6 * rank
+        label(axes, 95, y + 3.8, f"rank {rank}", color=RANKS[rank], bold=True)
+        for source in range(4):
+            block(axes, 42 + 13 * source, y, 12, 7.6, SHADES[rank] if source == 1 else PALE)
+            label(axes, 48 + 13 * source, y + 3.8, f"from rank {source}", ha="center", size=8)
+        place = 35.0 - 8.6 * ((2, 3, 0, 1).index(rank))
+        arrow(axes, (21.5, place + 3.8), (41.3, y + 3.8), color=RANKS[rank])
+    label(axes, 2, 5.2, "Ordinary stores. The kernel knows nothing of it: page tables say whose memory a page of its output is (2 MiB pages on a GPU,", size=8.5)
+    label(axes, 2, 2.8, "4 KiB on the CPU). exchange() then waits until all ranks have written; a second set of slots takes the next epoch's stores.", size=8.5)
+    save(figure, "mapped-output")
+
+
 def main() -> None:
     """Draw them all."""
     mpl.rcParams.update({"svg.hashsalt": "interlace", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]})
@@ -314,6 +339,7 @@ def main() -> None:
     architecture()
     memory_model()
     mixture_of_experts()
+    mapped_output()
 
 
 if __name__ == "__main__":

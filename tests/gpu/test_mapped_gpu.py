@@ -1,7 +1,7 @@
 """Mapped outputs on real GPUs, one process a GPU, with producers that this project did not write. Run with ``-m gpu``.
 
-The result must be the same bit by bit as the producer's own in memory of its own, moved by NCCL; but for ``addmm``, where cuBLAS takes
-another way if rows are padded.
+The result must be the same bit by bit as the producer's own in memory of its own, moved by NCCL; but for ``addmm``, where cuBLAS
+takes another way if rows are padded.
 """
 
 from __future__ import annotations

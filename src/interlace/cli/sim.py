@@ -292,8 +292,8 @@ def t3_sensitivity(
 
 @sim_app.command("t3-measured")
 def t3_measured(
-    document: Annotated[
-        Path, typer.Argument(help="What `interlace bench gemm_reduce_scatter` or `gemm_all_to_all` wrote.", metavar="FILE")
+    documents: Annotated[
+        list[Path], typer.Argument(help="What `interlace bench gemm_reduce_scatter` or `gemm_all_to_all` wrote.", metavar="FILE...")
     ],
     machine: Machine = "h200-node",
     changes: T3Set = None,
@@ -303,7 +303,7 @@ def t3_measured(
     """What T3's hardware would still gain over software that was measured, shape by shape."""
     from interlace.cli.sim_t3 import run_measured
 
-    run_measured(document, machine, changes, json_file, plot)
+    run_measured(documents, machine, changes, json_file, plot)
 
 
 @sim_app.command()

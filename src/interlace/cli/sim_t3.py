@@ -127,13 +127,15 @@ def run_layer(
     say_written(console, json_file)
 
 
-def run_measured(file: Path, machine_name: str, changes: list[str] | None, json_file: Path | None, plot_file: Path | None) -> None:
+def run_measured(
+    files: list[Path], machine_name: str, changes: list[str] | None, json_file: Path | None, plot_file: Path | None
+) -> None:
     """T3 against measured software, shape by shape."""
     machine = load_t3_machine(machine_name, parse_changes(changes))
-    found, left_out = compare(machine, file)
+    found, left_out = compare(machine, files)
     console = make_console()
-    console.print(f"{machine.name}; measured: {file.name}")
-    table = _table("operator", "shape", "unfused", "modelled", "error", "our software", "T3", "T3 faster", "ideal overlap", "floor")
+    console.print(f"{machine.name}; measured: {', '.join(file.name for file in files)}")
+    table = _table("operator", "shape", "unfused", "modelled", "error", "our operator", "T3", "T3 faster", "ideal overlap", "floor")
     for one in found:
         table.add_row(
             one.operator,
@@ -141,7 +143,7 @@ def run_measured(file: Path, machine_name: str, changes: list[str] | None, json_
             format_ns(round(one.measured_ns["unfused"])),
             format_ns(one.modelled_ns["sequential"]),
             f"{100 * one.error:+.1f} %",
-            format_ns(round(one.measured_ns["fused"])),
+            format_ns(round(one.software_ns)),
             format_ns(round(one.corrected_ns("t3-mca"))),
             f"{one.gain:.2f}x",
             format_ns(round(one.corrected_ns("ideal"))),

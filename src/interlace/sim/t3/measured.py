@@ -23,6 +23,7 @@ class Comparison:
     """One shape: measured, and on a simulated machine; nanoseconds, without an all-gather.
 
     Attributes:
+        auto: what our operator picks by itself, ``fused`` or ``unfused``.
         measured_ns: ``unfused``, ``fused``, ``product`` and ``collective``.
         modelled_ns: ``sequential``, ``t3-mca``, ``ideal``, ``product`` and ``collective``.
         floor_ns: the links, or the product at the measured ceilings.
@@ -31,6 +32,7 @@ class Comparison:
     operator: str
     product: Product
     ranks: int
+    auto: str
     measured_ns: dict[str, float]
     modelled_ns: dict[str, int]
     floor_ns: float
@@ -45,26 +47,31 @@ class Comparison:
         return self.modelled_ns[configuration] * self.measured_ns["product"] / self.modelled_ns["product"]
 
     @property
+    def software_ns(self) -> float:
+        """Our operator's measured time."""
+        return self.measured_ns[self.auto]
+
+    @property
     def gain(self) -> float:
-        """T3 over the measured fused operator; below 1 the software is the faster one."""
-        return self.measured_ns["fused"] / self.corrected_ns("t3-mca")
+        """T3 over our operator; below 1 the software is the faster one."""
+        return self.software_ns / self.corrected_ns("t3-mca")
 
 
-def compare(machine: T3Machine, file: Path) -> tuple[list[Comparison], list[str]]:
-    """Each shape of a benchmark's document whose tiles fill the machine, and the names of the others.
+def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison], list[str]]:
+    """Each shape of benchmarks' documents whose tiles fill the machine, and the names of the others.
 
     Fewer tiles than compute units are the business of a library that picks smaller ones or splits the inner dimension; this model
     has one tile, so it says nothing of them.
 
     Raises:
-        ConfigError: the file cannot be read, or is no document of ``interlace bench`` with one of :data:`OPERATORS`.
+        ConfigError: a file cannot be read, or is no document of ``interlace bench`` with one of :data:`OPERATORS`.
     """
     found, left_out = [], []
-    for row in _rows(file):
+    for row in (row for file in files for row in _rows(file)):
         product = Product(str(row["shape"]), int(row["rows"]), int(row["columns"]), int(row["inner"]))
         tiles = -(-product.rows // int(machine.gpu.tile_rows.value)) * -(-product.columns // int(machine.gpu.tile_columns.value))
         if tiles < machine.gpu.compute_units.value:
-            left_out.append(product.name)
+            left_out.append(f"{row['operator']} {product.name}")
             continue
         found.append(_compare(machine, row, product))
     return found, left_out
@@ -73,7 +80,11 @@ def compare(machine: T3Machine, file: Path) -> tuple[list[Comparison], list[str]
 def _rows(file: Path) -> Sequence[dict[str, Any]]:
     try:
         rows = json.loads(file.read_text())["results"]
-        known = [row for row in rows if row["operator"] in OPERATORS and {_UNFUSED, _FUSED, _PRODUCT} <= row["times"].keys()]
+        known = [
+            row
+            for row in rows
+            if row["operator"] in OPERATORS and row["auto"] and {_UNFUSED, _FUSED, _PRODUCT} <= row["times"].keys()
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} must be a document of interlace bench; {type(error).__name__}: {error}.") from error
     if not known:
@@ -90,6 +101,7 @@ def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Compa
         operator=row["operator"],
         product=product,
         ranks=ranks,
+        auto=row["auto"],
         measured_ns={name: 1000 * row["times"][key]["median_us"] for name, key in measured.items() if key in row["times"]},
         modelled_ns={
             **{name: _without_gather(run) for name, run in runs.items()},

@@ -65,14 +65,14 @@ class Plan:
 
     def __init__(self, machine: T3Machine, product: Product, row_parts: int = 1) -> None:
         """Args:
-        row_parts: equal parts of the rows, one after the other (the shards of a gathered input).
+        row_parts: equal parts of the rows, one after the other (the shards of a gathered input); tiles do not cross them.
         """
         gpu = machine.gpu
         tile_rows, tile_columns, k_step = int(gpu.tile_rows.value), int(gpu.tile_columns.value), int(gpu.k_step.value)
         self.product = product
-        self.heights = [part for size in _split(product.rows, row_parts) for part in _parts(size, tile_rows)]
+        self.heights = _parts(product.rows // row_parts, tile_rows) * row_parts
         self.widths, self.depths = _parts(product.columns, tile_columns), _parts(product.depth, k_step)
-        self.part_rows = -(-len(self.heights) // row_parts)
+        self.part_rows = len(self.heights) // row_parts
         self.tiles = _order(len(self.heights), len(self.widths), min(int(gpu.group_rows.value), self.part_rows))
         unit = gpu.clock_hz.value * gpu.flops_per_clock.value * gpu.efficiency.value
         self.step_ns = round(1e9 * 2 * tile_rows * tile_columns * k_step / unit)
@@ -81,10 +81,6 @@ class Plan:
     def output_bytes(self, tile: int) -> int:
         row, column = self.tiles[tile]
         return ELEMENT_BYTES * self.heights[row] * self.widths[column]
-
-
-def _split(size: int, parts: int) -> list[int]:
-    return [size // parts + (part < size % parts) for part in range(parts)]
 
 
 def _order(rows: int, columns: int, group: int) -> list[tuple[int, int]]:

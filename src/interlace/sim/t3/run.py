@@ -122,7 +122,7 @@ def simulate(
     ):
         if value not in known:
             raise ConfigError(f"{what} must be one of {', '.join(known)}; got {value!r}.")
-    chunks = _address_map(collective, ranks, network, address_map)
+    chunks = _address_map(collective, product, ranks, network, address_map)
     if slowness is not None and (len(slowness) != ranks or min(slowness) < 1):
         raise ConfigError(f"slowness must have a factor of at least 1 for each of {ranks} GPUs; got {tuple(slowness)}.")
     one = _SubLayer(machine, product, ranks, network, collective, max(slowness or (1.0,)))
@@ -140,19 +140,21 @@ def simulate(
     return _result(one, configuration, placed)
 
 
-def _address_map(collective: Collective, ranks: int, network: str, given: AddressMap | None) -> AddressMap | None:
+def _address_map(collective: Collective, product: Product, ranks: int, network: str, given: AddressMap | None) -> AddressMap | None:
     """The one that the collective needs, or the user's, if it makes the same sums."""
     if collective == "all-gather":
-        if ranks < 2:
-            raise ConfigError(f"a collective must have at least 2 ranks; got {ranks}.")
+        if ranks < 2 or product.rows % ranks:
+            raise ConfigError(
+                f"an all-gather must have at least 2 ranks, and rows that divide evenly over them; got {product.rows} rows and "
+                f"{ranks} ranks."
+            )
         if given is not None:
             raise ConfigError("an address map must be for a product's output; got one for an all-gather. Leave it out.")
         return None
-    ring = network == "ring" and collective == "reduce-scatter"
-    direct = maps.all_to_all if collective == "all-to-all" else maps.direct_reduce_scatter
-    needed = (maps.ring_reduce_scatter if ring else direct)(ranks)
     if given is None:
-        return needed
+        ring = network == "ring" and collective == "reduce-scatter"
+        direct = maps.all_to_all if collective == "all-to-all" else maps.direct_reduce_scatter
+        return (maps.ring_reduce_scatter if ring else direct)(ranks)
     if given.chunks != ranks:
         raise ConfigError(f"an address map must have a chunk for each of {ranks} GPUs; got {given.chunks}.")
     addends = 1 if collective == "all-to-all" else ranks

@@ -422,8 +422,10 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(files["trace"].read_text())["traceEvents"]
     flows = [e for e in events if e["ph"] in "stf" and e["pid"] == 1]
-    assert {e["ph"] for e in flows} == {"s", "t", "f"}
-    assert len(flows) == 3 * 2 * 16  # two chunks are sent by DMA, 16 blocks each
+    first = [e for e in flows if e["id"] == flows[0]["id"]]
+    assert [e["ph"] for e in first] == ["s", "t", "t", "f"]  # stored, in memory, triggered, sent
+    assert [e["ts"] for e in first] == sorted(e["ts"] for e in first)
+    assert len(flows) == 4 * 2 * 16  # two chunks are sent by DMA, 16 blocks each
     assert CliRunner().invoke(app, ["sim", "t3", "--shape", "12x"]).exit_code != 0
 
 

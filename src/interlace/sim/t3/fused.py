@@ -27,6 +27,8 @@ class _Fused:
         self._start_ns = round(machine.dma.start_ns.value)
         self.tracker = Tracker(int(machine.tracker.sets.value), int(machine.tracker.ways.value), self._spill)
         self.flows: list[Flow] = []
+        self._stored_ns: dict[int, int] = {}
+        self._updated_ns: dict[int, int] = {}
         self._prefer_product = prefer_product
         if prefer_product:
             gpu.memory.threshold = float("inf")
@@ -40,15 +42,16 @@ class _Fused:
         intensity = 1e9 * moved / (gpu.engine.now * gpu.machine.memory.bytes_per_s.value)
         gpu.memory.threshold = gpu.machine.arbitration.threshold(intensity)
 
-    def _transfer(self, block: int, size: float, run_bytes: float, stored_ns: int, send: Callable[[], None]) -> None:
+    def _transfer(self, block: int, size: float, run_bytes: float, send: Callable[[], None]) -> None:
         """What a trigger does: a DMA engine starts, and reads the block; then ``send()``."""
         now = self._gpu.engine.now
+        stored_ns, updated_ns = self._stored_ns.get(block, now), self._updated_ns.get(block, now)
 
         def read() -> None:
             self._gpu.memory.request("communication", self._kind, "read", size, sent, run_bytes)
 
         def sent() -> None:
-            self.flows.append(Flow(block, stored_ns, now, self._gpu.engine.now))
+            self.flows.append(Flow(block, stored_ns, updated_ns, now, self._gpu.engine.now))
             send()
 
         server = self._engines[block % len(self._engines)]
@@ -89,7 +92,6 @@ class _Producer(_Fused):
         self._blocks = -(-self._tiles // addresses.chunks)
         self._size = plan.product.output_bytes / (self._blocks * addresses.chunks)
         self._expected = [addresses.expected(chunk) for chunk in range(addresses.chunks)]
-        self._stored_ns: dict[int, int] = {}
         self._posted = bool(gpu.machine.network.posted.value)
         self._others: Sequence[_Producer] = ()
 
@@ -113,6 +115,7 @@ class _Producer(_Fused):
                 continue
 
             def stored(block: int = block) -> None:
+                self._updated_ns[block] = self._gpu.engine.now
                 join.done()
                 self._updated(block)
 
@@ -148,7 +151,7 @@ class _Producer(_Fused):
 
     def _complete(self, block: int) -> None:
         target = self._targets[block // self._blocks]
-        self._transfer(block, self._size, OUTPUT_RUN_BYTES, self._stored_ns[block], lambda: self._send(block, target))
+        self._transfer(block, self._size, OUTPUT_RUN_BYTES, lambda: self._send(block, target))
 
 
 class _Consumer(_Fused):
@@ -193,7 +196,7 @@ class _Consumer(_Fused):
         def send() -> None:
             self._gpu.send(to, size, TRAFFIC["all-gather"], lambda there: self._others[there.rank].receive(there_row, piece, size))
 
-        self._transfer(row << 10 | piece, size, 0, self._gpu.engine.now, send)
+        self._transfer(row << 10 | piece, size, 0, send)
 
     def receive(self, row: int, piece: int, size: float) -> None:
         """Written, then counted: the tiles of a complete row may start, and in a ring the piece goes on."""

@@ -27,10 +27,11 @@ USE_BYTES = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """A block's way: the product's tile, its last update, the transfer's first byte on the link."""
+    """A block's way: its tile stores it, it is in memory, its last update triggers the transfer, which goes to the link."""
 
     block: int
     stored_ns: int
+    updated_ns: int
     triggered_ns: int
     sent_ns: int
 

@@ -125,23 +125,25 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
 
 
 def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
-    """As :func:`interlace.sim.trace.to_perfetto`, with a flow from the stage that stored a block, over its trigger, to the link."""
+    """As :func:`interlace.sim.trace.to_perfetto`, with flows: the stage that stored a block, its update, its trigger, the link."""
     document = to_perfetto([result.result for result in results])
     events = document["traceEvents"]
     for pid, result in enumerate(results):
+        if not result.fused.flows:
+            continue
         rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
         link = next(use.link for use in result.result.link_uses if use.link != "memory")
-        trigger = max(rows.values()) + 1
-        flows = result.parts[0].flows
-        if flows:
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": trigger, "args": {"name": "triggers"}})
-        for flow in flows:
-            arrow = {"cat": "block", "name": f"block {flow.block}", "id": f"{pid}.{flow.block}", "pid": pid}
+        triggers = max(rows.values()) + 1
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": triggers, "args": {"name": "triggers"}})
+        for flow in result.fused.flows:
+            name = f"block {flow.block}"
             at = flow.triggered_ns / 1000
-            events.append(
-                {"ph": "X", "name": f"block {flow.block}", "pid": pid, "tid": trigger, "ts": at, "dur": 0.001, "args": {}}
-            )
-            events.append({**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000})
-            events.append({**arrow, "ph": "t", "tid": trigger, "ts": at})
-            events.append({**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000})
+            events.append({"ph": "X", "name": name, "pid": pid, "tid": triggers, "ts": at, "dur": 0.001, "args": {}})
+            arrow = {"cat": "block", "name": name, "id": f"{pid}.{flow.block}", "pid": pid}
+            events += [
+                {**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000},
+                {**arrow, "ph": "t", "tid": rows["link memory"], "ts": (flow.updated_ns - 1) / 1000},
+                {**arrow, "ph": "t", "tid": triggers, "ts": at},
+                {**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000},
+            ]
     return document

@@ -295,7 +295,7 @@ def t3_measured(
     documents: Annotated[
         list[Path], typer.Argument(help="What `interlace bench gemm_reduce_scatter` or `gemm_all_to_all` wrote.", metavar="FILE...")
     ],
-    machine: Machine = "h200-node",
+    machine: Machine = "t3-h200",
     changes: T3Set = None,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a bar for each shape.")] = None,

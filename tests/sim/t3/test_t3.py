@@ -332,7 +332,7 @@ def _named(cases: list[Case], model: str) -> list[Case]:
 
 def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     """Its sequential time lies within 7 % of cuBLAS + NCCL; few rows are left out."""
-    machine = load_t3_machine("h200-node")
+    machine = load_t3_machine("t3-h200")
     found, left_out = compare(machine, [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))])
     (one,) = found
     assert left_out == ["gemm_reduce_scatter 256 x 8192 x 7168"]

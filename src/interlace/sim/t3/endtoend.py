@@ -26,7 +26,7 @@ REDUCED: dict[Phase, tuple[SubLayerName, ...]] = {
 }
 """Sub-layers that end in an all-reduce: of the forward pass, and of both."""
 REST_SHARE = 0.425
-"""Of the sequential time, in operators that are not sliced: 40 to 45 % in the paper's implementation (readers of the full text)."""
+"""Of the sequential time, in operators that are not sliced: assumed, the paper's breakdown is not known here."""
 CONFIGURATIONS = ("sequential", "t3", "t3-mca", "ideal")
 
 
@@ -95,10 +95,8 @@ def estimate(
         for each in CONFIGURATIONS:
             reduced[each] += done[depth][each]
     flops = {name: product.flops for name, product in products.items()}
-    forward = backward = sum(flops.values())
-    gradients = sum(flops.values())
-    all_flops = forward + (backward + gradients if phase == "training" else 0)
-    others = all_flops - sum(flops[name] for name in REDUCED[phase])
+    passes = 3 if phase == "training" else 1  # forward; and backward, the gradients of inputs and of weights
+    others = passes * sum(flops.values()) - sum(flops[name] for name in REDUCED[phase])
     others_ns = others * done[products["fc2"].depth]["product"] / products["fc2"].flops
     sliced = reduced["sequential"] + others_ns
     rest = sliced * rest_share / (1 - rest_share)

@@ -44,7 +44,7 @@ def mechanism() -> None:
             continue
         box(axes, 86, y - 11, 18, 7, there, fill=PALE)
         if entry == "remote_map":
-            arrow(axes, (43, y + 3.5), (86, y - 7.5), color=fill)
+            arrow(axes, (43, y + 3.5), (86, y - 5.5), color=fill)
             label(axes, 68, y + 0.8, "stores", size=8.5, color=fill)
         else:
             box(axes, 51, y + 0.5, 9, 6, "tracker\n2 of 2", size=7.5)

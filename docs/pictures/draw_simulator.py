@@ -16,7 +16,6 @@ from interlace.cli.app import app
 
 DRAWN = {
     "timeline": ("sim", "dlrm", "--plot", "{folder}/simulator-timeline.png"),
-    "t3": ("sim", "t3", "--plot", "{folder}/t3-traffic.png"),
     "validate": ("sim", "validate", "--out", "{scratch}"),
     "study": ("sim", "reproduce", "sc24", "--out", "{scratch}"),
     "sweep": ("sim", "sweep", "dlrm", "--param", "machine.network.link_bytes_per_s=12.5e9,25e9,50e9,100e9",

@@ -218,28 +218,92 @@ def collective(
     )
 
 
+T3Model = Annotated[str, typer.Option("--model", help="Mega-GPT-2, T-NLG, GPT-3, PALM, MT-NLG, or a YAML file.")]
+T3Degree = Annotated[int, typer.Option("--tp", min=2, help="GPUs of the tensor-parallel group.")]
+T3SubLayer = Annotated[str, typer.Option("--sublayer", help="op, fc2 (forward), fc1 or ip (backward).")]
+T3Shape = Annotated[
+    str | None,
+    typer.Option("--shape", metavar="ROWSxCOLUMNSxDEPTH", help="Any matrix product on each GPU, instead of a model's."),
+]
+T3Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the machine, say tracker.sets=64.")
+]
+
+
 @sim_app.command()
 def t3(
-    model: Annotated[str, typer.Option(help="Mega-GPT-2, T-NLG, GPT-3, PALM, MT-NLG, or a YAML file.")] = "T-NLG",
-    tp: Annotated[int, typer.Option(min=2, help="GPUs of the tensor-parallel group.")] = 8,
-    sublayer: Annotated[str, typer.Option(help="op, fc2 (forward), fc1 or ip (backward).")] = "fc2",
-    shape: Annotated[
-        str | None, typer.Option(metavar="ROWSxCOLUMNSxDEPTH", help="Any matrix product on each GPU, instead of a model's.")
+    model: T3Model = "T-NLG",
+    tp: T3Degree = 8,
+    sublayer: T3SubLayer = "fc2",
+    shape: T3Shape = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of the product, instead of the model's. Few: generation.")] = None,
+    collective: Annotated[
+        str, typer.Option(help="reduce-scatter (and all-gather), all-to-all, or all-gather (before the product).")
+    ] = "reduce-scatter",
+    network: Annotated[str | None, typer.Option(help="ring, full or switch; the machine's by default.")] = None,
+    slowest: Annotated[
+        float | None, typer.Option(min=1, help="Simulate every GPU, and let the first one compute this many times as long.")
     ] = None,
     machine: Machine = "t3-paper",
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the machine, say tracker.sets=64.")
-    ] = None,
+    changes: T3Set = None,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw DRAM and link traffic over time, by cause.")
     ] = None,
     trace: TraceFile = None,
 ) -> None:
-    """A sub-layer whose memory system tracks the product and triggers its reduce-scatter (T3), beside five other ways."""
+    """A sub-layer whose memory system tracks the product and triggers its collective (T3), beside six other ways."""
     from interlace.cli.sim_t3 import run_t3
 
-    run_t3(model, tp, sublayer, shape, machine, changes, json_file, plot, trace)
+    run_t3(model, tp, sublayer, shape, tokens, collective, network, slowest, machine, changes, json_file, plot, trace)
+
+
+@sim_app.command("t3-layer")
+def t3_layer(
+    model: T3Model = "T-NLG",
+    tp: T3Degree = 8,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that generate tokens.")] = 8,
+    rest_share: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the time in operators that are not sliced.")] = 0.425,
+    machine: Machine = "t3-paper",
+    changes: T3Set = None,
+    json_file: JsonFile = None,
+) -> None:
+    """A whole layer with T3: training, a prompt, the generation of tokens."""
+    from interlace.cli.sim_t3 import run_layer
+
+    run_layer(model, tp, machine, changes, sequences, rest_share, json_file)
+
+
+@sim_app.command("t3-sensitivity")
+def t3_sensitivity(
+    model: T3Model = "T-NLG",
+    tp: T3Degree = 8,
+    sublayer: T3SubLayer = "fc2",
+    shape: T3Shape = None,
+    machine: Machine = "t3-paper",
+    changes: T3Set = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What T3's assumptions are worth: each is changed in turn. A minute or two."""
+    from interlace.cli.sim_t3 import run_sensitivity
+
+    run_sensitivity(model, tp, sublayer, shape, machine, changes, json_file)
+
+
+@sim_app.command("t3-measured")
+def t3_measured(
+    documents: Annotated[
+        list[Path], typer.Argument(help="What `interlace bench gemm_reduce_scatter` or `gemm_all_to_all` wrote.", metavar="FILE...")
+    ],
+    machine: Machine = "t3-h200",
+    changes: T3Set = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a bar for each shape.")] = None,
+) -> None:
+    """What T3's hardware would still gain over software that was measured, shape by shape."""
+    from interlace.cli.sim_t3 import run_measured
+
+    run_measured(documents, machine, changes, json_file, plot)
 
 
 @sim_app.command()
@@ -335,8 +399,8 @@ def reproduce_sc24(
 
 
 @reproduce_app.command("t3")
-def reproduce_t3(out: OutFolder = Path("interlace-sim-t3")) -> None:
+def reproduce_t3(out: OutFolder = Path("interlace-sim-t3"), workers: Workers = None) -> None:
     """Tracked and triggered communication (Pati et al., ASPLOS'24): its figures, ours, and every assumption."""
     from interlace.cli.sim_t3 import run_reproduce
 
-    run_reproduce(out)
+    run_reproduce(out, workers)

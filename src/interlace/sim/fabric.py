@@ -59,7 +59,7 @@ class Fabric:
         self,
         source: int,
         destination: int,
-        size: int,
+        size: float,
         arrived: Callable[[], None],
         *,
         traffic: str = "",

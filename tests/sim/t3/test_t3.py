@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +15,41 @@ from typer.testing import CliRunner
 from interlace.cli.app import app
 from interlace.errors import ConfigError
 from interlace.sim.engine import Engine
-from interlace.sim.t3 import CONFIGURATIONS, AddressMap, Product, load_t3_machine, load_t3_model, ring_reduce_scatter, simulate
-from interlace.sim.t3.addresses import DmaMap
-from interlace.sim.t3.memory import Memory
-from interlace.sim.t3.product import schedule
-from interlace.sim.t3.reproduce import figures, study
-from interlace.sim.t3.run import SubLayer
+from interlace.sim.t3 import (
+    CONFIGURATIONS,
+    AddressMap,
+    DmaMap,
+    Product,
+    SubLayer,
+    Target,
+    all_to_all,
+    direct_reduce_scatter,
+    estimate,
+    load_t3_machine,
+    load_t3_model,
+    ring_reduce_scatter,
+    simulate,
+)
+from interlace.sim.t3.measured import compare
+from interlace.sim.t3.memory import Kind, Memory
+from interlace.sim.t3.reproduce import Case, figures, study
 from interlace.sim.t3.tracker import Tracker
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SMALL = Product("small", rows=2048, columns=2048, depth=512)
+ODD = Product("odd", rows=1000, columns=1030, depth=200)
 IDEAL: dict[str, Any] = {  # a memory without overheads, a cache for everything
-    "memory.efficiency": 1,
-    "memory.turnaround_ns": 0,
+    "memory.row_open_ns": 0,
+    "memory.row_cycle_ns": 0,
+    "memory.row_gap_ns": 0,
+    "memory.write_recovery_ns": 0,
+    "memory.group_column_ns": 0,
+    "memory.update_column_ns": 0,
+    "memory.read_to_write_ns": 0,
+    "memory.write_to_read_ns": 0,
     "memory.latency_ns": 0,
     "memory.cache_bytes": 1 << 30,
+    "memory.cache_bytes_per_s": 1e16,
     "gpu.efficiency": 1,
 }
 
@@ -44,32 +68,37 @@ def test_compute_bound_product() -> None:
     part = simulate(machine, SMALL, 8, "sequential").parts[0]
     stages, steps = -(-16 * 16 // 80), 512 // 64
     step_ns = 128 * 128 * 64 * 2 / (1024 * 1.4)
-    assert part.product_ns == pytest.approx(stages * steps * step_ns, rel=1e-3)
+    assert part.product_ns == pytest.approx(stages * steps * step_ns, rel=1e-2)
 
 
 def test_memory_bound_product() -> None:
-    """Inputs once and outputs once at the DRAM's bandwidth; computing takes nothing."""
+    """Inputs once at the DRAM's bandwidth, or all that the 80 tiles load and store at the cache's; computing takes nothing."""
+    product = Product("a stage", rows=1024, columns=1280, depth=4096)
     machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14})
-    part = simulate(machine, SMALL, 8, "sequential").parts[0]
-    assert part.time_ns == pytest.approx((SMALL.input_bytes + SMALL.output_bytes) / 1000, rel=0.01)
+    assert simulate(machine, product, 8, "sequential").parts[0].time_ns == pytest.approx(product.input_bytes / 1000, rel=0.03)
+    machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14, "memory.cache_bytes_per_s": 1e12})
+    loaded = 80 * 2 * 128 * 4096 * 2
+    part = simulate(machine, product, 8, "sequential").parts[0]
+    assert part.time_ns == pytest.approx((loaded + product.output_bytes) / 1000, rel=0.02)
 
 
 def test_collectives_of_fast_memory() -> None:
-    """n - 1 steps of a chunk and a latency each."""
+    """A ring: n - 1 steps of a chunk and a latency each; on a mesh and a switch one step, over the same bandwidth."""
     machine = load_t3_machine("t3-paper", {**IDEAL, "memory.bytes_per_s": 1e16})
-    _, scatter, gather = simulate(machine, SMALL, 8, "sequential").parts
-    expected = 7 * (SMALL.output_bytes / 8 / 150 + 500)
-    assert scatter.time_ns == pytest.approx(expected, rel=5e-3)
-    assert gather.time_ns == pytest.approx(expected, rel=5e-3)
+    for network, steps in (("ring", 7), ("full", 1), ("switch", 1)):
+        _, scatter, gather = simulate(machine, SMALL, 8, "sequential", network=network).parts  # type: ignore[arg-type]
+        expected = 7 * SMALL.output_bytes / 8 / 150 + steps * 500
+        assert scatter.time_ns == pytest.approx(expected, rel=0.01)
+        assert gather.time_ns == pytest.approx(expected, rel=0.01)
 
 
 def test_inputs_are_read_once_where_they_fit_and_outputs_may_take_their_place() -> None:
-    machine = load_t3_machine()
-    once = schedule(machine, SMALL, 80, True)
-    assert sum(map(sum, once.read_bytes)) == SMALL.input_bytes
-    large = load_t3_model("t-nlg").product("op", 8)
-    kept, lost = (sum(map(sum, schedule(machine, large, 80, bypass).read_bytes)) for bypass in (True, False))
-    assert kept == large.input_bytes < lost
+    small_cache = load_t3_machine("t3-paper", {"memory.cache_bytes": 4 << 20})
+    product = Product("wide", rows=2048, columns=4096, depth=256)
+    assert product.input_bytes < 4 << 20 < product.output_bytes
+    kept, lost = (simulate(small_cache, product, 8, name).moved("product", "read") for name in ("t3", "sequential"))
+    assert kept == product.input_bytes < lost
+    assert simulate(load_t3_machine(), product, 8, "sequential").moved("product", "read") == product.input_bytes
 
 
 # Configurations.
@@ -83,18 +112,61 @@ def test_sequential_is_the_sum_and_ideal_the_larger(small: dict[str, SubLayer]) 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
-def test_traffic_identities(ranks: int) -> None:
+def test_traffic_of_the_ring(ranks: int) -> None:
     """In chunks: reduce-scatter reads 2N - 1 -> N - 2, writes of product and reduce-scatter 2N -> 2N - 2; all-gather the same."""
-    product = Product("odd", rows=1000, columns=1030, depth=256)
-    before, after = (simulate(load_t3_machine(), product, ranks, name) for name in ("sequential", "t3-mca"))
-    chunk = product.output_bytes / ranks
+    before, after = (simulate(load_t3_machine(), ODD, ranks, name, network="ring") for name in ("sequential", "t3-mca"))
+    chunk = ODD.output_bytes / ranks
     assert before.moved("reduce-scatter", "read") / chunk == pytest.approx(2 * ranks - 1)
     assert after.moved("reduce-scatter", "read") / chunk == pytest.approx(ranks - 2)
-    writes = [sum(one.moved(cause, "write", "update") for cause in ("product", "reduce-scatter")) for one in (before, after)]
-    assert [size / chunk for size in writes] == pytest.approx([2 * ranks, 2 * ranks - 2])
+    assert [_written(one) / chunk for one in (before, after)] == pytest.approx([2 * ranks, 2 * ranks - 2])
     for one in (before, after):
         assert one.moved("all-gather", "read") == one.moved("all-gather", "write") == pytest.approx((ranks - 1) * chunk)
         assert sum(one.result.sent_bytes.values()) == pytest.approx(2 * (ranks - 1) * chunk)
+
+
+def _written(one: SubLayer) -> float:
+    return sum(one.moved(cause, "write", "update") for cause in ("product", one.collective))
+
+
+@pytest.mark.parametrize("network", ["full", "switch"])
+def test_traffic_of_direct_collectives(network: Any) -> None:
+    """In chunks, on 4 GPUs: stores to their owners leave the collective no reads, and N writes with the product's."""
+    chunk = ODD.output_bytes / 4
+    for collective, reads, writes in (("reduce-scatter", 3 + 4, 4 + 3 + 1), ("all-to-all", 3, 4 + 3)):
+        before, after = (
+            simulate(load_t3_machine(), ODD, 4, name, collective, network=network)  # type: ignore[arg-type]
+            for name in ("sequential", "t3")
+        )
+        assert [before.moved(collective, "read") / chunk, _written(before) / chunk] == pytest.approx([reads, writes])
+        assert [after.moved(collective, "read") / chunk, _written(after) / chunk] == pytest.approx([0, 4])
+        assert after.result.traffic_bytes == pytest.approx(before.result.traffic_bytes)
+        assert after.fused.tracker_entries == 0
+
+
+@pytest.mark.parametrize("network", ["ring", "switch"])
+def test_traffic_of_a_gathered_input(network: Any) -> None:
+    """Each GPU's rows cross 3 links and are written by 3 GPUs; a ring reads before each, a library's switch reads once."""
+    shard = ODD.gathered_bytes / 4
+    before, after = (simulate(load_t3_machine(), ODD, 4, name, "all-gather", network=network) for name in ("sequential", "t3"))
+    assert before.moved("all-gather", "read") / shard == pytest.approx(3 if network == "ring" else 1)
+    assert after.moved("all-gather", "read") / shard == pytest.approx(3)
+    for one in (before, after):
+        assert one.moved("all-gather", "write") / shard == pytest.approx(3)
+        assert one.result.traffic_bytes["all_gather"] / shard == pytest.approx(3)
+
+
+@pytest.mark.parametrize("collective", ["reduce-scatter", "all-to-all", "all-gather"])
+def test_one_gpu_stands_for_all(collective: Any) -> None:
+    """All four in detail take the same time and move the same; one that computes half as fast holds up all."""
+    product = Product("square", rows=1024, columns=1024, depth=256)
+    runs = [
+        simulate(load_t3_machine(), product, 4, "t3-mca", collective, slowness=slowness)
+        for slowness in (None, (1, 1, 1, 1), (2, 1, 1, 1))
+    ]
+    assert runs[1].total_ns == pytest.approx(runs[0].total_ns, rel=0.01)
+    assert runs[1].memory_bytes == pytest.approx(runs[0].memory_bytes)
+    assert runs[2].fused.product_ns > 1.4 * runs[1].fused.product_ns
+    assert runs[2].total_ns > runs[1].total_ns
 
 
 def test_nothing_is_faster_than_its_parts(small: dict[str, SubLayer]) -> None:
@@ -109,42 +181,82 @@ def test_nothing_is_faster_than_its_parts(small: dict[str, SubLayer]) -> None:
 
 
 def test_runs_are_repeatable(small: dict[str, SubLayer]) -> None:
-    again = simulate(load_t3_machine(), SMALL, 8, "t3-mca")
-    assert again == small["t3-mca"]
+    assert simulate(load_t3_machine(), SMALL, 8, "t3-mca") == small["t3-mca"]
+
+
+# Address maps.
+
+
+def test_maps_say_what_arrives() -> None:
+    """Ring of 4: chunk 0 leaves, 1 and 2 wait for two updates, 3 is the sum of all; direct: all but 3 leave for it."""
+    ring, direct, exchange = ring_reduce_scatter(4), direct_reduce_scatter(4), all_to_all(4)
+    assert [ring.expected(chunk) for chunk in range(4)] == [0, 2, 2, 2]
+    assert [ring.addends(3), direct.addends(3), exchange.addends(3)] == [4, 4, 1]
+    assert direct.expected(3) == 4
+    assert not direct.dma_map
+    assert sorted(target.chunk for target in exchange.targets().values()) == [0, 1, 2]
+
+
+def test_a_written_map_is_followed() -> None:
+    """Two chunks on two GPUs, the other way round: chunk 1 leaves first and chunk 0 stays."""
+    given = AddressMap(2, {1: Target(1, 0)}, {})
+    one = simulate(load_t3_machine(), ODD, 2, "t3", address_map=given)
+    assert one.memory_bytes == simulate(load_t3_machine(), ODD, 2, "t3").memory_bytes
 
 
 # Memory controller.
 
 
+def _ended(changes: dict[str, Any], first: int, threshold: float | None) -> int:
+    """When a communication request is done that comes after ``first`` of the product."""
+    engine = Engine()
+    memory = Memory(engine, load_t3_machine("t3-paper", {**IDEAL, **changes}), None)
+    memory.threshold = threshold
+    done: list[int] = []
+    for _ in range(first):
+        memory.request("compute", "product", "read", 16384, lambda: None)
+    memory.request("communication", "reduce-scatter", "read", 16384, lambda: done.append(engine.now))
+    engine.run()
+    return done[0]
+
+
 def test_arbitration_serves_the_product_first_but_starves_nobody() -> None:
-    """200 bursts of the product are waiting when communication asks: first come, all before it; starving, it goes at its limit."""
-    ended = {}
-    for limit in (0, 1000, 10**9):
-        engine = Engine()
-        machine = load_t3_machine("t3-paper", {"arbitration.starvation_ns": limit})
-        memory = Memory(engine, machine, None)
-        memory.threshold = 5
-        for _ in range(200):
-            memory.request("compute", "product", "read", 16384, lambda: None)
-        done: list[int] = []
-        memory.request("communication", "reduce-scatter", "read", 16384, lambda e=engine, d=done: d.append(e.now))  # type: ignore[misc]
-        engine.run()
-        (ended[limit],) = done
-    assert ended[0] < ended[1000] < ended[10**9]
-    assert ended[10**9] == pytest.approx(201 * 16384 / 900 + 500, rel=0.01)
+    """200 requests of the product are waiting when communication asks: in turn, first come; first, all of them, up to a limit."""
+    burst = 16384 / 1000
+    ended = {limit: _ended({"arbitration.starvation_ns": limit}, 200, 5) for limit in (0, 1000, 10**9)}
+    assert ended[0] < ended[1000] < ended[10**9] == pytest.approx(201 * burst, rel=0.01)
+    assert ended[1000] == pytest.approx(1000, rel=0.1)
+    assert _ended({}, 200, None) < ended[1000]
+    assert _ended({}, 0, 5) == pytest.approx(burst, abs=2)
 
 
-def test_updates_and_turnarounds_take_time() -> None:
-    times = []
-    for kinds in (("read", "read"), ("write", "write"), ("update", "update"), ("read", "write")):
-        engine = Engine()
-        memory = Memory(engine, load_t3_machine("t3-paper", {"memory.latency_ns": 0}), None)
-        for kind in kinds:
-            memory.request("compute", "x", kind, 16384, lambda: None)  # type: ignore[arg-type]
-        engine.run()
-        times.append(memory.busy_ns)
-    burst = 16384 / 900
-    assert times == pytest.approx([2 * burst, 2 * burst + 10, 4 * burst + 10, 2 * burst + 10])
+def test_threshold_falls_with_intensity() -> None:
+    rule = load_t3_machine().arbitration
+    assert [rule.threshold(intensity) for intensity in (0.9, 0.5, 0.3, 0.07, 0.01)] == [5, 5, 10, 30, float("inf")]
+
+
+def _busy(kinds: tuple[Kind, ...], run: float, **changes: float) -> int:
+    """Until all of some requests of 16 KB are done, of nothing but what is given in ``changes``."""
+    engine = Engine()
+    memory = Memory(engine, load_t3_machine("t3-paper", {**IDEAL, **{f"memory.{k}": v for k, v in changes.items()}}), None)
+    for kind in kinds:
+        memory.request("compute", "x", kind, 16384, lambda: None, run)
+    return engine.run()
+
+
+def test_memory_times() -> None:
+    """16 KB are 16 columns a channel, in two segments: 16.4 ns at 1 TB/s."""
+    burst = 16384 / 1000
+    assert _busy(("read",), 0) == pytest.approx(burst, abs=1)
+    assert _busy(("read", "write"), 0, read_to_write_ns=14) == pytest.approx(2 * burst + 14, abs=2)
+    assert _busy(("read",), 0, row_open_ns=28) == pytest.approx(28 + burst, abs=2)  # two banks, opened together
+    # Two of the four bank groups at a time, and a queue too short to look ahead to the others.
+    columns = {"group_column_ns": 2, "update_column_ns": 4, "queue_entries": 16}
+    assert _busy(("read",) * 64, 0, **columns) == pytest.approx(64 * burst, rel=0.05)
+    assert _busy(("update",) * 64, 0, **columns) == pytest.approx(2 * 64 * burst, rel=0.1)
+    # 128 bytes of each row in 16 banks every 200 ns; those that run on find their rows open.
+    scattered, running = (_busy(("read",) * 64, run, row_open_ns=28, row_cycle_ns=200) for run in (128, 0))
+    assert running < 1.2 * 64 * burst < 64 * 16384 / (32 * 16 * 128 / 200) < scattered
 
 
 # Tracker.
@@ -155,7 +267,7 @@ def test_tracker_counts_and_overflows() -> None:
     complete: list[int] = []
     spilled: list[int] = []
 
-    def spill(counted: Any) -> None:
+    def spill(counted: Callable[[], None]) -> None:
         spilled.append(1)
         counted()
 
@@ -172,67 +284,165 @@ def test_tracker_counts_and_overflows() -> None:
 
 def test_no_tracker_costs_traffic_and_loses_nothing(small: dict[str, SubLayer]) -> None:
     without = simulate(load_t3_machine("t3-paper", {"tracker.sets": 0}), SMALL, 8, "t3")
-    assert without.parts[0].tracker_overflows == 7 * 32  # every block but those of the remote chunk
-    assert without.moved("tracker", "read") == without.moved("tracker", "write") == 2 * 7 * 32 * 64
+    assert without.fused.tracker_overflows == 6 * 32  # the blocks that wait for a DMA
+    assert without.moved("tracker", "read") == without.moved("tracker", "write") == 2 * 6 * 32 * 64
     assert without.moved("reduce-scatter") == small["t3"].moved("reduce-scatter")
     assert small["t3"].moved("tracker") == 0
 
 
-# Reproduction.
+# Whole layers, and the reproduction.
+
+
+def test_a_layer_adds_up() -> None:
+    """Times are given: 100 ns of product in 200 of sub-layer; a quarter of all in what is not sliced."""
+    model = load_t3_model("t-nlg")
+    times = {"sequential": 200, "t3": 150, "t3-mca": 140, "ideal": 120, "product": 100}
+    known = {model.product(name, 8).depth: times for name in ("op", "fc2", "ip")}
+    layer = estimate(load_t3_machine(), model, 8, "prompt", rest_share=0.25, known=known)
+    assert layer.products_ns == pytest.approx((4 + 3) / 4 * 100)  # FC-1 and IP, at FC-2's rate
+    assert layer.rest_ns == pytest.approx((400 + 175) / 3)
+    assert layer.speed_up("t3") == pytest.approx((575 * 4 / 3) / (575 * 4 / 3 - 100))
+
+
+def test_generation_of_tokens_has_little_to_overlap() -> None:
+    layer = estimate(load_t3_machine(), load_t3_model("mega-gpt-2"), 8, "generation", tokens=8)
+    assert layer.tokens == 8
+    assert layer.speed_up("ideal") >= layer.speed_up("t3-mca") > 0.9
 
 
 def test_study_compares_every_figure_that_it_can() -> None:
-    done = study(models=("mt-nlg",))
-    (figure,) = done.figures
-    assert figure.name.startswith("T3-MCA, PALM and MT-NLG")
-    assert figure.met == (abs(figure.ours - 29) <= 3)
+    done = study(models=("gpt-3",), workers=1, tokens=256)
+    assert done.figures == []  # the paper has none of GPT-3 alone
     assert [case.sublayer for case in done.cases] == ["op", "fc2", "fc1", "ip"]
     assert done.cases[1].total_ns == done.cases[2].total_ns
     assert all(source and confidence for _, _, confidence, source in done.assumptions)
-    assert figures([]) == []
+    (mean,) = figures([*_named(done.cases, "palm"), *_named(done.cases, "mt-nlg")])
+    assert mean.ours == pytest.approx(100 * (statistics.geometric_mean([case.speed_up("t3-mca") for case in done.cases]) - 1))
+    assert mean.met == (abs(mean.ours - 29) <= 3)
+    assert len(figures(_named(done.cases, "t-nlg"))) > 15
+
+
+def _named(cases: list[Case], model: str) -> list[Case]:
+    """The same outcomes under another model's name, on 8 GPUs."""
+    return [dataclasses.replace(case, model=model, ranks=8) for case in cases]
+
+
+# Against measured software.
+
+
+def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
+    """Its sequential time lies within 7 % of cuBLAS + NCCL; few rows are left out."""
+    machine = load_t3_machine("t3-h200")
+    found, left_out = compare(machine, [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))])
+    (one,) = found
+    assert left_out == ["gemm_reduce_scatter 256 x 8192 x 7168"]
+    assert abs(one.error) < 0.07
+    assert one.measured_ns["product"] < one.corrected_ns("t3-mca") < one.measured_ns["fused"] < one.measured_ns["unfused"]
+    assert one.software_ns == one.measured_ns["fused"]
+    assert one.gain == pytest.approx(one.software_ns / one.corrected_ns("t3-mca"))
+    (tmp_path / "empty.json").write_text('{"results": []}')
+    with pytest.raises(ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"):
+        compare(machine, [tmp_path / "empty.json"])
+    with pytest.raises(ConfigError, match="must be a document of interlace bench"):
+        compare(machine, [tmp_path / "none.json"])
+
+
+def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
+    document = json.loads((RESULTS / "2026-11-21-gemm_reduce_scatter-4xh200.json").read_text())
+    document["results"] = [row for row in document["results"] if row["shape"] in shapes]
+    file.write_text(json.dumps(document))
+    return file
 
 
 # Bad input.
 
 
-def test_rejected_inputs() -> None:
-    machine = load_t3_machine()
-    for call, message in (
-        (lambda: simulate(machine, SMALL, 8, "t4"), "a configuration must be one of"),
-        (lambda: simulate(machine, SMALL, 1, "t3"), "at least 2 ranks; got 1"),
-        (lambda: Product("none", 0, 1, 1), "sizes of a product must be at least 1; got 0 x 1 x 1"),
-        (lambda: load_t3_model("t-nlg").product("fc3", 8), "a sub-layer must be one of op, fc2, fc1, ip; got 'fc3'"),
-        (lambda: load_t3_model("t-nlg").product("op", 5), "must be at least 2 and divide"),
-        (lambda: load_t3_model("gpt-5"), "must be a YAML file or one of"),
-        (lambda: load_t3_machine("t3-paper", {"tracker.bytes": 1}), "must be a known key"),
-        (lambda: load_t3_machine("t3-paper", {"memory.bytes_per_s": 0}), "bytes_per_s must be above 0"),
-        (lambda: load_t3_machine("t3-paper", {"memory.update_cost": 0.5}), "update_cost must be at least 1"),
-        (lambda: AddressMap(4, frozenset({0, 1}), {1: DmaMap(2)}), "one map only"),
-        (lambda: AddressMap(4, frozenset({4}), {}), "one of 0 to 3"),
-        (lambda: AddressMap(4, frozenset({3}), {}), "the last chunk must stay"),
-        (lambda: AddressMap(4, frozenset({0}), {1: DmaMap(3)}), "It would never start"),
-        (lambda: AddressMap(4, frozenset({0}), {1: DmaMap(1)}), "It would send a part"),
-        (lambda: simulate(machine, SMALL, 8, "t3", ring_reduce_scatter(4)), "over 8 chunks"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            call()  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda machine: simulate(machine, SMALL, 8, "t4"), "a configuration must be one of"),
+        (lambda machine: simulate(machine, SMALL, 8, "t3", "broadcast"), "a collective must be one of"),
+        (lambda machine: simulate(machine, SMALL, 8, "t3", network="torus"), "a network must be one of"),
+        (lambda machine: simulate(machine, SMALL, 1, "t3"), "at least 2 ranks; got 1"),
+        (lambda machine: simulate(machine, SMALL, 1, "t3", "all-gather"), "at least 2 ranks, and rows that divide evenly"),
+        (lambda machine: simulate(machine, ODD, 3, "t3", "all-gather"), "got 1000 rows and 3 ranks"),
+        (lambda machine: simulate(machine, SMALL, 4, "t3", slowness=(1, 1)), "a factor of at least 1 for each of 4 GPUs"),
+        (lambda machine: simulate(machine, SMALL, 8, "t3", address_map=ring_reduce_scatter(4)), "for each of 8 GPUs; got 4"),
+        (lambda machine: simulate(machine, SMALL, 4, "t3", address_map=all_to_all(4)), "chunk 3 is that of 1"),
+        (
+            lambda machine: simulate(machine, SMALL, 4, "t3", "all-gather", address_map=ring_reduce_scatter(4)),
+            "got one for an all-gather",
+        ),
+        (
+            lambda _: simulate(load_t3_machine("t3-paper", {"gpu.compute_units": 8}), SMALL, 4, "split-8"),
+            "more than 8 compute units",
+        ),
+        (lambda _: Product("none", 0, 1, 1), "sizes of a product must be at least 1; got 0 x 1 x 1"),
+        (lambda _: load_t3_model("t-nlg").product("fc3", 8), "a sub-layer must be one of op, fc2, fc1, ip; got 'fc3'"),
+        (lambda _: load_t3_model("t-nlg").product("op", 5), "must be at least 2 and divide"),
+        (lambda _: load_t3_model("gpt-5"), "must be a YAML file or one of"),
+        (lambda _: load_t3_machine("t3-paper", {"tracker.bytes": 1}), "must be a known key"),
+        (lambda _: load_t3_machine("t3-paper", {"memory.bytes_per_s": 0}), "bytes_per_s must be above 0"),
+        (lambda _: load_t3_machine("t3-paper", {"gpu.efficiency": 2}), "efficiency must not be above 1"),
+        (lambda _: load_t3_machine("t3-paper", {"memory.update_column_ns": 1}), "update_column_ns must be at least"),
+        (lambda _: load_t3_machine("t3-paper", {"arbitration.intensities": [0.1, 0.5, 0.9]}), "intensities must fall"),
+        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "sleep"), "a phase must be one of"),
+        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "generation"), "must have the number of sequences"),
+        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "prompt", rest_share=1), "from 0 to below 1"),
+        (lambda _: ring_reduce_scatter(1), "at least 2 ranks; got 1"),
+        (lambda _: AddressMap(4, {0: Target(1, 1), 1: Target(1, 2)}, {1: DmaMap(2, Target(1, 2))}), "one map only"),
+        (lambda _: AddressMap(4, {4: Target(1, 1)}, {}), "one of 0 to 3"),
+        (lambda _: AddressMap(4, {0: Target(0, 1)}, {}), "must go to another GPU"),
+        (lambda _: AddressMap(2, {0: Target(1, 1), 1: Target(1, 0)}, {}), "go round for ever"),
+        (lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(3, Target(1, 2))}), "It would never start"),
+        (lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(1, Target(1, 2))}), "It would send a part"),
+    ],
+)
+def test_rejected_inputs(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(load_t3_machine())
 
 
-# Command.
+# Commands.
+
+
+def _run(*arguments: object) -> str:
+    done = CliRunner().invoke(app, ["sim", *map(str, arguments)], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def test_command_prints_and_writes(tmp_path: Path) -> None:
     files = {name: tmp_path / f"t3.{name}" for name in ("json", "png", "trace")}
-    arguments = ["sim", "t3", "--shape", "1024x1024x256", "--tp", "4", "--set", "tracker.sets=64", "--json", files["json"]]
-    done = CliRunner().invoke(app, [str(a) for a in (*arguments, "--plot", files["png"], "--trace", files["trace"])])
-    assert done.exit_code == 0, done.output
-    assert "t3-mca" in done.output
+    shape = ("--shape", "1024x1024x256", "--tp", 4, "--set", "tracker.sets=64")
+    output = _run("t3", *shape, "--json", files["json"], "--plot", files["png"], "--trace", files["trace"])
+    assert "t3-mca" in output
     document = json.loads(files["json"].read_text())
     assert document.keys() == set(CONFIGURATIONS)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(files["trace"].read_text())["traceEvents"]
     flows = [e for e in events if e["ph"] in "stf" and e["pid"] == 1]
-    assert {e["ph"] for e in flows} == {"s", "t", "f"}
-    assert len(flows) == 3 * 2 * 16  # two chunks are sent by DMA, 16 blocks each
-    bad = CliRunner().invoke(app, ["sim", "t3", "--shape", "12x"])
-    assert bad.exit_code != 0
+    first = [e for e in flows if e["id"] == flows[0]["id"]]
+    assert [e["ph"] for e in first] == ["s", "t", "t", "f"]  # stored, in memory, triggered, sent
+    assert [e["ts"] for e in first] == sorted(e["ts"] for e in first)
+    assert len(flows) == 4 * 2 * 16  # two chunks are sent by DMA, 16 blocks each
+    assert CliRunner().invoke(app, ["sim", "t3", "--shape", "12x"]).exit_code != 0
+
+
+@pytest.mark.parametrize(("collective", "network"), [("all-to-all", "switch"), ("all-gather", "full"), ("reduce-scatter", "full")])
+def test_command_of_what_the_paper_only_discusses(collective: str, network: str, tmp_path: Path) -> None:
+    arguments = ("--shape", "512x512x128", "--tp", 4, "--collective", collective, "--network", network, "--slowest", 1.5)
+    output = _run("t3", *arguments, "--plot", tmp_path / "a.png", "--trace", tmp_path / "a.json")
+    assert f"{network} of 4" in output
+    assert collective.replace("reduce-scatter", "product update") in output
+
+
+def test_other_commands(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    _run("t3-sensitivity", "--shape", "256x256x64", "--tp", 2, "--json", rows)
+    assert json.loads(rows.read_text())[0]["key"] == "as given"
+    bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
+    output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
+    assert "4096 x 8192 x 2048" in output
+    assert json.loads((tmp_path / "m.json").read_text())[0]["gain"] > 1
+    assert (tmp_path / "m.png").stat().st_size > 0

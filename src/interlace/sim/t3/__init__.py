@@ -12,19 +12,27 @@ One call, one result; ``sequential`` is what the others are compared with::
     print(before.total_ns / after.total_ns, after.memory_bytes)
 """
 
-from interlace.sim.t3.addresses import AddressMap, ring_reduce_scatter
+from interlace.sim.t3.addresses import AddressMap, DmaMap, Target, all_to_all, direct_reduce_scatter, ring_reduce_scatter
+from interlace.sim.t3.endtoend import EndToEnd, estimate
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, load_t3_model
 from interlace.sim.t3.product import Product
-from interlace.sim.t3.run import CONFIGURATIONS, SubLayer, simulate
+from interlace.sim.t3.run import COLLECTIVES, CONFIGURATIONS, SubLayer, simulate
 
 __all__ = [
     "AddressMap",
+    "COLLECTIVES",
     "CONFIGURATIONS",
+    "DmaMap",
+    "EndToEnd",
     "Product",
     "SUBLAYERS",
     "SubLayer",
     "T3Machine",
+    "Target",
+    "all_to_all",
+    "direct_reduce_scatter",
+    "estimate",
     "load_t3_machine",
     "load_t3_model",
     "ring_reduce_scatter",

@@ -1,14 +1,34 @@
 """T3's address-space configuration: what becomes of stores to each chunk of a product's output. The product is not changed.
 
-Chunks are numbered in the order in which this GPU produces them. The GPUs of a ring start at staggered chunks, so chunk p
-of one GPU is chunk p + 1 of the next one, which adds what it receives to its own.
+Chunks are numbered in the order in which a GPU produces them, the same on all GPUs. Which part of the output is chunk 0 differs:
+the GPUs start at *staggered* parts, so that chunk p of one GPU is chunk p + 1 of the next one in a ring. A chunk that is sent
+therefore has, at the GPU that receives it, another number, which its :class:`Target` says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from interlace.errors import ConfigError
+
+Operation = Literal["update", "write"]
+"""Added to what is there by near-memory compute, or stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a chunk goes.
+
+    Attributes:
+        to: how many GPUs further on.
+        chunk: which it is there; of a written chunk, which it replaces.
+        operation: what becomes of it there.
+    """
+
+    to: int
+    chunk: int
+    operation: Operation = "update"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +40,7 @@ class DmaMap:
     """
 
     updates: int
+    target: Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,28 +49,33 @@ class AddressMap:
 
     Attributes:
         chunks: equal parts of the output.
-        remote_map: chunks whose stores become updates of the next GPU's memory.
-        dma_map: chunks that are updated here, and sent on as updates when complete.
+        remote_map: chunks whose stores go to another GPU's memory.
+        dma_map: chunks that are updated here, and sent on when complete.
 
-    A chunk in neither is updated here and stays.
+    A chunk in neither stays here.
 
     Raises:
-        ConfigError: a chunk in both maps or outside the output, or counts that no run of the ring can reach.
+        ConfigError: a chunk in both maps or outside the output, a target that is not another GPU's chunk, counts that no run can
+            reach, or chunks that go round for ever.
     """
 
     chunks: int
-    remote_map: frozenset[int]
+    remote_map: dict[int, Target]
     dma_map: dict[int, DmaMap]
 
     def __post_init__(self) -> None:
-        both = self.remote_map & self.dma_map.keys()
+        both = self.remote_map.keys() & self.dma_map.keys()
         if both:
             raise ConfigError(f"a chunk must be in one map only; got {sorted(both)} in both. Take it out of one.")
-        outside = sorted(chunk for chunk in self.remote_map | self.dma_map.keys() if not 0 <= chunk < self.chunks)
+        targets = self.targets()
+        named = targets.keys() | {target.chunk for target in targets.values()}
+        outside = sorted(chunk for chunk in named if not 0 <= chunk < self.chunks)
         if outside:
             raise ConfigError(f"a mapped chunk must be one of 0 to {self.chunks - 1}; got {outside}.")
-        if self.chunks - 1 in self.remote_map | self.dma_map.keys():
-            raise ConfigError(f"the last chunk must stay here; got {self.chunks - 1} mapped. The sum needs an owner.")
+        for chunk, target in targets.items():
+            if target.to < 1:
+                raise ConfigError(f"chunk {chunk} must go to another GPU, 1 or more further on; got {target.to}.")
+            self._ends(chunk)
         for chunk, entry in self.dma_map.items():
             if entry.updates != self.expected(chunk):
                 raise ConfigError(
@@ -58,21 +84,64 @@ class AddressMap:
                     f"{'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
                 )
 
-    def sends(self, chunk: int) -> bool:
-        """Whether the chunk leaves for the next GPU."""
-        return chunk in self.remote_map or chunk in self.dma_map
+    def targets(self) -> dict[int, Target]:
+        """Of every chunk that leaves."""
+        return {**self.remote_map, **{chunk: entry.target for chunk, entry in self.dma_map.items()}}
 
     def expected(self, chunk: int) -> int:
-        """Updates that reach a chunk here: its own, unless it is remote, and the previous GPU's, if that one sends it."""
-        return (chunk not in self.remote_map) + (chunk > 0 and self.sends(chunk - 1))
+        """Updates that reach a chunk here: its own, unless it is remote, and those of other GPUs' chunks."""
+        arriving = (target for target in self.targets().values() if target.chunk == chunk and target.operation == "update")
+        return (chunk not in self.remote_map) + sum(1 for _ in arriving)
+
+    def addends(self, chunk: int) -> int:
+        """GPUs whose product is in the sum that a chunk ends as."""
+        arriving = (source for source, target in self.targets().items() if target.chunk == chunk and target.operation == "update")
+        return 1 + sum(self.addends(source) for source in arriving)
+
+    def _ends(self, chunk: int) -> None:
+        targets, seen = self.targets(), {chunk}
+        while (target := targets.get(chunk)) is not None and target.operation == "update":
+            chunk = target.chunk
+            if chunk in seen:
+                raise ConfigError(
+                    f"a sum must stay somewhere; got chunks {sorted(seen)} that go round for ever. Leave one unmapped."
+                )
+            seen.add(chunk)
 
 
 def ring_reduce_scatter(ranks: int) -> AddressMap:
-    """The first chunk remote, the last one's own, all between sent on when both updates have come.
+    """The paper's: the first chunk remote, the last one's own, all between sent on when both updates have come.
 
     Raises:
         ConfigError: fewer than 2 ranks.
     """
+    _check(ranks)
+    dma = {chunk: DmaMap(2, Target(1, chunk + 1)) for chunk in range(1, ranks - 1)}
+    return AddressMap(ranks, {0: Target(1, 1)}, dma)
+
+
+def direct_reduce_scatter(ranks: int) -> AddressMap:
+    """Every chunk but the own stored straight into its owner's memory: no DMA, no read, no tracker. For a mesh or a switch.
+
+    Chunk p belongs to the GPU p + 1 further on, so the GPUs send to different ones at a time; the own chunk is the last.
+
+    Raises:
+        ConfigError: fewer than 2 ranks.
+    """
+    _check(ranks)
+    return AddressMap(ranks, {chunk: Target(chunk + 1, ranks - 1) for chunk in range(ranks - 1)}, {})
+
+
+def all_to_all(ranks: int) -> AddressMap:
+    """Every chunk but the own stored into another GPU's memory, where nothing is added.
+
+    Raises:
+        ConfigError: fewer than 2 ranks.
+    """
+    _check(ranks)
+    return AddressMap(ranks, {chunk: Target(chunk + 1, ranks - 2 - chunk, "write") for chunk in range(ranks - 1)}, {})
+
+
+def _check(ranks: int) -> None:
     if ranks < 2:
-        raise ConfigError(f"a reduce-scatter must have at least 2 ranks; got {ranks}.")
-    return AddressMap(ranks, frozenset({0}), {chunk: DmaMap(2) for chunk in range(1, ranks - 1)})
+        raise ConfigError(f"a collective must have at least 2 ranks; got {ranks}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,6 +20,15 @@ class SourcedList(BaseModel):
     confidence: Confidence
 
 
+_MAY_BE_ZERO = frozenset(
+    (
+        *("latency_ns", "row_open_ns", "row_cycle_ns", "row_gap_ns", "write_recovery_ns", "read_to_write_ns", "write_to_read_ns"),
+        *("group_column_ns", "update_column_ns", "start_ns", "starvation_ns", "library_launch_ns"),
+        *("ways", "sets", "lockstep", "posted"),
+    )
+)
+
+
 class ComputeUnits(Strict):
     """What computes, and how a matrix product is laid on it."""
 
@@ -35,6 +44,8 @@ class ComputeUnits(Strict):
     """Of the inner dimension, loaded at a time; two steps fit."""
     group_rows: Given
     """Rows of tiles through which the tile order goes down before it goes on to the next column."""
+    lockstep: Given
+    """1 where a stage's tiles start when all of the stage before have been stored, 0 where each starts when its unit is free."""
     copy_bytes_per_s: Given
     """What one compute unit sends in a library's collective."""
 
@@ -48,25 +59,50 @@ class Memory(Strict):
     """Last-level cache, DRAM and its controller."""
 
     cache_bytes: Given
+    cache_bytes_per_s: Given
+    """Between the last-level cache and all compute units."""
     bytes_per_s: Given
-    efficiency: Given
     channels: Given
     queue_entries: Given
-    """Of each channel."""
-    entry_bytes: Given
-    update_cost: Given
-    """Time of a near-memory op-and-store over that of a write."""
-    turnaround_ns: Given
-    """Lost whenever a channel changes between reading and writing."""
+    """Column accesses that wait in each channel."""
+    column_bytes: Given
+    """Of one column access."""
+    row_bytes: Given
+    """Of one row of one bank."""
+    banks: Given
+    bank_groups: Given
+    group_column_ns: Given
+    """From one column access to the next in the same bank group (tCCD_L)."""
+    update_column_ns: Given
+    """The same, for near-memory op-and-store."""
+    row_open_ns: Given
+    """To close a row and open another (tRP + tRCD)."""
+    row_cycle_ns: Given
+    """From opening a row to opening another in the same bank (tRC)."""
+    row_gap_ns: Given
+    """From opening a row to opening one in another bank (tRRD)."""
+    write_recovery_ns: Given
+    """From a write to closing its row (tWR)."""
+    read_to_write_ns: Given
+    write_to_read_ns: Given
     latency_ns: Given
-    """Of a read on an idle memory, beside the time on the bus."""
+    """Of a read on an idle memory, beside the time in the channel."""
 
 
-class Ring(Strict):
-    """The links, in each direction."""
+class Links(Strict):
+    """Between the GPUs."""
 
-    link_bytes_per_s: Given
+    topology: Literal["ring", "full", "switch"] = "ring"
+    bytes_per_s: Given
+    """That leave a GPU, and as many that arrive. A mesh shares them out over its links."""
     latency_ns: Given
+    """From one GPU to the next."""
+    posted: Given
+    """1 where a store to another GPU is acknowledged as it leaves for the link, 0 where it is when it has arrived."""
+    library_efficiency: Given
+    """Share of the links' bandwidth that a library's collectives reach."""
+    library_launch_ns: Given
+    """Before the first byte of a library's collective moves."""
 
 
 class TrackerSize(Strict):
@@ -112,23 +148,22 @@ class T3Machine(Strict):
     note: str = ""
     gpu: ComputeUnits
     memory: Memory
-    network: Ring
+    network: Links
     tracker: TrackerSize
     dma: DmaEngines
     arbitration: Arbitration
 
     @model_validator(mode="after")
     def _possible(self) -> T3Machine:
-        may_be_zero = {"latency_ns", "turnaround_ns", "start_ns", "starvation_ns", "ways", "sets"}
         for part in (self.gpu, self.memory, self.network, self.tracker, self.dma):
-            for name in type(part).model_fields:
+            for name in type(part).model_fields.keys() - {"topology"}:
                 value = getattr(part, name).value
-                if value == 0 and name not in may_be_zero:
+                if value == 0 and name not in _MAY_BE_ZERO:
                     raise ValueError(f"{name} must be above 0")
-                if name == "efficiency" and value > 1:
-                    raise ValueError("efficiency must not be above 1")
-        if self.memory.update_cost.value < 1:
-            raise ValueError("update_cost must be at least 1")
+                if name in ("efficiency", "library_efficiency") and value > 1:
+                    raise ValueError(f"{name} must not be above 1")
+        if self.memory.update_column_ns.value < self.memory.group_column_ns.value:
+            raise ValueError("update_column_ns must be at least group_column_ns")
         return self
 
 

@@ -1,9 +1,14 @@
 """DRAM behind a controller with two streams: the product's and the communication's.
 
-Addresses are interleaved finely over the channels, so all channels are alike: one queue and one bus stand for all, with
-requests of up to :data:`BURST_BYTES` over all of them. A request waits in its stream until the arbiter lets it enter the DRAM
-queue; from there requests are served oldest first, those of the direction (read or write) that the bus is in before others,
-as an FR-FCFS scheduler does, up to a queue's length of them.
+Addresses are interleaved over the channels, so that all channels see the same traffic: one of them is simulated, column access
+by column access, and stands for all. What it models, and what it takes the times of, is an FR-FCFS controller as GPGPU-Sim's:
+
+- a request waits in its stream until the arbiter lets it enter the channel's queue, a number of column accesses;
+- from there the access goes next that can start first: hits of open rows before the oldest, the bus's direction first;
+- **banks**: a row must be opened before it is read or written; opening another costs the time to close and to open, and the
+  row cycle. Accesses that run through memory find the next columns in the same row, those of a tile another row after each run;
+- **bank groups**: two accesses of one group are further apart than the bus needs, and near-memory updates twice as far again;
+- **turnarounds** between reading and writing.
 """
 
 from __future__ import annotations
@@ -14,25 +19,51 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from interlace.sim.engine import Engine, Join
+from interlace.sim.engine import Engine
 from interlace.sim.t3 import machine as machines
 
 Kind = Literal["read", "write", "update"]
 Stream = Literal["compute", "communication"]
-BURST_BYTES = 16384
-"""8 column accesses of 64 bytes on each of 32 channels."""
+SEGMENT_BYTES = 256
+"""Of one channel before addresses go on to the next, and at most what one access here stands for."""
+_SPREAD = 2654435761
+"""Knuth's multiplicative hash: which bank a tile's next run of bytes lies in, without a pattern."""
+_CAUSES = 64
+"""More than there are causes and kinds: rows of different ones are different."""
 
 
 @dataclasses.dataclass(slots=True)
-class Request:
-    """Up to :data:`BURST_BYTES` of one kind."""
+class _Request:
+    """What is left of a request on the channel.
+
+    Attributes:
+        run: bytes in one row, or 0 where rows are used whole.
+        pending: accesses that are not done.
+    """
 
     cause: str
     kind: Kind
-    size: float
-    entries: float
+    left: float
+    run: float
     arrived_ns: int
     done: Callable[[], None]
+    pending: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Access:
+    """Up to a segment in one row of one bank."""
+
+    request: _Request
+    number: int
+    size: float
+    columns: float
+    row: int
+    arrived_ns: float
+
+
+_Candidate = tuple[bool, float, int, int, int, float | None]
+"""Whether it should wait for the other direction, start, number, bank, place in the bank's queue, and when its row is opened."""
 
 
 class Memory:
@@ -40,62 +71,115 @@ class Memory:
 
     Attributes:
         bytes: moved, by (cause, kind).
-        busy_ns: of the bus, turnarounds included.
-        threshold: entries below which communication may enter while the product comes first; None is in the order of arrival.
-        most_entries: that were in the DRAM queue of a channel at once.
-        waited_ns: longest wait of a communication request for the DRAM queue.
+        busy_ns: of the bus.
+        threshold: entries below which communication may enter while the product comes first; None is each stream in turn.
+        most_entries: that were in the channel's queue at once.
+        waited_ns: longest wait of a communication request for the queue.
+        row_misses, accesses: of the simulated channel.
     """
 
     def __init__(self, engine: Engine, machine: machines.T3Machine, observe: Callable[[str, int, int, float], None] | None) -> None:
         memory = machine.memory
         self._engine, self._observe = engine, observe
-        self._ns_per_byte = 1e9 / (memory.bytes_per_s.value * memory.efficiency.value)
-        self._ns_of = {"read": 1.0, "write": 1.0, "update": memory.update_cost.value}
-        self._entry_bytes = memory.entry_bytes.value * memory.channels.value
-        self._capacity = memory.queue_entries.value
-        self._turnaround_ns, self._latency_ns = memory.turnaround_ns.value, round(memory.latency_ns.value)
+        self._channels = memory.channels.value
+        self._column_bytes = memory.column_bytes.value
+        self._column_ns = 1e9 * self._column_bytes * self._channels / memory.bytes_per_s.value
+        group = memory.group_column_ns.value
+        self._group_ns = {"read": group, "write": group, "update": memory.update_column_ns.value}
+        self._open_ns, self._row_cycle_ns = memory.row_open_ns.value, memory.row_cycle_ns.value
+        self._row_gap_ns = memory.row_gap_ns.value
+        self._to_write_ns, self._to_read_ns = memory.read_to_write_ns.value, memory.write_to_read_ns.value
+        self._write_recovery_ns = memory.write_recovery_ns.value
+        self._row_bytes = memory.row_bytes.value
+        self._capacity, self._latency_ns = memory.queue_entries.value, round(memory.latency_ns.value)
         self._starvation_ns = machine.arbitration.starvation_ns.value
-        self._streams: dict[Stream, collections.deque[Request]] = {
+        self._streams: dict[Stream, collections.deque[_Request]] = {
             "compute": collections.deque(),
             "communication": collections.deque(),
         }
-        self._queue: list[Request] = []
+        banks, groups = int(memory.banks.value), int(memory.bank_groups.value)
+        self._groups = groups
+        self._queues: list[list[_Access]] = [[] for _ in range(banks)]
+        self._open_row = [-1] * banks
+        self._bank_free = [0.0] * banks
+        self._opened = [-1e9] * banks
+        self._last_open = -1e9
+        self._group_free = [0.0] * groups
+        self._bus_free = 0.0
+        self._reading = True
+        self._batch = 0.0
         self._entries = 0.0
         self._serving = False
-        self._reading = True
-        self._batch = 0
-        self._free_ns = 0.0
+        self._numbers = 0
+        self._runs = 0
+        self._after_communication = True
+        self._cursors: dict[tuple[str, Kind], tuple[int, float]] = {}
         self.threshold: float | None = None
         self.bytes: dict[tuple[str, Kind], float] = {}
         self.busy_ns = 0.0
         self.most_entries = 0.0
         self.waited_ns = 0
+        self.row_misses = 0
+        self.accesses = 0
+        self._waiting_ns = 0.0
 
-    def request(self, stream: Stream, cause: str, kind: Kind, size: float, done: Callable[[], None]) -> None:
-        """Move ``size`` bytes; ``done()`` when the last of them is there. Nothing to move is done at once."""
+    def request(self, stream: Stream, cause: str, kind: Kind, size: float, done: Callable[[], None], run: float = 0) -> None:
+        """Move ``size`` bytes; ``done()`` when the last of them is there. Nothing to move is done at once.
+
+        Args:
+            run: bytes that lie together, of a tile, say; 0 where the request runs through memory.
+        """
         self.bytes[cause, kind] = self.bytes.get((cause, kind), 0.0) + size
-        bursts = max(1, -(-int(size) // BURST_BYTES)) if size > 0 else 0
-        join = Join(bursts, done)
-        each = size / bursts if bursts else 0.0
-        for _ in range(bursts):
-            entries = min(self._capacity, each / self._entry_bytes)
-            self._streams[stream].append(Request(cause, kind, each, entries, self._engine.now, join.done))
+        if size <= 0:
+            done()
+            return
+        self._streams[stream].append(_Request(cause, kind, size / self._channels, run, self._engine.now, done))
         self._arbitrate()
 
+    def mean_entries(self) -> float:
+        """In the channel's queue, over the run."""
+        return self._waiting_ns / max(1, self._engine.now)
+
     def _arbitrate(self) -> None:
-        """Let requests enter the DRAM queue as long as it has room."""
+        """Let accesses enter the queue as long as it has room."""
         while (stream := self._next()) is not None:
             request = self._streams[stream][0]
-            if self._entries + request.entries > self._capacity:
+            size = min(request.left, request.run or SEGMENT_BYTES, SEGMENT_BYTES)
+            columns = size / self._column_bytes
+            if self._entries + columns > self._capacity:
                 break
-            self._streams[stream].popleft()
             if stream == "communication":
                 self.waited_ns = max(self.waited_ns, self._engine.now - request.arrived_ns)
-            self._entries += request.entries
+            self._after_communication = stream == "communication"
+            request.left -= size
+            request.pending += 1
+            if request.left < 1e-6:
+                request.left = 0.0
+                self._streams[stream].popleft()
+            self._entries += columns
             self.most_entries = max(self.most_entries, self._entries)
-            self._queue.append(request)
-        if not self._serving and self._queue:
+            self._enter(request, size, columns)
+        if not self._serving and self._entries > 1e-9:
             self._serve()
+
+    def _enter(self, request: _Request, size: float, columns: float) -> None:
+        bank, row = self._scattered() if request.run else self._running(request, size)
+        self._numbers += 1
+        self._queues[bank].append(_Access(request, self._numbers, size, columns, row, self._engine.now))
+
+    def _scattered(self) -> tuple[int, int]:
+        """A bank without a pattern, and a row that nothing else is in."""
+        self._runs += 1
+        return ((self._runs * _SPREAD & 0xFFFFFFFF) >> 8) % len(self._queues), -2 - self._runs
+
+    def _running(self, request: _Request, size: float) -> tuple[int, int]:
+        """Segment by segment through the rows of two banks, then of the next two; each cause and kind elsewhere."""
+        key = (request.cause, request.kind)
+        number, at = self._cursors.get(key, (len(self._cursors), 0.0))
+        self._cursors[key] = number, at + size
+        pair, banks = int(at / (2 * self._row_bytes)), len(self._queues)
+        bank = (2 * (pair + 3 * number) + int(at / SEGMENT_BYTES) % 2) % banks
+        return bank, pair * _CAUSES + number
 
     def _next(self) -> Stream | None:
         """The stream whose turn it is."""
@@ -103,8 +187,7 @@ class Memory:
         if not communication:
             return "compute" if compute else None
         if self.threshold is None:
-            first = compute and compute[0].arrived_ns <= communication[0].arrived_ns
-            return "compute" if first else "communication"
+            return "compute" if compute and self._after_communication else "communication"
         if self._engine.now - communication[0].arrived_ns > self._starvation_ns:
             return "communication"
         if compute:
@@ -112,28 +195,62 @@ class Memory:
         return "communication" if self._entries < self.threshold else None
 
     def _serve(self) -> None:
-        """Put the next request on the bus."""
-        full = self._batch * BURST_BYTES >= self._capacity * self._entry_bytes
-        wanted = not self._reading if full else self._reading
-        at = next((at for at, request in enumerate(self._queue) if (request.kind == "read") == wanted), 0)
-        request = self._queue.pop(at)
-        turned = (request.kind == "read") != self._reading
-        self._batch = 1 if turned or full else self._batch + 1
-        self._reading, self._serving = request.kind == "read", True
-        # Events are whole nanoseconds, the bus is not: a request that follows another starts where that ended.
-        start = self._free_ns if self._engine.now - self._free_ns < 1 else float(self._engine.now)
-        time_ns = request.size * self._ns_per_byte * self._ns_of[request.kind] + (self._turnaround_ns if turned else 0.0)
-        self._free_ns = start + time_ns
-        self.busy_ns += time_ns
+        """Put the access on the bus that can start first; after a queue's length in one direction, one of the other."""
+        # Events are whole nanoseconds, the bus is not: an access that follows another starts where that ended.
+        now = self._bus_free if self._engine.now - self._bus_free < 1 else float(self._engine.now)
+        tired = self._batch >= self._capacity
+        best = min(self._candidate(bank, queue, now, tired=tired) for bank, queue in enumerate(self._queues) if queue)
+        _, start, _, bank, place, opened = best
+        access = self._queues[bank].pop(place)
+        request, kind = access.request, access.request.kind
+        if opened is not None:
+            self.row_misses += 1
+            self._open_row[bank], self._opened[bank] = access.row, opened
+            self._last_open = max(self._last_open, opened)
+        read = kind == "read"
+        self._batch = access.columns if read != self._reading else self._batch + access.columns
+        self._reading, self._serving = read, True
+        self._bus_free = start + access.columns * self._column_ns
+        group_free = start + access.columns * self._group_ns[kind]
+        self._group_free[bank % self._groups] = group_free
+        self._bank_free[bank] = group_free if read else group_free + self._write_recovery_ns
+        self.accesses += 1
+        self.busy_ns += access.columns * self._column_ns
         if self._observe is not None:
-            self._observe(f"{request.cause} {request.kind}", round(start), round(self._free_ns), request.size)
-        self._engine.at(max(self._engine.now, math.ceil(self._free_ns)), self._served, request)
+            self._observe(f"{request.cause} {kind}", round(start), round(self._bus_free), access.size * self._channels)
+        self._engine.at(max(self._engine.now, math.ceil(self._bus_free)), self._served, access)
 
-    def _served(self, request: Request) -> None:
-        self._serving = False
-        self._entries -= request.entries
-        if request.kind == "read":
-            self._engine.after(self._latency_ns, request.done)
+    def _candidate(self, bank: int, queue: list[_Access], now: float, *, tired: bool) -> _Candidate:
+        """What a bank would serve next: its open row's oldest access, else its oldest; and when."""
+        open_row, opened, place = self._open_row[bank], None, 0
+        start = max(now, self._group_free[bank % self._groups])
+        for at, access in enumerate(queue):
+            if access.row == open_row:
+                place = at
+                break
         else:
-            request.done()
+            access = queue[0]
+            opened = max(
+                access.arrived_ns,
+                self._bank_free[bank],
+                self._opened[bank] + self._row_cycle_ns,
+                self._last_open + self._row_gap_ns,
+            )
+            start = max(start, opened + self._open_ns)
+        read = access.request.kind == "read"
+        if read != self._reading:
+            start = max(start, self._bus_free + (self._to_read_ns if read else self._to_write_ns))
+        return tired and read == self._reading, start, access.number, bank, place, opened
+
+    def _served(self, access: _Access) -> None:
+        self._serving = False
+        self._entries -= access.columns
+        self._waiting_ns += access.columns * (self._engine.now - access.arrived_ns)
+        request = access.request
+        request.pending -= 1
+        if request.pending == 0 and request.left == 0:
+            if request.kind == "read":
+                self._engine.after(self._latency_ns, request.done)
+            else:
+                request.done()
         self._arbitrate()

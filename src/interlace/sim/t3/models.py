@@ -25,8 +25,11 @@ class T3Model(Strict):
     tensor_parallel: SourcedList
     """Degrees that the paper uses."""
 
-    def product(self, sublayer: str, ranks: int) -> Product:
+    def product(self, sublayer: str, ranks: int, tokens: int | None = None) -> Product:
         """The matrix product of a sub-layer on one of ``ranks`` GPUs.
+
+        Args:
+            tokens: its rows; the paper's by default. Few of them are the generation of tokens: one of each sequence.
 
         Raises:
             ConfigError: no such sub-layer, or a degree that does not divide its inner dimension.
@@ -37,7 +40,8 @@ class T3Model(Strict):
         depth = SUBLAYERS[sublayer] * hidden
         if ranks < 2 or depth % ranks:
             raise ConfigError(f"the tensor-parallel degree must be at least 2 and divide {depth}; got {ranks}.")
-        return Product(f"{self.name} {sublayer}, TP {ranks}", int(self.tokens.value), hidden, depth // ranks)
+        rows = int(self.tokens.value) if tokens is None else tokens
+        return Product(f"{self.name} {sublayer}, TP {ranks}", rows, hidden, depth // ranks)
 
 
 def load_t3_model(name: str) -> T3Model:

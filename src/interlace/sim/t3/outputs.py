@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from interlace.sim.plot import open_figure
+from interlace.sim.t3.measured import Comparison
+from interlace.sim.t3.reproduce import Figure
 from interlace.sim.t3.run import SubLayer
 from interlace.sim.trace import to_perfetto
 from interlace.units import format_ns
@@ -23,8 +25,11 @@ _COLOURS = {
     "all-gather write": "#117755",
     "tracker read": "#CC79A7",
     "tracker write": "#CC79A7",
+    "all-to-all read": "#E69F00",
+    "all-to-all write": "#D55E00",
     "reduce_scatter": "#D55E00",
     "all_gather": "#009E73",
+    "all_to_all": "#D55E00",
 }
 
 
@@ -70,24 +75,75 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
     axis.set_title(f"{result.result.name}: {format_ns(result.total_ns)}; dotted: the product's last stage", loc="left", fontsize=10)
 
 
+def draw_measured(found: Sequence[Comparison], file: Path) -> None:
+    """Of each shape: unfused, our operator and T3, over the product alone.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    kinds: tuple[tuple[str, str, Callable[[Comparison], float]], ...] = (
+        ("cuBLAS + NCCL, measured", "#B0B0B0", lambda one: one.measured_ns["unfused"]),
+        ("our operator, measured", "#0072B2", lambda one: one.software_ns),
+        ("T3, modelled", "#D55E00", lambda one: one.corrected_ns("t3-mca")),
+    )
+    with open_figure(file, 10, 1.2 + 0.7 * len(found)) as drawing:
+        axis = drawing.subplots()
+        for number, (label, colour, time_ns) in enumerate(kinds):
+            places = [at + 0.27 * (number - 1) for at in range(len(found))]
+            lengths = [time_ns(one) / one.measured_ns["product"] for one in found]
+            axis.barh(places, lengths, 0.25, color=colour, label=label)
+            for place, length in zip(places, lengths, strict=True):
+                axis.text(length + 0.01, place, f"{length:.2f}", va="center", fontsize=8)
+        names = [f"{one.operator}\n{one.product.name}, {one.ranks} GPUs" for one in found]
+        axis.set_yticks(range(len(found)), names, fontsize=9)
+        axis.invert_yaxis()
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_xlabel("time over that of the product alone (cuBLAS, measured)")
+        axis.spines[["top", "right"]].set_visible(False)
+        drawing.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+
+
+def draw_figures(figures: Sequence[Figure], file: Path) -> None:
+    """Of each published figure, how far ours lies from it, in tolerances.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    with open_figure(file, 11, 1 + 0.26 * len(figures)) as drawing:
+        axis = drawing.subplots()
+        axis.axvspan(-1, 1, color="#E8F2EC", linewidth=0)
+        axis.axvline(0, color="black", linewidth=0.8)
+        for place, one in enumerate(figures):
+            far = one.difference / one.tolerance
+            axis.plot([0, far], [place, place], color="#888888", linewidth=1)
+            axis.plot(far, place, "o", color="#009E73" if one.met else "#D55E00")
+        names = [f"{one.name}: {one.published:g} {one.unit}, ours {one.ours:.3g}" for one in figures]
+        axis.set_yticks(range(len(figures)), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("ours against the published figure, in tolerances")
+        axis.spines[["top", "right"]].set_visible(False)
+
+
 def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
-    """As :func:`interlace.sim.trace.to_perfetto`, with a flow from the stage that stored a block, over its trigger, to the link."""
+    """As :func:`interlace.sim.trace.to_perfetto`, with flows: the stage that stored a block, its update, its trigger, the link."""
     document = to_perfetto([result.result for result in results])
     events = document["traceEvents"]
     for pid, result in enumerate(results):
+        if not result.fused.flows:
+            continue
         rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
         link = next(use.link for use in result.result.link_uses if use.link != "memory")
-        trigger = max(rows.values()) + 1
-        flows = result.parts[0].flows
-        if flows:
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": trigger, "args": {"name": "triggers"}})
-        for flow in flows:
-            arrow = {"cat": "block", "name": f"block {flow.block}", "id": f"{pid}.{flow.block}", "pid": pid}
+        triggers = max(rows.values()) + 1
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": triggers, "args": {"name": "triggers"}})
+        for flow in result.fused.flows:
+            name = f"block {flow.block}"
             at = flow.triggered_ns / 1000
-            events.append(
-                {"ph": "X", "name": f"block {flow.block}", "pid": pid, "tid": trigger, "ts": at, "dur": 0.001, "args": {}}
-            )
-            events.append({**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000})
-            events.append({**arrow, "ph": "t", "tid": trigger, "ts": at})
-            events.append({**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000})
+            events.append({"ph": "X", "name": name, "pid": pid, "tid": triggers, "ts": at, "dur": 0.001, "args": {}})
+            arrow = {"cat": "block", "name": name, "id": f"{pid}.{flow.block}", "pid": pid}
+            events += [
+                {**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000},
+                {**arrow, "ph": "t", "tid": rows["link memory"], "ts": (flow.updated_ns - 1) / 1000},
+                {**arrow, "ph": "t", "tid": triggers, "ts": at},
+                {**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000},
+            ]
     return document

@@ -1,0 +1,101 @@
+"""Collectives of a library, alone: compute units read what they send, and write what comes.
+
+Rings go step by step, each step's pieces pipelined through memory and link; direct ones send to all GPUs at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+from interlace.sim.engine import Join
+from interlace.sim.results import Span
+from interlace.sim.t3.gpu import Gpu, Group, Part
+from interlace.sim.t3.machine import T3Machine
+from interlace.sim.t3.memory import Kind
+
+Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
+PIECE_BYTES = 32768
+"""In which collectives and links work: a tile's output."""
+TITLES: dict[str, str] = {"reduce-scatter": "ReduceScatter", "all-gather": "AllGather", "all-to-all": "All-to-All"}
+TRAFFIC: dict[str, str] = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "all_to_all"}
+
+
+@functools.lru_cache(maxsize=16)
+def alone(
+    machine: T3Machine, kind: Collective, size: float, ranks: int, network: str, share: float = 1.0, near_memory: bool = False
+) -> Part:
+    """A library's collective of ``size`` bytes on each GPU, on an idle machine.
+
+    Args:
+        share: of the library's bandwidth that the sending compute units reach.
+        near_memory: what comes is added where it is written, so that nothing is read to be added.
+    """
+    group = Group(machine, ranks, network)
+    share *= machine.network.library_efficiency.value
+    run = _Run(group.gpus[0], kind, size / ranks, share, near_memory=near_memory)
+    start = run.ring if network == "ring" and kind != "all-to-all" else run.direct
+    group.engine.at(round(machine.network.library_launch_ns.value), start)
+    return group.run(kind)
+
+
+class _Run:
+    """One collective of chunks of ``chunk`` bytes."""
+
+    def __init__(self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool) -> None:
+        self._gpu, self._kind, self._chunk, self._share = gpu, kind, chunk, share
+        self._adds = kind == "reduce-scatter" and not near_memory
+        self._arriving: Kind = "update" if near_memory else "write"
+        self._pieces = max(1, -(-int(chunk) // PIECE_BYTES))
+        self._started = 0
+
+    def ring(self, step: int = 0) -> None:
+        """From the second step of a reduce-scatter on, one's own and what came are read; in the end the owner adds up."""
+        if step:
+            self._span(f"step {step - 1}")
+        self._started = self._gpu.engine.now
+        if step == self._gpu.group.ranks - 1:
+            self._sum(2)
+            return
+        everything = Join(self._pieces, lambda: self.ring(step + 1))
+        for _ in range(self._pieces):
+            self._move(1, 2 if self._adds and step else 1, everything.done)
+
+    def direct(self) -> None:
+        """A chunk to each of the others; of an all-gather, the same, which is read once."""
+        ranks = self._gpu.group.ranks
+        self._started = self._gpu.engine.now
+        everything = Join(self._pieces * (ranks - 1), self._came)
+        for _ in range(self._pieces):
+            for to in range(1, ranks):
+                self._move(to, 0 if self._kind == "all-gather" and to > 1 else 1, everything.done)
+
+    def _came(self) -> None:
+        self._span("exchange")
+        self._started = self._gpu.engine.now
+        self._sum(self._gpu.group.ranks)
+
+    def _move(self, to: int, reads: int, done: Callable[[], None]) -> None:
+        piece = self._chunk / self._pieces
+
+        def arrived(there: Gpu) -> None:
+            there.memory.request("communication", self._kind, self._arriving, piece, done)
+
+        self._gpu.memory.request(
+            "communication", self._kind, "read", reads * piece,
+            lambda: self._gpu.send(to, piece, TRAFFIC[self._kind], arrived, self._share),
+        )  # fmt: skip
+
+    def _sum(self, addends: int) -> None:
+        """Of a reduce-scatter: the owner reads what there is to add, and writes the sum."""
+        if not self._adds:
+            return
+
+        def write() -> None:
+            self._gpu.memory.request("communication", self._kind, "write", self._chunk, lambda: self._span("last sum"))
+
+        self._gpu.memory.request("communication", self._kind, "read", addends * self._chunk, write)
+
+    def _span(self, what: str) -> None:
+        self._gpu.spans.append(Span(self._kind, f"{TITLES[self._kind]}, {what}", self._started, self._gpu.engine.now))

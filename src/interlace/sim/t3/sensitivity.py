@@ -1,0 +1,55 @@
+"""What the assumptions are worth: each is changed alone, and the sub-layer simulated again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from interlace.sim.t3.machine import load_t3_machine
+from interlace.sim.t3.product import Product
+from interlace.sim.t3.run import simulate
+
+CONFIGURATIONS = ("t3", "t3-mca", "ideal")
+CHANGES: dict[str, tuple[float, ...]] = {
+    "gpu.efficiency": (0.8, 1.0),
+    "gpu.lockstep": (0,),
+    "gpu.k_step": (32, 128),
+    "gpu.group_rows": (4, 16),
+    "memory.cache_bytes_per_s": (1.4e12, 1e16),
+    "memory.latency_ns": (250, 1000),
+    "memory.queue_entries": (32, 256),
+    "memory.group_column_ns": (1, 3),
+    "memory.update_column_ns": (2, 8),
+    "memory.row_cycle_ns": (24, 94),
+    "network.bytes_per_s": (75e9, 300e9),
+    "network.latency_ns": (250, 1000),
+    "network.posted": (1,),
+    "tracker.sets": (16, 1024),
+    "dma.engines": (1, 32),
+    "dma.start_ns": (0, 1000),
+    "arbitration.starvation_ns": (2000, 200000),
+}
+"""Values that the paper leaves open, or that readers disagree on, and what they might be instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One value changed: speed-ups against the sequential sub-layer with that same value."""
+
+    key: str
+    value: float | None
+    speed_ups: dict[str, float]
+
+
+def sensitivity(machine_name: str, changes: dict[str, Any], product: Product, ranks: int) -> list[Row]:
+    """The machine as it is, and with each of :data:`CHANGES`."""
+    rows = [_row(machine_name, changes, None, None, product, ranks)]
+    for key, values in CHANGES.items():
+        rows += [_row(machine_name, changes, key, value, product, ranks) for value in values]
+    return rows
+
+
+def _row(name: str, changes: dict[str, Any], key: str | None, value: float | None, product: Product, ranks: int) -> Row:
+    machine = load_t3_machine(name, changes if key is None else {**changes, key: value})
+    base = simulate(machine, product, ranks, "sequential").total_ns
+    return Row(key or "as given", value, {each: base / simulate(machine, product, ranks, each).total_ns for each in CONFIGURATIONS})

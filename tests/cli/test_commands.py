@@ -99,6 +99,9 @@ def test_demo(tmp_path: Path) -> None:
             assert rank["counted"] == rank["predicted"]
             assert rank["counted"]["bytes"] == 8 * model["rows_run"]  # a packed word an output, to one peer
     _check_dlrm(document["dlrm"])
+    mapped = document["mapped"]
+    assert mapped["passed"]
+    assert [rank["bytes"] for rank in mapped["ranks"]] == [512 * 1024 * 4] * 2  # the half that is for the other rank
     recorded = document["models"][-1]["ranks"]
     for rank in recorded:
         for kind in ("fused", "unfused"):

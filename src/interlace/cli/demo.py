@@ -1,4 +1,4 @@
-"""``interlace demo``: a Transformer's down projection, checked and drawn; and a recommendation model that trains."""
+"""``interlace demo``: a Transformer's down projection, checked and drawn; a mapped output; a recommendation model that trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from interlace.cli import demo_dlrm, demo_ranks, machine, picture
+from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
 from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div, format_bytes
@@ -66,8 +66,9 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
         "models": models,
     }
     _show(console, document, plot)
+    document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)
-    document["passed"] = document["passed"] and document["dlrm"]["passed"]
+    document["passed"] = all(part["passed"] for part in (document, document["mapped"], document["dlrm"]))
     if json_file is not None:
         write_json(json_file, document)
         console.print(f"All numbers: {json_file}")

@@ -26,8 +26,8 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
         f"that each row is for. {size} reached the other ranks by its ordinary stores."
     )
     console.print(
-        f"torch.mm into the peers' memory {times['producer']:.2f} ms, into memory of its own {times['compute alone']:.2f} ms. With the "
-        f"exchange{' (a kernel in the interpreter)' if backend == 'cpu' else ''} {times['mapped']:.2f} ms; torch.mm and "
+        f"torch.mm into the peers' memory {times['producer']:.2f} ms, into memory of its own {times['compute alone']:.2f} ms. "
+        f"With the exchange{' (a kernel in the interpreter)' if backend == 'cpu' else ''} {times['mapped']:.2f} ms; torch.mm and "
         f"all_to_all_single {times['unfused']:.2f} ms. Host's clock, slowest rank, median."
     )
     if found["passed"]:

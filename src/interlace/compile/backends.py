@@ -7,7 +7,7 @@ import hashlib
 import importlib.resources
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from interlace.compile.rewrite import fuse
 _SLOT = "post_grad_custom_pre_pass"
 
 
-class InductorPass(CustomGraphPass):  # type: ignore[misc]  # torch does not say what its base is
+class InductorPass(CustomGraphPass):
     """The pass for Inductor's ``post_grad_custom_pre_pass``: after autograd, before Inductor reuses any memory.
 
     Args:
@@ -62,13 +62,13 @@ def backend(
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
     patches[_SLOT] = InductorPass(patches.get(_SLOT, _installed_pass()))
-    compiled: Callable[..., Any] = compile_fx(model, list(inputs), config_patches=patches)
-    return compiled
+    compiled: Any = compile_fx(model, list(inputs), config_patches=patches)
+    return cast(Callable[..., Any], compiled)
 
 
 def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or where Inductor does not run."""
-    return graphs_backend(lambda _: None)(model, inputs)
+    return cast(Callable[..., Any], graphs_backend(lambda _: None)(model, inputs))
 
 
 def graphs_backend(report: Callable[[list[Finding]], None]) -> Callable[..., Any]:
@@ -76,8 +76,9 @@ def graphs_backend(report: Callable[[list[Finding]], None]) -> Callable[..., Any
 
     Both graphs are seen when the forward one is compiled, whether or not a backward pass follows.
     """
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     fused: set[GraphModule] = set()
 
@@ -128,7 +129,7 @@ def _installed_pass() -> Any:
     return passes
 
 
-class _Sequence(CustomGraphPass):  # type: ignore[misc]  # torch does not say what its base is
+class _Sequence(CustomGraphPass):
     """Several passes, one after the other."""
 
     def __init__(self, passes: Sequence[Callable[[Graph], None]]) -> None:

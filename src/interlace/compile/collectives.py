@@ -14,7 +14,7 @@ from interlace.compile.graph import argument, between, value
 from interlace.compile.producers import is_work
 
 # Registers the collectives' operators.
-import torch.distributed._functional_collectives  # noqa: F401  # isort: skip
+import torch.distributed._functional_collectives  # isort: skip
 
 _namespace = torch.ops._c10d_functional
 WAIT = _namespace.wait_tensor.default

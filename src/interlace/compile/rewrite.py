@@ -147,7 +147,8 @@ def _tokens(product: Product) -> int:
     leading = value(product.x).shape[:-1]
     if is_static(*leading):
         return int(torch.Size(leading).numel())
-    hint = getattr(leading[0].node, "hint", None) if len(leading) == 1 else None
+    size: Any = leading[0]
+    hint = size.node.hint if len(leading) == 1 else None
     if hint is None:
         raise LeftAlone("sizes change from call to call (dynamic shapes)")
     return int(hint)
@@ -217,7 +218,7 @@ def _all_gather(collective: Collective) -> tuple[str, str]:
     wait = collective.waits[0]
     nodes = rows.region(wait, product.x)
     collective.require_waiting()
-    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user.target is not collectives.WAIT)
+    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
     _require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
     reason = choose("all_gather_gemm", product, _tokens(product), ranks)
@@ -252,6 +253,8 @@ def _product_after(collective: Collective) -> Product:
         if product is None:
             continue
         try:
+            if collective.waits[0] not in rows.upstream(product.x):
+                raise LeftAlone(f"it gathers the weight of {node.name}, or a part of it")
             require_suitable(product)
             rows.region(collective.waits[0], product.x)
             late = [source.name for source in product.sources if source in collective.waits or not source < first_use]

@@ -51,7 +51,7 @@ def _keeps_squeeze(node: Node) -> bool:
 
 def _keeps_unsqueeze(node: Node) -> bool:
     after = _dimensions(node)[1]
-    return argument(node, 1, "dim") % after != after - 1
+    return int(argument(node, 1, "dim")) % after != after - 1
 
 
 def _keeps_cut(node: Node) -> bool:

@@ -13,6 +13,7 @@ from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
 from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
 from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
 
+
 class RowParallelLinear(ParallelLinear):
     """``y = x @ weight.T + bias`` with K input features cut into R equal shards, one a rank.
 

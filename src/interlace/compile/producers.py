@@ -57,8 +57,8 @@ class Product:
 
     def weight(self, writer: Writer) -> Node:
         """The weight as ``[N, K]``: what the program transposed, where it did, or a view."""
-        w, transposed = _untransposed(self)
-        if transposed:
+        w, by_rows = _untransposed(self)
+        if by_rows:
             return w
         if value(w).dim() == 3:
             w = writer.call(aten.squeeze.dim, w, 0)
@@ -107,13 +107,20 @@ def require_suitable(product: Product) -> None:
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:
-    """The weight, and whether it is ``[N, K]``."""
-    w = product.w
-    if not product.by_columns:
-        return w, True
-    if w.op != "call_function" or value(w).dim() != 2:
-        return w, False
-    swaps = w.target is aten.t.default
-    swaps |= w.target is aten.permute.default and [d % 2 for d in argument(w, 1, "dims")] == [1, 0]
-    swaps |= w.target is aten.transpose.int and {argument(w, 1, "dim0") % 2, argument(w, 2, "dim1") % 2} == {0, 1}
-    return (w.args[0], True) if swaps and isinstance(w.args[0], Node) else (w, False)
+    """What the program made the weight of by transposing, any number of times, and whether it is ``[N, K]``."""
+    w, by_rows = product.w, not product.by_columns
+    while _transposes(w):
+        assert isinstance(w.args[0], Node)
+        w, by_rows = w.args[0], not by_rows
+    return w, by_rows
+
+
+def _transposes(node: Node) -> bool:
+    """Whether a call swaps the two dimensions of a matrix."""
+    if node.op != "call_function" or value(node).dim() != 2:
+        return False
+    if node.target is aten.permute.default:
+        return [d % 2 for d in argument(node, 1, "dims")] == [1, 0]
+    if node.target is aten.transpose.int:
+        return {argument(node, 1, "dim0") % 2, argument(node, 2, "dim1") % 2} == {0, 1}
+    return node.target is aten.t.default

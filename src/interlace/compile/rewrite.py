@@ -15,7 +15,7 @@ from interlace.compile import collectives, rows
 from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of
-from interlace.compile.graph import Writer, argument, between, changes_memory, erase_unused, evaluate, is_static, value
+from interlace.compile.graph import Writer, argument, aten, between, changes_memory, erase_unused, evaluate, is_static, value
 from interlace.compile.producers import Product, product_of, require_suitable
 
 log = logging.getLogger("interlace.compile")
@@ -90,11 +90,16 @@ def _reaches(node: Node, collective: Collective, moves: list[Node]) -> bool:
 
 
 def _why_no_product(node: Node) -> str:
-    if node.op == "call_function" and "add" in str(node.target):
-        terms = [list(rows.upstream(term))[-1] for term in node.all_input_nodes]
-        if len(terms) > 1 and all(product_of(term) for term in terms):
-            return f"{node.name} is a sum of products; a collective for each would send the bytes again"
+    if node.target is aten.add.Tensor and _sums_products(node):
+        return f"{node.name} is a sum of products; a collective for each would send the bytes again"
     return f"what goes into it is {node.name}, not a product"
+
+
+def _sums_products(node: Node) -> bool:
+    *_, node = rows.upstream(node)
+    if node.target is aten.add.Tensor:
+        return all(isinstance(term, Node) and _sums_products(term) for term in node.args)
+    return product_of(node) is not None
 
 
 def _require_unchanged(first: Node, last: Node) -> None:
@@ -264,7 +269,7 @@ def _product_after(collective: Collective) -> Product:
         except LeftAlone as why:
             refusals.append(str(why))
     if not found:
-        raise LeftAlone(refusals[0] if refusals else "no product takes what it gathers")
+        raise LeftAlone("; ".join(refusals) or "no product takes what it gathers")
     return max(found, key=lambda product: product.columns)
 
 

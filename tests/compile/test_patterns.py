@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace.compile.choice as choice
-from interlace.compile import Finding, fuse
-from interlace.compile.backends import graphs_backend
+from interlace.compile import eager_backend, fuse, recording
 from tests.compile.programs import (
     FEW,
     K,
@@ -46,8 +45,12 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
     ),
     # Every rank has another bias, and has added it before the sum.
     "biases": (lambda x, w, b: all_reduce(aten.addmm(b, x, w.t())), [(M, K), (N, K), (N,)], ["gemm_all_reduce"]),
-    "scattered biases": (lambda x, w, b: reduce_scatter(aten.addmm(b, x, w.t())), [(FEW, K), (N, K), (N,)], ["gemm_reduce_scatter"]),
-    "scattered": (lambda x, w: reduce_scatter((x @ w.t()).view(2, FEW, N)), [(2 * FEW, K), (N, K)], ["gemm_reduce_scatter"]),
+    "scattered": (
+        lambda x, w, b: reduce_scatter(aten.addmm(b, x, w.t())),
+        [(FEW, K), (N, K), (N,)],
+        ["gemm_reduce_scatter"],
+    ),
+    "scattered views": (lambda x, w: reduce_scatter((x @ w.t()).view(2, FEW, N)), [(2 * FEW, K), (N, K)], ["gemm_reduce_scatter"]),
     "scattered along 1": (
         lambda x, w: scatter_along((x @ w.t()).view(3, 4, N), 1),
         [(12, K), (N, K)],
@@ -142,17 +145,19 @@ def test_the_gathered_value_is_returned_only_where_it_is_used(ranks: Any) -> Non
 
 def _rows_that_change() -> Any:
     """Compiled for any number of rows; findings, and errors with two numbers."""
-    findings: list[Finding] = []
 
     def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return all_reduce(x @ w.t()), reduce_scatter(x @ w.t())
 
-    compiled = torch.compile(program, backend=graphs_backend(findings.extend), fullgraph=True)
-    errors = []
+    compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
+    findings, errors = [], []
     for count in (M, M + 4):
         x, w = tensors((count, K), (N, K))
         torch._dynamo.mark_dynamic(x, 0)
-        errors += [float((a - b).norm() / b.norm()) for a, b in zip(compiled(x, w), program(x, w), strict=True)]
+        with recording() as seen:
+            results = compiled(x, w)
+        findings += seen
+        errors += [float((a - b).norm() / b.norm()) for a, b in zip(results, program(x, w), strict=True)]
     return [(finding.operator, finding.shape, finding.reason) for finding in findings], max(errors)
 
 
@@ -184,7 +189,11 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "average": (lambda x, w: all_reduce(x @ w.t(), "avg"), W2[:2], "it reduces by 'avg'; operators add"),
     "maximum": (lambda x, w: reduce_scatter(x @ w.t(), "max"), W2[:2], "it reduces by 'max'; operators add"),
     "a part": (lambda x, w: all_reduce((x @ w.t())[:3]), W2[:2], "slice_1 takes parts of the product"),
-    "a part of its columns": (lambda x, w: reduce_scatter((x @ w.t())[:, :4]), W2[:2], "slice_1 cuts or reorders the columns of mm"),
+    "a part of its columns": (
+        lambda x, w: reduce_scatter((x @ w.t())[:, :4]),
+        W2[:2],
+        "slice_1 cuts or reorders the columns of mm",
+    ),
     "some rows": (lambda x, w: reduce_scatter((x @ w.t())[:4]), W2[:2], "slice_1 has only some rows of mm"),
     "columns scattered": (lambda x, w: scatter_along(x @ w.t(), 1), W2[:2], "cuts or reorders the columns of mm"),
     "converted": (lambda x, w: all_reduce((x @ w.t()).double()), W2[:2], "what goes into it is _to_copy, not a product"),
@@ -198,11 +207,19 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "a gradient of weights": (lambda x, g: all_reduce(g.t() @ x), [(FEW, K), (FEW, N)], "rows of t are not contiguous"),
     "hidden already": (_overlapped, W2, "mm_1 runs between the collective and its wait"),
     "memory changed": (_changed, W2[:2], "add_ changes memory in between"),
-    "in place": (lambda x, w: wait(c10d.all_reduce_(x @ w.t(), "sum", group())), W2[:2], "no operator has this collective in place"),
+    "in place": (
+        lambda x, w: wait(c10d.all_reduce_(x @ w.t(), "sum", group())),
+        W2[:2],
+        "no operator has this collective in place",
+    ),
     "another collective": (lambda x, w: wait(c10d.broadcast(x @ w.t(), 0, group())), W2[:2], "no operator has this collective"),
     "product, then gather": (lambda x, w: all_gather(x @ w.t()), W2[:2], "no product takes what it gathers"),
     "gathered weight": (lambda x, w: x @ all_gather(w).t(), W2[:2], "it gathers the weight of mm, or a part of it"),
-    "gathered along k": (lambda x, w: gather_along(x, 1) @ w.t(), [(FEW, K), (N, 2 * K)], "cuts or reorders the columns of wait_tensor"),
+    "gathered along k": (
+        lambda x, w: gather_along(x, 1) @ w.t(),
+        [(FEW, K), (N, 2 * K)],
+        "cuts or reorders the columns of wait_tensor",
+    ),
     "multiplied by itself": (lambda x: (lambda a: a @ a.t())(all_gather(x)), [(FEW, K)], "mm multiplies with wait_tensor"),
     "a late weight": (
         lambda x, w: (lambda a: a @ a.sum(0).expand(N, K).contiguous().mul(w).t())(all_gather(x)),
@@ -249,7 +266,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reasons = []
 
     def consider() -> None:
-        module = traced(FUSED["scattered"][0], tensors((2 * FEW, K), (N, K)))
+        module = traced(FUSED["scattered views"][0], tensors((2 * FEW, K), (N, K)))
         (finding,) = fuse(module.graph)
         reasons.append(finding.reason)
         assert operators(module) == []

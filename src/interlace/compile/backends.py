@@ -16,7 +16,6 @@ from torch.fx import Graph, GraphModule
 
 from interlace.comm import default_device_type
 from interlace.compile.choice import ranks_of_a_machine
-from interlace.compile.findings import Finding
 from interlace.compile.rewrite import fuse
 
 _SLOT = "post_grad_custom_pre_pass"
@@ -67,41 +66,32 @@ def backend(
 
 
 def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or where Inductor does not run."""
-    return cast(Callable[..., Any], graphs_backend(lambda _: None)(model, inputs))
+    """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or where Inductor does not run.
 
-
-def graphs_backend(report: Callable[[list[Finding]], None]) -> Callable[..., Any]:
-    """A backend that runs the pass on forward and backward graph, and gives its findings to ``report``.
-
-    Both graphs are seen when the forward one is compiled, whether or not a backward pass follows.
+    Forward and backward graph are both seen when the forward one is compiled, whether or not a backward pass follows.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    fused: set[GraphModule] = set()
-
-    def visit(graph_module: GraphModule) -> None:
-        if graph_module not in fused:
-            fused.add(graph_module)
-            report(fuse(graph_module.graph))
-            graph_module.recompile()
-
     def partition(*args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = min_cut_rematerialization_partition(*args, **kwargs)
-        visit(forward)
-        visit(backward)
-        return forward, backward
+        return _fused(forward), _fused(backward)
 
     def infer(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        visit(graph_module)
-        return make_boxed_func(graph_module.forward)
+        return cast(Callable[..., Any], make_boxed_func(_fused(graph_module).forward))
 
-    def compile_graph(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(graph_module.forward)
+    def run(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return cast(Callable[..., Any], make_boxed_func(graph_module.forward))
 
-    return aot_autograd(fw_compiler=compile_graph, bw_compiler=compile_graph, inference_compiler=infer, partition_fn=partition)
+    compiler = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
+    return compiler(model, inputs)
+
+
+def _fused(graph_module: GraphModule) -> GraphModule:
+    fuse(graph_module.graph)
+    graph_module.recompile()
+    return graph_module
 
 
 @contextlib.contextmanager

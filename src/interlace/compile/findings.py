@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import re
+from collections.abc import Iterator
 
 from torch.fx import Node
+
+log = logging.getLogger("interlace.compile")
 
 
 class LeftAlone(Exception):
@@ -48,3 +53,34 @@ def module_of(node: Node) -> str:
         return ""
     path = re.sub(r"\['?(\w+)'?\]", r".\1", str(entries[-1][0]))  # L['self']._modules['mlp']._modules['down']
     return re.sub(r"^L\.(self\b)?|\b_modules\.", "", path).strip(".")
+
+
+# Backward graphs are compiled on other threads, so these are the process's.
+_records: list[list[Finding]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Finding]]:
+    r"""The findings of every graph that the pass sees within it, in any thread; also logged, as ``interlace.compile``.
+
+    A compiled graph that Inductor finds in its cache is not seen again.
+
+    Example:
+        >>> with interlace.compile.recording() as findings:
+        ...     torch.compile(model, backend=interlace.compile.backend)(x).sum().backward()
+        >>> print(*findings, sep="\n")
+    """
+    record: list[Finding] = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records[:] = [other for other in _records if other is not record]
+
+
+def record(findings: list[Finding]) -> None:
+    """Tell all who are recording, and the log."""
+    for each in _records:
+        each.extend(findings)
+    for finding in findings:
+        log.info("%s", finding)

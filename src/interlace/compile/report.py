@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from interlace.compile.backends import graphs_backend
-from interlace.compile.findings import Finding
+from interlace.compile.backends import eager_backend
+from interlace.compile.findings import Finding, recording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
         forward: all_reduce of [4096, 8192] (all_reduce in mlp.down) fused by gemm_all_reduce: measured on ...
         backward: all_reduce of [4096, 8192] (all_reduce_1) left alone: what goes into it is add_3, not a product
     """
-    findings: list[Finding] = []
     torch.compiler.reset()
     try:
-        torch.compile(model, backend=graphs_backend(findings.extend))(*inputs, **keywords)
+        with recording() as findings:
+            torch.compile(model, backend=eager_backend)(*inputs, **keywords)
     finally:
         torch.compiler.reset()
     return Report(tuple(findings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,9 @@ import interlace.ops  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, rows
 from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective
-from interlace.compile.findings import Finding, LeftAlone, module_of
+from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, aten, between, changes_memory, erase_unused, evaluate, is_static, value
 from interlace.compile.producers import Product, product_of, require_suitable
-
-log = logging.getLogger("interlace.compile")
 
 
 def fuse(graph: Graph) -> list[Finding]:
@@ -34,8 +31,7 @@ def fuse(graph: Graph) -> list[Finding]:
     direction = "backward" if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")) else "forward"
     findings = [_consider(node, direction) for node in list(graph.nodes) if collectives.is_collective(node)]
     graph.lint()
-    for finding in findings:
-        log.info("%s", finding)
+    record(findings)
     return findings
 
 

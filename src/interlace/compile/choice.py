@@ -52,13 +52,15 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
 
 
 def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
-    """Why ``impl="auto"`` would run the fused kernel of ``operator`` for this product.
+    """Why the fused kernel of ``operator`` is the faster way to compute this product.
+
+    It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
 
     Args:
         rows: M: of an all-gather, all ranks'.
 
     Raises:
-        LeftAlone: it would run the pair.
+        LeftAlone: the pair is faster, or nothing was measured.
     """
     launch: Any = importlib.import_module(f"interlace.ops.{operator}.launch")
     if operator == "gemv_all_reduce":
@@ -66,6 +68,8 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     else:
         sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
     choice = launch.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    if not choice.measured and product.device.type == "cuda":
+        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl != "fused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
     return str(choice.reason)

@@ -80,11 +80,9 @@ class Collective:
 
 def is_collective(node: Node) -> bool:
     """Whether a node starts a collective of ``torch.distributed``'s functional kind, one that operators know or not."""
-    if node.op != "call_function" or node.target is WAIT:
+    if node.op != "call_function" or getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor"):
         return False
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_dtensor") and node.target is not (
-        _namespace._wrap_tensor_autograd.default
-    )
+    return str(node.target).split(".")[1] not in ("wait_tensor", "_wrap_tensor_autograd")
 
 
 def read(node: Node) -> Collective:

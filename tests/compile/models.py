@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from interlace.comm import default_device_type
+
 WIDTH, HEADS, HIDDEN = 16, 2, 24
 
 
@@ -56,14 +58,15 @@ class Block(nn.Module):
 def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
     """Sharded by PyTorch's own plans."""
     torch.manual_seed(3)
-    whole = Block(bias)
+    device = default_device_type()
+    whole = Block(bias).to(device)
     columns = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {f"feed_forward.w{n}": ColwiseParallel() for n in "13"}
     out = Shard(1) if sequence_parallel else Replicate()
     plan = columns | {name: RowwiseParallel(output_layouts=out) for name in ("attention.wo", "feed_forward.w2")}
     if sequence_parallel:
         gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(), "attention": gather, "feed_forward": gather}
-    return parallelize_module(whole, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return parallelize_module(whole, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
 class Experts(nn.Module):

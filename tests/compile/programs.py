@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from interlace.comm import default_device_type
 from interlace.compile import Finding, fuse
 from interlace.compile.graph import Writer
 
@@ -46,7 +47,8 @@ def all_to_all(x: torch.Tensor, splits: list[int] | None = None) -> torch.Tensor
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Another tensor of each shape on every rank."""
     torch.manual_seed(17 + dist.get_rank())
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+    device = default_device_type()  # of the ranks: the CPU's, or a GPU each
+    return [torch.randn(shape, dtype=dtype).to(device) for shape in shapes]
 
 
 def traced(program: Callable[..., Any], arguments: list[torch.Tensor], mode: str = "fake") -> GraphModule:

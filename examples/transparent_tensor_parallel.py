@@ -140,7 +140,8 @@ def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 def compare(settings: Settings) -> list[dict[str, Any]]:
     """Every rank runs this: for each plan what was found in the block, and errors and times of each way to run it."""
     device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
-    torch._inductor.config.force_disable_caches = True  # what comes from a cache is not recorded
+    if settings.times:
+        torch._inductor.config.force_disable_caches = True  # what comes from Inductor's cache is not recorded
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     results = []
     for sequence_parallel in (False, True):

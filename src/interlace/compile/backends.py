@@ -60,7 +60,7 @@ def backend(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-    patches[_SLOT] = InductorPass(patches.get(_SLOT, _installed_pass()))
+    patches[_SLOT] = InductorPass(_one(patches[_SLOT]) if _SLOT in patches else _installed_pass())
     compiled: Any = compile_fx(model, list(inputs), config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
@@ -113,8 +113,12 @@ def installed() -> Iterator[None]:
 def _installed_pass() -> Any:
     from torch._inductor import config
 
-    passes = getattr(config, _SLOT)
-    if isinstance(passes, (list, tuple)):  # since torch 2.12
+    return _one(getattr(config, _SLOT))
+
+
+def _one(passes: Any) -> Any:
+    """What Inductor's slot holds as one pass, or None: since torch 2.12 it may be several."""
+    if isinstance(passes, (list, tuple)):
         return _Sequence(passes) if passes else None
     return passes
 

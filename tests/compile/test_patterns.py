@@ -143,6 +143,29 @@ def test_the_gathered_value_is_returned_only_where_it_is_used(ranks: Any) -> Non
     assert ranks(2).run(_gather_flags) == [[False, True]] * 2
 
 
+def _copies() -> dict[tuple[str, int], int]:
+    """How often a batch and several are copied after the pass, where rows are cut along the second dimension."""
+    programs: dict[str, Callable[..., Any]] = {
+        "scattered": lambda x, w: scatter_along(x @ w, 1),
+        "gathered": lambda x, w: (lambda a: (a @ w, a.exp()))(gather_along(x, 1)),
+    }
+    counts = {}
+    for name, program in programs.items():
+        for batch in (1, 3):
+            arguments = tensors((batch, 4, K), (K, N))
+            module = traced(program, arguments)
+            assert fused(module, arguments)[2] < 1e-6
+            copies = (aten.cat.default, aten.clone.default)
+            counts[name, batch] = sum(node.op == "call_function" and node.target in copies for node in module.graph.nodes)
+    return counts
+
+
+def test_rows_that_stay_in_order_are_not_copied(ranks: Any) -> None:
+    """With one sequence, gathering along it needs no concatenation; with several, x or the product is put together as before."""
+    for counts in ranks(2).run(_copies):
+        assert counts == {("scattered", 1): 0, ("scattered", 3): 1, ("gathered", 1): 0, ("gathered", 3): 2}
+
+
 def _rows_that_change() -> Any:
     """Compiled for any number of rows; findings, and errors with two numbers."""
 
@@ -234,6 +257,7 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         "its group has one rank, which has nothing to send",
     ),
     "no group": (lambda x, w: wait(c10d.all_reduce(x @ w.t(), "sum", "none such")), W2[:2], "its group 'none such' is not known"),
+    "odd weight": (lambda x, w: all_reduce(x @ w.t()), [(M, 7), (N, 7)], "do not begin at multiples of 16 bytes"),
     "empty": (lambda x, w: all_reduce(x @ w.t()), [(0, K), (N, K)], "mm is empty"),
 }
 _solo = ""

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, argument, aten, is_static, value
-from interlace.products.operands import FLOATS, contiguous_dimension
+from interlace.products.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
 _WORK = (*_PRODUCTS, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default, aten.convolution.default)
@@ -102,8 +102,12 @@ def require_suitable(product: Product) -> None:
         raise LeftAlone(f"{node.name} is empty")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise LeftAlone(f"the rows of {product.x.name} are not contiguous; a fused operator would copy them")
-    if contiguous_dimension(w.reshape(w.shape[-2:])) is None:
+    dimension = contiguous_dimension(w.view(w.shape[-2:]))
+    if dimension is None:
         raise LeftAlone("the weight is contiguous along neither dimension")
+    distance = w.stride(-2 if dimension == 1 else -1)
+    if distance * w.itemsize % ALIGNMENT_BYTES and min(w.shape[-2:]) > 1:
+        raise LeftAlone(f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused operator would copy it")
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:

@@ -163,7 +163,8 @@ def _flat(writer: Writer, product: Product) -> Node:
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
     """x as ``[M, K]``, its rows in the order in which the product's go into the collective."""
-    x = rows.replay(writer, nodes, product.node, product.x)
+    kept = collective.input in rows.in_order(product.node, nodes)
+    x = product.x if kept else rows.replay(writer, nodes, product.node, product.x)
     return writer.reshape(x, [_tokens(product), product.inner])
 
 
@@ -217,13 +218,12 @@ def _put(collective: Collective, product: Product, nodes: list[Node], writer: Wr
 
 def _all_gather(collective: Collective) -> tuple[str, str]:
     product = _product_after(collective)
-    wait = collective.waits[0]
-    nodes = rows.region(wait, product.x)
     collective.require_waiting()
-    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
     _require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
     reason = choose("all_gather_gemm", product, _tokens(product), ranks)
+    # Before the first use of what is gathered.
+    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
     writer = Writer(anchor, product.node)
     x = writer.reshape(collective.input, [_tokens(product) // ranks, product.inner])
     pair = writer.call(
@@ -231,18 +231,30 @@ def _all_gather(collective: Collective) -> tuple[str, str]:
         x, product.weight(writer), product.bias, None, None, None, product.dtype, True, collective.group_name, "auto", "",
     )  # fmt: skip
     y, gathered = (writer.call(operator.getitem, pair, place) for place in (0, 1))
-    y = rows.replay(writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns]))
-    y = writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
-    product.node.replace_all_uses_with(y)
-    whole = writer.reshape(gathered, value(wait).shape)
-    erase_unused([product.node])
-    erase_unused(nodes)
-    collective.replace(whole)
-    erase_unused([whole, gathered])
-    if len(pair.users) == 1:
+    _put_gathered(collective, product, writer, y, gathered)
+    if len(pair.users) == 1:  # nothing else uses what is gathered
         pair.update_arg(7, False)
         evaluate(pair)
     return "all_gather_gemm", reason
+
+
+def _put_gathered(collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node) -> None:
+    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for what else uses it."""
+    wait = collective.waits[0]
+    nodes = rows.region(wait, product.x)
+    kept = rows.in_order(wait, nodes)
+    if product.x not in kept:
+        y = rows.replay(writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns]))
+    y = writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
+    product.node.replace_all_uses_with(y)
+    erase_unused([product.node])
+    used = [node for node in kept if any(user not in nodes for user in node.users)]
+    if len(used) == 1:  # several may have been copies of each other, and must not become views
+        used[0].replace_all_uses_with(writer.reshape(gathered, value(used[0]).shape))
+    erase_unused(nodes)
+    whole = writer.reshape(gathered, value(wait).shape)
+    collective.replace(whole)
+    erase_unused([whole, gathered])
 
 
 def _product_after(collective: Collective) -> Product:

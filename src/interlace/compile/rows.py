@@ -11,6 +11,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -136,6 +138,24 @@ def _shape(node: Node) -> tuple[Any, ...]:
     return tuple(size for part in found for size in part.shape) if isinstance(found, (list, tuple)) else tuple(value(node).shape)
 
 
+def in_order(start: Node, nodes: list[Node]) -> list[Node]:
+    """``start``, and those of ``nodes`` that have all its rows in its order.
+
+    So have gathers along the second dimension, split and concatenated, where the first one is 1.
+    """
+    leading = value(start).shape[:-1]
+    with unset_fake_temporarily():
+        index = torch.arange(leading.numel())
+        done: dict[Node, Any] = {start: index.view(*leading, 1)}
+        for node in nodes:
+            if node.target in _VIEWS:
+                done[node] = done[node.all_input_nodes[0]].reshape(*value(node).shape[:-1], 1)
+            else:
+                target: Any = node.target
+                done[node] = target(*_mapped(node.args, done), **_mapped(node.kwargs, done))
+        return [node for node, moved in done.items() if isinstance(moved, torch.Tensor) and torch.equal(moved.flatten(), index)]
+
+
 def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) -> Node:
     """Do to ``replacement``, which has other columns than ``start``, what ``nodes`` do to ``start``."""
     columns = int(value(replacement).shape[-1])
@@ -153,5 +173,5 @@ def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) ->
     return done[nodes[-1]] if nodes else replacement
 
 
-def _mapped(arguments: Any, done: dict[Node, Node]) -> Any:
+def _mapped(arguments: Any, done: dict[Node, Any]) -> Any:
     return map_arg(arguments, lambda node: done[node])

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace import data, mapped, models, nn, optim
+    from interlace import compile, data, mapped, models, nn, optim
     from interlace.comm import (
         Faults,
         Group,
@@ -89,7 +89,7 @@ _PUBLIC = {
     "MixtureOfExpertsConfig": "interlace.ops.mixture_of_experts.config",
 }
 
-_MODULES = ("data", "mapped", "models", "nn", "optim")
+_MODULES = ("compile", "data", "mapped", "models", "nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
@@ -116,6 +116,7 @@ __all__ = [
     "WorkspaceError",
     "__version__",
     "all_gather_gemm",
+    "compile",
     "data",
     "embedding_all_to_all",
     "empty_symmetric",

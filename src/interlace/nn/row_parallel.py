@@ -11,9 +11,7 @@ from interlace.nn.parallel_linear import ParallelLinear
 from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
 from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
 from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
-
-FEW_TOKENS = 128
-"""Below this many tokens, reading the weight takes the time, and ``gemv_all_reduce`` is the operator (measured on H200s)."""
+from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
 
 
 class RowParallelLinear(ParallelLinear):

@@ -28,11 +28,12 @@ _CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interle
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[Config]):
-    """What ``impl="auto"`` chose, and why."""
+    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than a default."""
 
     impl: str
     config: Config
     reason: str
+    measured: bool = False
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def choose_product(
     if found is None:
         config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
-    return Choice(found.impl, config_type.parse(found.config), found.reason)
+    return Choice(found.impl, config_type.parse(found.config), found.reason, measured=True)
 
 
 def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:

@@ -10,6 +10,8 @@ from interlace.units import next_power_of_2
 
 OPERATOR = "gemv_all_reduce"
 PROTOCOLS = ("one_shot", "two_phase")
+FEW_TOKENS = 128
+"""Below this many tokens, reading the weight takes the time, and ``gemv_all_reduce`` is the operator (measured on H200s)."""
 
 # Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two signals (8 tokens of
 # 8192 rows on four H200s).

@@ -21,11 +21,12 @@ MAX_RANKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``impl="auto"`` chose, and why."""
+    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than a default."""
 
     impl: str
     config: GemvAllReduceConfig
     reason: str
+    measured: bool = False
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_si
     found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
     if found is None:
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
-    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason)
+    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason, measured=True)
 
 
 def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:

@@ -1,0 +1,271 @@
+"""A Llama block, tensor-parallel by PyTorch's own ``parallelize_module``, fused by ``torch.compile`` without an edit.
+
+Without arguments it runs a tiny block on two ranks and checks itself, with and without sequence parallelism: output and every
+gradient of the compiled block must be as near to the block in higher precision as the eager one is. It prints which collectives
+were fused. On GPUs, with the sizes of Llama 3 70B, and times of a step, forward and backward:
+
+    python examples/transparent_tensor_parallel.py --world-size 4 --dtype bfloat16 --width 8192 --heads 64 --kv-heads 8 \
+        --hidden 28672 --sequence 4096 --batch 1 --times
+    torchrun --nproc-per-node 4 examples/transparent_tensor_parallel.py --dtype bfloat16 ...
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import interlace
+import interlace.compile
+from interlace.compile import Finding
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What every rank must know. Sizes are the whole block's."""
+
+    width: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 48
+    sequence: int = 4
+    batch: int = 2
+    dtype: str = "float32"
+    times: bool = False
+    steps: int = 20
+
+
+# The block, as anybody would write it, batch first
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several query heads share a key and value head. ``[B, S, width] -> [B, S, width]``."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.size = settings.width // settings.heads
+        self.wq = nn.Linear(settings.width, settings.heads * self.size, bias=False)
+        self.wk = nn.Linear(settings.width, settings.kv_heads * self.size, bias=False)
+        self.wv = nn.Linear(settings.width, settings.kv_heads * self.size, bias=False)
+        self.wo = nn.Linear(settings.heads * self.size, settings.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(mixed.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """``w2(silu(w1(x)) * w3(x))``."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(settings.width, settings.hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(settings.hidden, settings.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to what came in."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = Attention(settings), SwiGLU(settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Block:
+    """PyTorch's plan for it: column-parallel in, row-parallel out; activations in between whole, or sharded along the sequence."""
+    out = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, Any] = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {f"mlp.w{name}": ColwiseParallel() for name in "13"}
+    plan |= {name: RowwiseParallel(output_layouts=out) for name in ("attention.wo", "mlp.w2")}
+    if sequence_parallel:
+        plan |= {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
+        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {"attention": gather, "mlp": gather}
+    return parallelize_module(block, init_device_mesh(device_type, (dist.get_world_size(),)), plan)
+
+
+# The comparison
+
+
+def step(call: Callable[..., Any], block: Block, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Forward and backward; this rank's output and gradients by name."""
+    block.zero_grad()
+    x = x.detach().requires_grad_()
+    y = call(x)
+    y.square().mean().backward()
+    assert x.grad is not None
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
+    return {"output": y.detach(), "x": x.grad} | {name: getattr(grad, "_local_tensor", grad) for name, grad in gradients.items()}
+
+
+def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative errors, of each tensor's norm."""
+    return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+
+
+def compare(settings: Settings) -> list[dict[str, Any]]:
+    """Every rank runs this: for each plan what was found in the block, and errors and times of each way to run it."""
+    device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
+    if settings.times:
+        torch._inductor.config.force_disable_caches = True  # what comes from Inductor's cache is not recorded
+    higher = torch.float64 if settings.dtype == "float32" else torch.float32
+    results = []
+    for sequence_parallel in (False, True):
+        torch.manual_seed(0)  # the same block and data on every rank
+        block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
+        x = torch.randn(settings.batch, settings.sequence, settings.width, device=device, dtype=dtype)
+        if sequence_parallel:
+            x = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+        exact_block = copy.deepcopy(block).to(higher)
+        exact = step(exact_block, exact_block, x.to(higher))
+        ways = []
+        with interlace.compile.recording() as findings:
+            for name, make in ways_to_run(settings).items():
+                torch.compiler.reset()
+                call = make(block)
+                errors = errors_of(step(call, block, x), exact)
+                ways.append((name, errors, milliseconds(call, block, x, settings) if settings.times else None))
+        results.append({"sequence_parallel": sequence_parallel, "findings": findings, "ways": ways, "device": device.type})
+    return results
+
+
+def ways_to_run(settings: Settings) -> dict[str, Callable[[Block], Callable[..., Any]]]:
+    """Eager first, which the others are measured by. Inductor takes a while to compile: only where there is something to time."""
+    if not settings.times:
+        return {
+            "eager": lambda block: block,
+            "interlace, pass alone": lambda block: torch.compile(block, backend=interlace.compile.eager_backend, fullgraph=True),
+        }
+    return {
+        "eager": lambda block: block,
+        "Inductor": lambda block: torch.compile(block, fullgraph=True),
+        "Inductor, async-TP": asynchronous,
+        "interlace": lambda block: torch.compile(block, backend=interlace.compile.backend, fullgraph=True),
+    }
+
+
+def asynchronous(block: Block) -> Callable[..., Any]:
+    """PyTorch's own fusion of products with gathers and scatters, through symmetric memory."""
+    if torch.cuda.is_available():
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        assert dist.group.WORLD is not None
+        enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    return torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
+
+
+def milliseconds(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> float:
+    """Median time of a step that starts on all ranks at once, after some to get warm."""
+    times = []
+    for count in range(settings.steps + 3):
+        interlace.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        step(call, block, x)
+        interlace.synchronize()
+        if count >= 3:
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
+    """What was fused, and a row for each way to run the block, of its worst rank; fails if one is further off than rounding."""
+    console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    for plan in zip(*ranks, strict=True):
+        name = "tensor + sequence parallel" if plan[0]["sequence_parallel"] else "tensor parallel"
+        console.print(f"[bold]{name}, {len(ranks)} ranks, {settings.dtype}[/bold]")
+        for finding in plan[0]["findings"]:
+            console.print(f"  {described(finding)}", markup=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("way", "error of output", "worst of gradients", "step ms"):
+            table.add_column(heading, justify="left" if heading == "way" else "right")
+        allowed: dict[str, float] = {}
+        for ways in zip(*(rank["ways"] for rank in plan), strict=True):
+            errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
+            gradients = max(error for key, error in errors.items() if key != "output")
+            times = [way[2] for way in ways if way[2] is not None]
+            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", f"{max(times):.2f}" if times else "")
+            if not allowed:  # eager comes first
+                eps = torch.finfo(DTYPES[settings.dtype]).eps
+                allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
+            wrong = {key: error for key, error in errors.items() if error > allowed[key]}
+            assert not wrong, f"{name}, {ways[0][0]}: {wrong}, where eager allows {[allowed[key] for key in wrong]}"
+        console.print(table)
+        if plan[0]["device"] == "cpu":  # where every pair that can be fused is
+            fused = sum(finding.operator is not None for finding in plan[0]["findings"])
+            assert fused == (6 if plan[0]["sequence_parallel"] else 7), f"{name}: {fused} pairs were fused"
+
+
+def described(finding: Finding) -> str:
+    """A finding in a line; on the CPU, why a pair was fused goes without saying."""
+    text = str(finding)
+    return text.split(": the cpu backend")[0]
+
+
+def main(
+    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads; the ranks must divide them.")] = Settings.kv_heads,
+    hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
+    sequence: Annotated[int, typer.Option(help="Positions; the ranks must divide them.")] = Settings.sequence,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
+    times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too, and time steps.")] = Settings.times,
+    steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
+) -> None:
+    """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager execution."""
+    ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
+    if width % heads or heads % kv_heads:
+        raise typer.BadParameter("--heads must divide --width, and --kv-heads must divide --heads.")
+    for name, size in (("kv-heads", kv_heads), ("hidden", hidden), ("sequence", sequence)):
+        if size % ranks:
+            raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
+    settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps)
+    try:
+        report(interlace.launch(compare, ranks, settings, backend=backend), settings)
+    except interlace.InterlaceError as error:
+        reason = str(error).strip().splitlines()[-1]  # of a rank's traceback, the line that says what failed
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {reason}", style="bold red", markup=False)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,80 @@
+"""Which operator, if any, is faster than a pair: the tuned tables' answer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import process_group_named
+from interlace.comm.interpreter import interpreting
+from interlace.compile.findings import LeftAlone
+from interlace.compile.producers import Product
+from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
+from interlace.products.choice import MAX_RANKS
+
+
+def usable_ranks(group_name: str, device: torch.device) -> int:
+    """How many ranks a group has. Nothing is sent.
+
+    Raises:
+        LeftAlone: operators cannot run on this group, or not on this device.
+    """
+    if device.type not in ("cuda", "cpu"):
+        raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
+    if device.type == "cpu" and not interpreting():
+        raise LeftAlone("on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set")
+    try:
+        group = process_group_named(group_name)
+        ranks = dist.get_process_group_ranks(group)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
+    if len(ranks) == 1:
+        raise LeftAlone("its group has one rank, which has nothing to send")
+    if len(ranks) > MAX_RANKS:
+        raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
+    here = ranks_of_a_machine(device)
+    machines = len({rank // here for rank in ranks}) if here else 1
+    if machines > 1:
+        raise LeftAlone(f"its group spans {machines} machines of {here} ranks (by LOCAL_WORLD_SIZE, or GPUs in sight)")
+    return len(ranks)
+
+
+def ranks_of_a_machine(device: torch.device) -> int | None:
+    """Consecutive ranks on one machine: what torchrun says, else as many as there are GPUs; None if nothing tells."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    return torch.cuda.device_count() if device.type == "cuda" else None
+
+
+def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
+    """Why the fused kernel of ``operator`` is the faster way to compute this product.
+
+    It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
+
+    Args:
+        rows: M: of an all-gather, all ranks'.
+
+    Raises:
+        LeftAlone: the pair is faster, or nothing was measured.
+    """
+    launch: Any = importlib.import_module(f"interlace.ops.{operator}.launch")
+    if operator == "gemv_all_reduce":
+        sizes = {"tokens": rows, "rows": product.columns, "columns": product.inner}
+    else:
+        sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
+    choice = launch.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    if not choice.measured and product.device.type == "cuda":
+        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
+    if choice.impl != "fused":
+        raise LeftAlone(f"{operator} is not faster: {choice.reason}")
+    return str(choice.reason)
+
+
+def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:
+    """The operator of ``product`` and all-reduce: for few tokens the one that reads the weight fastest."""
+    return "gemv_all_reduce" if rows < FEW_TOKENS and rows_contiguous else "gemm_all_reduce"

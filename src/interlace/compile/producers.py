@@ -1,0 +1,130 @@
+"""Products in a graph: ``x @ w.T``, however it is spelled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Node
+
+from interlace.compile.findings import LeftAlone
+from interlace.compile.graph import Writer, argument, aten, is_static, value
+from interlace.products.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
+_WORK = (*_PRODUCTS, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default, aten.convolution.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of a graph.
+
+    Attributes:
+        node: its call; ``[..., N]``.
+        x: ``[..., K]``.
+        w: ``[N, K]`` if ``by_columns`` is False; else ``[..., K, N]`` with leading dimensions of 1.
+        bias: what is added to every row, or None.
+    """
+
+    node: Node
+    x: Node
+    w: Node
+    by_columns: bool
+    bias: Node | None
+
+    @property
+    def inner(self) -> int:
+        """K."""
+        return int(value(self.x).shape[-1])
+
+    @property
+    def columns(self) -> int:
+        """N."""
+        return int(value(self.node).shape[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.node).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return value(self.node).device
+
+    @property
+    def sources(self) -> list[Node]:
+        """What a fused operator would read of weight and bias."""
+        return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
+
+    def weight(self, writer: Writer) -> Node:
+        """The weight as ``[N, K]``: what the program transposed, where it did, or a view."""
+        w, by_rows = _untransposed(self)
+        if by_rows:
+            return w
+        if value(w).dim() == 3:
+            w = writer.call(aten.squeeze.dim, w, 0)
+        return writer.call(aten.permute.default, w, [1, 0])
+
+
+def is_work(node: Node) -> bool:
+    """Whether a node takes long enough to hide communication behind it."""
+    return node.op == "call_function" and (node.target in _WORK or "attention" in str(node.target))
+
+
+def product_of(node: Node) -> Product | None:
+    """The product that a node computes, or None."""
+    if node.op != "call_function" or node.target not in _PRODUCTS:
+        return None
+    if node.target is aten.linear.default:
+        x, w, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+        return Product(node, x, w, by_columns=False, bias=bias)
+    if node.target is aten.addmm.default:
+        bias, x, w = (argument(node, place, name) for place, name in enumerate(("self", "mat1", "mat2")))
+        return Product(node, x, w, by_columns=True, bias=bias)
+    return Product(node, argument(node, 0, "self"), argument(node, 1, "mat2"), by_columns=True, bias=None)
+
+
+def require_suitable(product: Product) -> None:
+    """Raise :class:`LeftAlone` where no operator multiplies as this product does."""
+    node, x, w = product.node, value(product.x), value(product.w)
+    if node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1):
+        raise LeftAlone(f"{node.name} is a batch of products")
+    if node.target is aten.addmm.default and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
+        raise LeftAlone(f"{node.name} scales what it adds or multiplies")
+    if not is_static(*w.shape, x.shape[-1]):
+        raise LeftAlone("the weight's sizes change from call to call (dynamic shapes)")
+    if x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype:
+        raise LeftAlone(f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32")
+    if product.bias is not None and (
+        list(value(product.bias).shape) != [product.columns] or value(product.bias).dtype != product.dtype
+    ):
+        raise LeftAlone(f"{node.name} adds something else than a vector of its dtype to every row")
+    if is_static(*x.shape) and not (x.numel() and w.numel()):
+        raise LeftAlone(f"{node.name} is empty")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise LeftAlone(f"the rows of {product.x.name} are not contiguous; a fused operator would copy them")
+    dimension = contiguous_dimension(w.view(w.shape[-2:]))
+    if dimension is None:
+        raise LeftAlone("the weight is contiguous along neither dimension")
+    distance = w.stride(-2 if dimension == 1 else -1)
+    if distance * w.itemsize % ALIGNMENT_BYTES and min(w.shape[-2:]) > 1:
+        raise LeftAlone(f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused operator would copy it")
+
+
+def _untransposed(product: Product) -> tuple[Node, bool]:
+    """What the program made the weight of by transposing, any number of times, and whether it is ``[N, K]``."""
+    w, by_rows = product.w, not product.by_columns
+    while _transposes(w):
+        assert isinstance(w.args[0], Node)
+        w, by_rows = w.args[0], not by_rows
+    return w, by_rows
+
+
+def _transposes(node: Node) -> bool:
+    """Whether a call swaps the two dimensions of a matrix."""
+    if node.op != "call_function" or value(node).dim() != 2:
+        return False
+    if node.target is aten.permute.default:
+        return [d % 2 for d in argument(node, 1, "dims")] == [1, 0]
+    if node.target is aten.transpose.int:
+        return {argument(node, 1, "dim0") % 2, argument(node, 2, "dim1") % 2} == {0, 1}
+    return node.target is aten.t.default

@@ -1,0 +1,304 @@
+"""The pass: pairs of product and collective in a graph become one operator each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+from interlace.compile import collectives, rows
+from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
+from interlace.compile.collectives import Collective
+from interlace.compile.findings import Finding, LeftAlone, module_of, record
+from interlace.compile.graph import Writer, argument, aten, between, changes_memory, erase_unused, evaluate, is_static, value
+from interlace.compile.producers import Product, product_of, require_suitable
+
+
+def fuse(graph: Graph) -> list[Finding]:
+    """Replace each pair of product and collective by the fused operator that the tuned table says is faster.
+
+    Args:
+        graph: of ATen operators, after autograd: what AOTAutograd hands to a compiler, forward or backward. It is changed in
+            place, and is as it was wherever a pair is left alone. Nothing is computed or sent.
+
+    Returns:
+        A finding for every collective in it.
+    """
+    direction = "backward" if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")) else "forward"
+    findings = [_consider(node, direction) for node in list(graph.nodes) if collectives.is_collective(node)]
+    if any(finding.operator for finding in findings):
+        graph.lint()
+    record(findings)
+    return findings
+
+
+def _consider(node: Node, direction: str) -> Finding:
+    """Fuse one collective with its product, or say why not."""
+    source = node.all_input_nodes[0] if node.all_input_nodes else node
+    shape = getattr(source.meta.get("val"), "shape", ())
+    said: dict[str, Any] = {
+        "graph": direction,
+        "collective": str(node.target).split(".")[1],
+        "node": node.name,
+        "shape": tuple(size if isinstance(size, int) else str(size) for size in shape),
+        "module": module_of(node),
+    }
+    try:
+        collective = collectives.read(node)
+        name, reason = _FUSE[collective.target](collective)
+    except LeftAlone as why:
+        return Finding(**said, operator=None, reason=str(why))
+    return Finding(**said, operator=name, reason=reason)
+
+
+# A product's result goes into the collective
+
+
+def _product_before(collective: Collective) -> Product:
+    """The product whose result, moved or not, goes into a collective and nowhere else."""
+    *moves, first = rows.upstream(collective.input)
+    product = product_of(first)
+    if product is None:
+        raise LeftAlone(_why_no_product(first))
+    for node in (first, *moves):
+        outside = [user for user in node.users if user is not collective.node and user not in moves]
+        if outside and not _reaches(node, collective, moves):
+            raise LeftAlone(f"{outside[0].name} uses the product, too")
+    require_suitable(product)
+    collective.require_waiting()
+    _require_unchanged(first, collective.node)
+    return product
+
+
+def _reaches(node: Node, collective: Collective, moves: list[Node]) -> bool:
+    """Whether every use of ``node`` is a part of the way to the collective, other parts of a split included."""
+    allowed = {collective.node, *moves}
+    pending = [user for user in node.users if user not in allowed]
+    while pending:
+        user = pending.pop()
+        if not rows.moves_rows(user) or not user.users:
+            return False
+        pending += [after for after in user.users if after not in allowed]
+    return True
+
+
+def _why_no_product(node: Node) -> str:
+    if node.target is aten.add.Tensor and _sums_products(node):
+        return f"{node.name} is a sum of products; a collective for each would send the bytes again"
+    return f"what goes into it is {node.name}, not a product"
+
+
+def _sums_products(node: Node) -> bool:
+    *_, node = rows.upstream(node)
+    if node.target is aten.add.Tensor:
+        return all(isinstance(term, Node) and _sums_products(term) for term in node.args)
+    return product_of(node) is not None
+
+
+def _require_unchanged(first: Node, last: Node) -> None:
+    """Raise :class:`LeftAlone` if anything between two nodes writes to memory: what a product reads must still be the same."""
+    for node in between(first, last):
+        if changes_memory(node):
+            raise LeftAlone(f"{node.name} changes memory in between")
+
+
+def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | None:
+    """What all ranks' biases add to a sum over ranks: each rank has added its own before."""
+    if product.bias is None:
+        return None
+    total = writer.call(collectives.ALL_REDUCE, product.bias, "sum", group_name)
+    return writer.call(collectives.WAIT, total)
+
+
+def _all_reduce(collective: Collective) -> tuple[str, str]:
+    collective.require_sum()
+    product = _product_before(collective)
+    moves = list(rows.upstream(collective.input))[:-1]
+    for node in moves:
+        if node.target not in rows.MOVES:
+            raise LeftAlone(f"{node.name} takes parts of the product")
+    ranks = usable_ranks(collective.group_name, product.device)
+    tokens = _tokens(product)
+    writer = Writer(product.node, collective.node)
+    weight = value(product.w)
+    along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
+    name = all_reduce_operator(product, tokens, along_k)
+    if product.bias is not None and name == "gemv_all_reduce":
+        raise LeftAlone("a bias is added before the sum, which for few tokens costs a collective of its own")
+    reason = choose(name, product, tokens, ranks)
+    x = _flat(writer, product)
+    bias = _summed_bias(product, collective.group_name, writer)
+    options = [] if name == "gemv_all_reduce" else [None, None, product.dtype]
+    target = getattr(torch.ops.interlace, name).default
+    y = writer.call(target, x, product.weight(writer), bias, *options, collective.group_name, "auto", "")
+    if value(y).dim() != value(product.node).dim():
+        y = writer.reshape(y, value(product.node).shape)
+    product.node.replace_all_uses_with(writer.laid_out_as(y, value(product.node)))
+    erase_unused([product.node])
+    after = Writer(collective.node, collective.node)
+    collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
+    return name, reason
+
+
+def _tokens(product: Product) -> int:
+    """Rows of a product; the ones it was traced with where they may change from call to call."""
+    leading = value(product.x).shape[:-1]
+    if is_static(*leading):
+        return int(torch.Size(leading).numel())
+    size: Any = leading[0]
+    hint = size.node.hint if len(leading) == 1 else None
+    if hint is None:
+        raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    return int(hint)
+
+
+def _flat(writer: Writer, product: Product) -> Node:
+    """x as ``[M, K]``."""
+    return product.x if value(product.x).dim() == 2 else writer.reshape(product.x, [_tokens(product), product.inner])
+
+
+def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
+    """x as ``[M, K]``, its rows in the order in which the product's go into the collective."""
+    kept = collective.input in rows.in_order(product.node, nodes)
+    x = product.x if kept else rows.replay(writer, nodes, product.node, product.x)
+    return writer.reshape(x, [_tokens(product), product.inner])
+
+
+def _rows_before(collective: Collective) -> tuple[Product, list[Node], int, Writer]:
+    """Of a collective that cuts rows: the product before it, what moves its rows, how many ranks there are."""
+    product = _product_before(collective)
+    nodes = rows.region(product.node, collective.input)
+    ranks = usable_ranks(collective.group_name, product.device)
+    if value(collective.input).dim() < 2 or value(collective.input).shape[0] % ranks:
+        raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
+    return product, nodes, ranks, Writer(collective.node, collective.node)
+
+
+def _reduce_scatter(collective: Collective) -> tuple[str, str]:
+    collective.require_sum()
+    product, nodes, ranks, writer = _rows_before(collective)
+    reason = choose("gemm_reduce_scatter", product, _tokens(product), ranks)
+    x = _moved(collective, product, writer, nodes)
+    bias = _summed_bias(product, collective.group_name, writer)
+    y = writer.call(
+        torch.ops.interlace.gemm_reduce_scatter.default,
+        x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name, "auto", "",
+    )  # fmt: skip
+    _put(collective, product, nodes, writer, y)
+    return "gemm_reduce_scatter", reason
+
+
+def _all_to_all(collective: Collective) -> tuple[str, str]:
+    product, nodes, ranks, writer = _rows_before(collective)
+    share = value(collective.input).shape[0] // ranks
+    if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
+        raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
+    reason = choose("gemm_all_to_all", product, _tokens(product), ranks)
+    x = _moved(collective, product, writer, nodes)
+    y = writer.call(
+        torch.ops.interlace.gemm_all_to_all.default,
+        x, product.weight(writer), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
+    )  # fmt: skip
+    _put(collective, product, nodes, writer, y)
+    return "gemm_all_to_all", reason
+
+
+def _put(collective: Collective, product: Product, nodes: list[Node], writer: Writer, y: Node) -> None:
+    """Let ``y [rows, N]`` take the place of the collective, and what came before it."""
+    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
+    erase_unused([*nodes, product.node])
+
+
+# A collective's result goes into a product
+
+
+def _all_gather(collective: Collective) -> tuple[str, str]:
+    product = _product_after(collective)
+    collective.require_waiting()
+    _require_unchanged(collective.node, product.node)
+    ranks = usable_ranks(collective.group_name, product.device)
+    reason = choose("all_gather_gemm", product, _tokens(product), ranks)
+    # Before the first use of what is gathered.
+    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
+    writer = Writer(anchor, product.node)
+    x = writer.reshape(collective.input, [_tokens(product) // ranks, product.inner])
+    pair = writer.call(
+        torch.ops.interlace.all_gather_gemm.default,
+        x, product.weight(writer), product.bias, None, None, None, product.dtype, True, collective.group_name, "auto", "",
+    )  # fmt: skip
+    y, gathered = (writer.call(operator.getitem, pair, place) for place in (0, 1))
+    _put_gathered(collective, product, writer, y, gathered)
+    if len(pair.users) == 1:  # nothing else uses what is gathered
+        pair.update_arg(7, False)
+        evaluate(pair)
+    return "all_gather_gemm", reason
+
+
+def _put_gathered(collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node) -> None:
+    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for what else uses it."""
+    wait = collective.waits[0]
+    nodes = rows.region(wait, product.x)
+    kept = rows.in_order(wait, nodes)
+    if product.x not in kept:
+        y = rows.replay(writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns]))
+    y = writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
+    product.node.replace_all_uses_with(y)
+    erase_unused([product.node])
+    used = [node for node in kept if any(user not in nodes for user in node.users)]
+    if len(used) == 1:  # several may have been copies of each other, and must not become views
+        used[0].replace_all_uses_with(writer.reshape(gathered, value(used[0]).shape))
+    erase_unused(nodes)
+    whole = writer.reshape(gathered, value(wait).shape)
+    collective.replace(whole)
+    erase_unused([whole, gathered])
+
+
+def _product_after(collective: Collective) -> Product:
+    """Of the products with gathered rows the one with most columns, which hides most."""
+    found: list[Product] = []
+    refusals: list[str] = []
+    first_use = min(user for wait in collective.waits for user in wait.users)
+    for node in _downstream(collective.waits):
+        product = product_of(node)
+        if product is None:
+            continue
+        try:
+            if collective.waits[0] not in rows.upstream(product.x):
+                raise LeftAlone(f"it gathers the weight of {node.name}, or a part of it")
+            require_suitable(product)
+            rows.region(collective.waits[0], product.x)
+            late = [source.name for source in product.sources if source in collective.waits or not source < first_use]
+            if late:
+                raise LeftAlone(f"{node.name} multiplies with {late[0]}, which comes after the gathered value's first use")
+            found.append(product)
+        except LeftAlone as why:
+            refusals.append(str(why))
+    if not found:
+        raise LeftAlone("; ".join(refusals) or "no product takes what it gathers")
+    return max(found, key=lambda product: product.columns)
+
+
+def _downstream(waits: list[Node]) -> list[Node]:
+    """Users of what waits return, moved or not."""
+    found: list[Node] = []
+    pending = [user for wait in waits for user in wait.users]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.append(node)
+        if rows.moves_rows(node) or node.target in rows.MOVES:
+            pending += node.users
+    return sorted(found)
+
+
+_FUSE: dict[Any, Callable[[Collective], tuple[str, str]]] = {
+    collectives.ALL_REDUCE: _all_reduce,
+    collectives.REDUCE_SCATTER: _reduce_scatter,
+    collectives.ALL_TO_ALL: _all_to_all,
+    collectives.ALL_GATHER: _all_gather,
+}

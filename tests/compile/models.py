@@ -1,0 +1,89 @@
+"""Models as their authors write them: a Llama block, and a layer of experts. Nothing in them knows of Interlace."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from interlace.comm import default_device_type
+
+WIDTH, HEADS, HIDDEN = 16, 2, 24
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN, bias=bias), nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """``[batch, sequence, width]``."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(bias), FeedForward(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
+    """Sharded by PyTorch's own plans."""
+    torch.manual_seed(3)
+    device = default_device_type()
+    whole = Block(bias).to(device)
+    columns = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {f"feed_forward.w{n}": ColwiseParallel() for n in "13"}
+    out = Shard(1) if sequence_parallel else Replicate()
+    plan = columns | {name: RowwiseParallel(output_layouts=out) for name in ("attention.wo", "feed_forward.w2")}
+    if sequence_parallel:
+        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(), "attention": gather, "feed_forward": gather}
+    return parallelize_module(whole, init_device_mesh(device, (dist.get_world_size(),)), plan)
+
+
+class Experts(nn.Module):
+    """An expert a rank, the best for each token, and room for as many tokens from each rank as it has. ``[tokens, width]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.router = nn.Linear(WIDTH, dist.get_world_size(), bias=False)
+        torch.manual_seed(6 + dist.get_rank())
+        self.w_in, self.w_out = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, expert = self.router(x).softmax(-1).max(-1)
+        sent = x[None] * F.one_hot(expert, dist.get_world_size()).t()[..., None].to(x.dtype)  # [ranks, tokens, width]
+        splits = [len(x)] * dist.get_world_size()
+        arrived = funcol.all_to_all_single_autograd(sent.flatten(0, 1), splits, splits, dist.group.WORLD)
+        gate, up = self.w_in(arrived).chunk(2, -1)
+        back = funcol.all_to_all_single_autograd(self.w_out(F.silu(gate) * up), splits, splits, dist.group.WORLD)
+        return weight[:, None] * back.unflatten(0, (-1, len(x))).sum(0)

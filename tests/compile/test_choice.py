@@ -1,0 +1,58 @@
+"""The choice on GPUs, which the tuned tables make: here with what the table of another machine says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from interlace.compile.choice import choose
+from interlace.compile.findings import LeftAlone
+from interlace.compile.producers import Product
+from interlace.ops.gemv_all_reduce import launch as gemv
+from interlace.products import choice as products
+
+
+@pytest.fixture(autouse=True)
+def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(products, "_shared_bytes", lambda _: 227 << 10)
+    for cached in (products.choose_product, gemv.choose):
+        cached.cache_clear()
+    yield
+    for cached in (products.choose_product, gemv.choose):
+        cached.cache_clear()
+
+
+class _OnGpu(Product):
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def _product(rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Product:
+    graph = Graph()
+    nodes = [graph.placeholder(name) for name in ("y", "x", "w")]
+    for node, shape in zip(nodes, ((rows, columns), (rows, inner), (columns, inner)), strict=True):
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return _OnGpu(*nodes, by_columns=False, bias=None)
+
+
+def test_what_was_measured_to_be_faster() -> None:
+    reason = choose("gemm_all_reduce", _product(8192, 8192, 2048), 8192, 4)
+    assert reason.startswith("measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192, inner 2048: fused ")
+    assert choose("gemv_all_reduce", _product(1, 8192, 2048), 1, 4).startswith("measured on NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "reason"),
+    [
+        (256, torch.bfloat16, "gemm_reduce_scatter is not faster: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 256"),
+        (8, torch.bfloat16, "nothing was measured on this GPU near the sizes of gemm_reduce_scatter"),
+        (8192, torch.float32, "nothing was measured on this GPU near the sizes of gemm_reduce_scatter"),
+    ],
+)
+def test_what_was_not(rows: int, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(LeftAlone) as why:
+        choose("gemm_reduce_scatter", _product(rows, 8192, 7168, dtype), rows, 4)
+    assert str(why.value).startswith(reason)

@@ -1,0 +1,165 @@
+"""Whole models, compiled without an edit: results and gradients are those of eager execution, and the report names every pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import interlace
+from interlace.compile import Finding, InductorPass, Report, choice, explain, installed, recording
+from tests.compile.models import WIDTH, Experts, parallel_block
+from tests.compile.programs import K, N, all_reduce, tensors
+
+
+def _step(call: Any, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A result and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = call(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"y": y.detach(), "x": x.grad} | {name: getattr(grad, "_local_tensor", grad) for name, grad in named.items()}
+
+
+def _compare(model: nn.Module, x: torch.Tensor) -> tuple[list[Finding], dict[str, float]]:
+    """Findings, and relative errors against eager execution."""
+    compiled = torch.compile(model, backend=interlace.compile.eager_backend, fullgraph=True)
+    with recording() as report:
+        found = _step(compiled, model, x)
+    wanted = _step(model, model, x)
+    # Keys' biases have no gradient but rounding: softmax does not see them.
+    return report, {name: float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1)) for name in wanted}
+
+
+def _block(sequence_parallel: bool, bias: bool) -> tuple[list[Finding], dict[str, float]]:
+    torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))
+    x = torch.randn(2, 4, WIDTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "FEW_TOKENS", 8)  # 128 take the interpreter a while
+        return _compare(parallel_block(sequence_parallel, bias), x)
+
+
+def test_tensor_parallel_block(ranks: Any) -> None:
+    """With biases, which PyTorch shares out over the ranks before it sums."""
+    for findings, errors in ranks(2).run(_block, False, True):
+        assert max(errors.values()) < 2e-6, errors
+        assert [(f.graph, f.module, f.operator) for f in findings] == [
+            ("forward", "attention.wo", "gemm_all_reduce"),
+            ("forward", "feed_forward.w2", "gemm_all_reduce"),
+            *[("backward", f"feed_forward.w{name}", "gemm_all_reduce") for name in "31"],
+            *[("backward", f"attention.w{name}", "gemm_all_reduce") for name in "vkq"],
+        ]
+
+
+def test_sequence_parallel_block(ranks: Any) -> None:
+    """Gathers and scatters along the second dimension of ``[2, 8, width]``."""
+    for findings, errors in ranks(2).run(_block, True, False):
+        assert max(errors.values()) < 2e-6, errors
+        forward = [f.operator for f in findings if f.graph == "forward"]
+        assert forward == ["all_gather_gemm", "gemm_reduce_scatter"] * 2
+        backward = [f for f in findings if f.graph == "backward"]
+        assert [f.operator for f in backward] == ["all_gather_gemm", None] * 2
+        assert all("is a sum of products" in f.reason for f in backward if not f.operator)
+
+
+def _experts() -> tuple[Report, list[Finding], dict[str, float]]:
+    model = Experts()
+    torch.manual_seed(7 + dist.get_rank())
+    x = torch.randn(6, WIDTH)
+    return explain(model, x.clone().requires_grad_()), *_compare(model, x)
+
+
+def test_experts(ranks: Any) -> None:
+    """The second product and its way back; and, in the backward pass, the first one's gradient and the same."""
+    for report, findings, errors in ranks(2).run(_experts):
+        assert max(errors.values()) < 2e-6, errors
+        assert [(f.graph, f.operator) for f in findings] == [
+            ("forward", None),
+            ("forward", "gemm_all_to_all"),
+            ("backward", None),
+            ("backward", "gemm_all_to_all"),
+        ]
+        assert report.findings == tuple(findings)
+        assert (len(report.fused), len(report.left)) == (2, 2)
+        head, *lines = str(report).splitlines()
+        assert head == "4 collectives: 2 fused, 2 left alone"
+        assert lines[0] == (
+            "forward: all_to_all_single of [12, 16] (all_to_all_single) left alone: what goes into it is mul, not a product"
+        )
+        assert lines[1].startswith("forward: all_to_all_single of [12, 16] (all_to_all_single_1) fused by gemm_all_to_all: ")
+
+
+class _RowParallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensors((N, K))[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x @ self.weight.t())
+
+
+def _inductor() -> tuple[dict[str, float], list[str]]:
+    """Inductor itself, by the backend and by its own pass, and what code it made."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    x, model, codes = tensors((6, K))[0], _RowParallel(), []
+    wanted, found = model(x), {}
+    with config.patch(force_disable_caches=True):
+        torch.compiler.reset()
+        found["backend"], code = run_and_get_code(
+            torch.compile(model, backend=interlace.compile.backend, options={"max_fusion_size": 8}, fullgraph=True), x
+        )
+        codes += code
+        torch.compiler.reset()
+        with installed(), torch.no_grad():
+            found["installed"], code = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        codes += code
+    torch.compiler.reset()
+    return {name: float((y - wanted).norm() / wanted.norm()) for name, y in found.items()}, codes
+
+
+def test_inductor(ranks: Any) -> None:
+    """The one test that waits for Inductor: one to three seconds, as there is nothing that its C++ compiler would have to do."""
+    for errors, codes in ranks(2).run(_inductor):
+        assert max(errors.values()) < 1e-6
+        assert len(codes) == 2
+        for code in codes:
+            assert "torch.ops.interlace.gemv_all_reduce.default" in code
+            assert "_c10d_functional.all_reduce_" not in code
+
+
+def _identities() -> list[Any]:
+    """Of the pass: on its own, after one that can be told apart, after one that cannot; and with a group more."""
+
+    class Other(InductorPass):
+        def uuid(self) -> str:
+            return "other"
+
+    ids = [InductorPass().uuid(), InductorPass(Other()).uuid(), InductorPass(lambda _: None).uuid()]
+    dist.new_group([0, 1])
+    return [*ids, InductorPass().uuid()]
+
+
+def test_inductor_caches_by_what_decides(ranks: Any) -> None:
+    for alone, after_other, after_unknown, with_more_groups in ranks(2).run(_identities):
+        assert after_other == ("other", alone)
+        assert after_unknown is None
+        assert with_more_groups != alone
+
+
+def test_passes_that_were_there_run_first() -> None:
+    from torch._inductor import config
+
+    graph = torch.fx.Graph()
+    for given in (lambda ran: ran.append, lambda ran: [ran.append]):
+        ran: list[torch.fx.Graph] = []
+        with config.patch(post_grad_custom_pre_pass=given(ran)), installed():
+            config.post_grad_custom_pre_pass(graph)
+        assert ran == [graph]
+    assert not isinstance(config.post_grad_custom_pre_pass, InductorPass)

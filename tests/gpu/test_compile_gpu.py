@@ -1,0 +1,61 @@
+"""The pass for ``torch.compile`` on real GPUs, two ranks, with every pair fused whatever the tables say. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config
+
+import interlace
+from interlace.compile import recording, rewrite
+from tests.compile.models import WIDTH, parallel_block
+from tests.compile.programs import fused, tensors, traced
+from tests.compile.test_models import _step
+from tests.compile.test_patterns import FUSED
+
+pytestmark = pytest.mark.gpu
+
+
+def _patterns() -> dict[str, tuple[list[str], float]]:
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        for name, (program, shapes, _) in FUSED.items():
+            arguments = tensors(*shapes)
+            names, _, error = fused(traced(program, arguments), arguments)
+            found[name] = names, error
+    return found
+
+
+def test_patterns() -> None:
+    for found in interlace.launch(_patterns, 2, backend="cuda", timeout_s=200):
+        assert {name: names for name, (names, _) in found.items()} == {name: case[2] for name, case in FUSED.items()}
+        assert {name: error for name, (_, error) in found.items() if error > 1e-5} == {}
+
+
+def _block(sequence_parallel: bool, mode: str | None) -> tuple[int, list[float]]:
+    """How many pairs were fused, and the largest error of each of four steps."""
+    block = parallel_block(sequence_parallel, bias=False)
+    (x,) = tensors((2, 32, WIDTH))
+    if not sequence_parallel:
+        torch.distributed.broadcast(x, 0)
+    wanted = _step(block, block, x)
+    with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
+        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        compiled: Any = torch.compile(block, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
+        errors = []
+        for _ in range(4):
+            found = _step(compiled, block, x)
+            errors.append(max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted))
+    return sum(finding.operator is not None for finding in findings), errors
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize(("sequence_parallel", "pairs"), [(False, 7), (True, 6)])
+def test_a_block_through_inductor(sequence_parallel: bool, pairs: int, mode: str | None) -> None:
+    """With ``reduce-overhead`` from the third step on in CUDA graphs."""
+    for count, errors in interlace.launch(_block, 2, sequence_parallel, mode, backend="cuda", timeout_s=300):
+        assert count == pairs
+        assert max(errors) < 1e-4

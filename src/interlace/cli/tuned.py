@@ -44,6 +44,7 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
         "impl": min(times, key=lambda impl: times[impl]),
         "config": result["config"],
         "fused_us": summary.fused_us,
+        **({"mapped_us": times["mapped"]} if "mapped" in times else {}),
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }

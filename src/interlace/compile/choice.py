@@ -52,7 +52,7 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
 
 
 def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
-    """Why the fused kernel of ``operator`` is the faster way to compute this product.
+    """Why ``operator`` is the faster way to compute this product: its fused kernel, or a mapped output.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
 
@@ -70,8 +70,10 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     choice = launch.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
     if not choice.measured and product.device.type == "cuda":
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
-    if choice.impl != "fused":
+    if choice.impl == "unfused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
+    if choice.impl == "mapped" and product.bias is not None:
+        raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
     return str(choice.reason)
 
 

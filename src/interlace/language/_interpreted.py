@@ -3,6 +3,7 @@
 Every store to a peer goes through ``cpu_faults.deliver``, which counts it and may hold it back.
 """
 
+import dataclasses
 import functools
 import time
 
@@ -39,6 +40,9 @@ class _Patches:
 
 
 triton.runtime.interpreter._patch_lang = _Patches(triton.runtime.interpreter._patch_lang)
+# Checking every sum and product of integers for overflow takes a third of what is left. GPUs do not check either.
+_builder = triton.runtime.interpreter.interpreter_builder
+_builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
 # Long enough to leave the core to a rank that computes, short beside a step of the interpreter.
 _PAUSE_S = 5e-4

@@ -1,7 +1,7 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl, config; fused_us, unfused_us (the fastest unfused pair) and unfused (its name).
+sizes; impl, config; fused_us, mapped_us where measured, unfused_us (the fastest unfused pair) and unfused (its name).
 """
 
 from __future__ import annotations
@@ -11,40 +11,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.report import summarise
+from interlace.bench.report import fastest_impl, summarise
 from interlace.errors import ArgumentError
 
 _GEMV = "gemv_all_reduce"
 
-_PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
-
 SIZES = {
-    **dict.fromkeys(_PRODUCTS, ("rows", "columns", "inner")),
+    **dict.fromkeys(("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), ("rows", "columns", "inner")),
     _GEMV: ("tokens", "rows", "columns"),
     "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
     "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),
 }
 
-WHAT_UNFUSED_RUNS = {
-    **dict.fromkeys(_PRODUCTS, "cuBLAS + NCCL"),
-    _GEMV: "cuBLAS + NCCL",
-    "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
-    "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen
-}
-"""The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
-
 
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """The table's entry for one benchmark result."""
     summary, operator = summarise(result), str(result.get("operator", _GEMV))
-    ways = {"fused": "fused", "mapped": "mapped", "unfused": WHAT_UNFUSED_RUNS[operator]}
-    times = {impl: result["times"][name]["median_us"] for impl, name in ways.items() if name in result["times"]}
     return {
         **{name: result[name] for name in ("world_size", "dtype", *SIZES[operator])},
-        "impl": min(times, key=lambda impl: times[impl]),
+        "impl": fastest_impl(result)[0],
         "config": result["config"],
         "fused_us": summary.fused_us,
-        **({"mapped_us": times["mapped"]} if "mapped" in times else {}),
+        **({"mapped_us": result["times"]["mapped"]["median_us"]} if "mapped" in result["times"] else {}),
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }

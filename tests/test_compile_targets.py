@@ -27,6 +27,7 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "admit_copies": lambda: [(_FETCHING, {"WORLD_SIZE": 4})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
@@ -41,10 +42,24 @@ def _cases(kernel):
         "meet": lambda: [({"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}, {"WORLD_SIZE": 4})],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "plan_call": lambda: _mixture_of_experts_numbers(),
+        "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
+        "stage_rows": _stage_rows,
         "sum_slots": _sum_slots,
         "sum_results": lambda: _mixture_of_experts_rows(),
         "swiglu_backward": lambda: _mixture_of_experts_rows(),
     }[kernel]()
+
+
+_FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
+
+
+def _stage_rows():
+    """Rows, and float8 with scales."""
+    sizes = dict.fromkeys(("rows", "K", "x_stride", "x_scale_stride", "inner_groups"), "i32")
+    types = _FETCHING | sizes | {"staged_address": "i64", "scale_offset": "i64", "x_scale": "*fp32"}
+    blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 4, "COLS": 1024}
+    yield types | {"x": "*bf16"}, blocks | {"x_scale": None}
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16}
 
 
 def _sum_slots():
@@ -213,7 +228,7 @@ def _mixture_of_experts_products(kernel):
 
 
 def _grid_kernels():
-    """Every kernel that is launched: a public JITFunction that asks for its program's index or the call's."""
+    """Every kernel that is launched: a public JITFunction that takes a context, or asks for its program's index."""
     import importlib
     import pkgutil
 
@@ -226,7 +241,7 @@ def _grid_kernels():
         module = importlib.import_module(f"{package}.kernel")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
-            if local and not name.startswith("_") and ("tl.program_id(" in value.src or "il.next_epoch(" in value.src):
+            if local and not name.startswith("_") and ("ctx" in value.arg_names or "tl.program_id(" in value.src):
                 yield value
 
 

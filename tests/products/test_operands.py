@@ -52,13 +52,19 @@ SCALES = "must be [] or [1], or"
             "x_scale must be float32 on cpu, like x; got torch.bfloat16 on cpu."),
         (_t(2, 4, dtype=f8).requires_grad_(), _t(5, 4, dtype=f8), ONE, "float8 operands must not require gradients; got one that "
             "does. Detach them or use torch.no_grad(); to train, multiply in bfloat16."),
-        (_t(2, 4), _t(5, 4), {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_bad_arguments(operator, x, w, more, message):
     with pytest.raises(ArgumentError, match=f"^{re.escape(f'{operator}: {message}')}$"):
         getattr(interlace, operator)(x, w, **more)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_implementation_that_does_not_exist(operator):
+    impls = "auto, fused, unfused" if operator == "all_gather_gemm" else "auto, fused, mapped, unfused"
+    with pytest.raises(ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"):
+        getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl="fast")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

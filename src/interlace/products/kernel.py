@@ -4,9 +4,6 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.products import record
-
-_ROUTE = tl.constexpr(record.ROUTE)
 
 
 @triton.jit
@@ -18,20 +15,6 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     first = tile // width * GROUP_M
     height = tl.maximum(tl.minimum(tiles_m - first, GROUP_M), 1)  # a tile beyond the last one is nobody's, but has a place
     return first + tile % width % height, tile % width // height
-
-
-@triton.jit
-def route_field(routes, peers, FIELD: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """A field of every rank's route, an int32 tile over ``peers``: kept in registers, as a tile that begins with a trip to memory
-    begins most of a microsecond later.
-    """
-    return tl.load(routes + peers * _ROUTE + FIELD, mask=peers < WORLD_SIZE, other=0).to(tl.int32)
-
-
-@triton.jit
-def of_rank(values, peers, rank):
-    """The element of a tile over ``peers`` that is ``rank``'s."""
-    return tl.sum(tl.where(peers == rank, values, 0))
 
 
 @triton.jit

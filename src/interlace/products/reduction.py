@@ -5,11 +5,12 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import add_bias, multiply_tile, of_rank, route_field, scale_tile, tile_place
+from interlace.products.kernel import add_bias, multiply_tile, scale_tile, tile_place
 
 _HEADER = tl.constexpr(record.HEADER)
 _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
 _ROWS = tl.constexpr(record.ROWS)
+_ROUTE = tl.constexpr(record.ROUTE)
 _PART_STAGES = tl.constexpr(3)  # parts in flight
 
 
@@ -54,13 +55,13 @@ def send_and_sum(
     parts = il.pointer(slot_address + half * half_bytes, OUT)
     arrived_all = 1
     untold = -1  # the tile, the same for every peer, that was sent in an earlier step and not announced yet
-    firsts, counts = route_field(routes, peers, _FIRST_ROW, WORLD_SIZE), route_field(routes, peers, _ROWS, WORLD_SIZE)
     for step in tl.range(0, rounds * WORLD_SIZE + 1):
         turn = tl.where(step < rounds * WORLD_SIZE, (step + program // INTERLEAVE) % WORLD_SIZE, WORLD_SIZE - 1)
         dest = (me + 1 + turn) % WORLD_SIZE
         this_round = step // WORLD_SIZE * programs + program
         tile = tl.where(dest == me, this_round - programs, this_round)
-        first, rows = of_rank(firsts, peers, dest), of_rank(counts, peers, dest)
+        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
@@ -108,7 +109,7 @@ def send_and_sum(
                 inside = (m < rows)[:, None] & (n < N)[None, :]
                 for ahead in tl.static_range(WORLD_SIZE if BROADCAST else 1):
                     peer = (me + ahead) % WORLD_SIZE if BROADCAST else me
-                    buffer = of_rank(buffers, peers, peer)
+                    buffer = tl.sum(tl.where(peers == peer, buffers, 0))
                     if TILES:
                         place = first + row if BROADCAST else row
                         corner = [peer if BROADCAST else 0, buffer, 0, place, column]

@@ -5,7 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import add_bias, fill_nan, multiply_tile, of_rank, route_field, scale_tile, start_in_turn, tile_place
+from interlace.products.kernel import add_bias, fill_nan, multiply_tile, scale_tile, start_in_turn, tile_place
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
@@ -13,6 +13,7 @@ _GRANTS = tl.constexpr(record.GRANTS)
 _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
 _ROWS = tl.constexpr(record.ROWS)
 _PLACE = tl.constexpr(record.PLACE)
+_ROUTE = tl.constexpr(record.ROUTE)
 
 
 @triton.jit(
@@ -67,12 +68,12 @@ def gemm_all_to_all(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
     each = (tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
-    firsts, counts = route_field(routes, peers, _FIRST_ROW, WORLD_SIZE), route_field(routes, peers, _ROWS, WORLD_SIZE)
-    places = route_field(routes, peers, _PLACE, WORLD_SIZE)
     for task in tl.range(program, tl.where(granted, each * WORLD_SIZE, 0), programs):
         dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
         tile = task // (INTERLEAVE * WORLD_SIZE) * INTERLEAVE + task % INTERLEAVE
-        first, rows, place = of_rank(firsts, peers, dest), of_rank(counts, peers, dest), of_rank(places, peers, dest)
+        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
+        place = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
@@ -85,7 +86,7 @@ def gemm_all_to_all(
             if bias is not None:
                 total = add_bias(total, bias, column, N)
             value = total.to(OUT)
-            buffer = of_rank(number, peers, dest)
+            buffer = tl.sum(tl.where(peers == dest, number, 0))
             # A whole tile at the end of what this source sends would cover the next source's rows.
             if DESCRIPTORS and EVEN:
                 il.put_tile(tiles, [dest, buffer, place + row, column], tl.reshape(value, [1, 1, BLOCK_M, BLOCK_N]))

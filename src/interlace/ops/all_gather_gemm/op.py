@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
 from interlace.errors import ArgumentError
 from interlace.products.splits import place
 
@@ -14,7 +15,7 @@ _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
     "all_gather_gemm(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, SymInt[]? splits, "
     "ScalarType out_dtype, bool gather, str group_name, str impl, str config) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=OPERATOR_TAGS,
 )
 
 

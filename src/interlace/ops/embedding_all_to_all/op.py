@@ -12,26 +12,26 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
 _HOW = "str group_name, str impl, str config"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, Tensor? anchor, "
     f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_HOW}, bool check) -> Tensor",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 _library.define(
     "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? per_sample_weights, "
     f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 _library.define(
     "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor indices, Tensor offsets, "
     f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, float epsilon, {_HOW}) -> ()",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 
 

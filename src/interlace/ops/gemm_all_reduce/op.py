@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
+
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
     "gemm_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, ScalarType out_dtype, "
     "str group_name, str impl, str config) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=OPERATOR_TAGS,
 )
 
 

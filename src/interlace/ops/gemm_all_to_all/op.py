@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
+
 _library = torch.library.Library("interlace", "FRAGMENT")
 _SPLITS = "SymInt[]? input_splits, SymInt[]? output_splits"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(
     f"gemm_all_to_all(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, {_SPLITS}, ScalarType out_dtype, "
     "str group_name, str impl, str config) -> Tensor",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
-_library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=_TAGS)
+_library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 
 
 def _run(

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
 from interlace.products.splits import balanced, balanced_rows, place
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
     "gemm_reduce_scatter(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, SymInt[]? splits, "
     "ScalarType out_dtype, str group_name, str impl, str config) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=OPERATOR_TAGS,
 )
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
+
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
     "gemv_all_reduce(Tensor x, Tensor w, Tensor? bias, str group_name, str impl, str config) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=OPERATOR_TAGS,
 )
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from interlace.comm.tags import OPERATOR_TAGS
 from interlace.ops.mixture_of_experts.layout import Sizes
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 _INPUTS = "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out"
 _HOW = "int world_size, SymInt capacity, str group_name, str impl, str config"
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 _library.define(
-    f"mixture_of_experts({_INPUTS}, {_HOW}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=_TAGS
+    f"mixture_of_experts({_INPUTS}, {_HOW}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", tags=OPERATOR_TAGS
 )
 _library.define(
     f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_HOW}, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 
 Tensors = tuple[torch.Tensor, ...]

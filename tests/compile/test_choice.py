@@ -67,5 +67,5 @@ def test_what_was_not(operator: str, rows: int, dtype: torch.dtype, reason: str)
 def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     product = _product(256, 8192, 7168)
     assert ", mapped " in choose("gemm_reduce_scatter", product, 256, 4)
-    with pytest.raises(LeftAlone, match="^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$"):
+    with pytest.raises(LeftAlone, match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$"):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)

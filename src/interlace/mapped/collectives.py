@@ -141,17 +141,26 @@ def fuse(
     return Fused(producer, collective, shape, dtype, order, root, group, device)
 
 
-def kept_product(collective: str, x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None) -> Fused:
+def kept_product(
+    collective: str, x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None, *, replace: bool
+) -> Fused | None:
     """``fuse(torch.mm, collective)`` for ``x @ w.T``; the same one for the same sizes. Collective where it is new.
 
-    The memory of the last few sizes is kept until ``Group.release``, or for good if a CUDA graph has captured it.
+    A group keeps the memory of a few sizes until ``Group.release``. A new one takes tens of milliseconds, so a program whose sizes
+    never settle should not have one made for each.
+
+    Args:
+        replace: where there are as many as are kept, give up the one that was not used for longest (but none that a CUDA graph has
+            captured); else there is none for new sizes, and None is returned: on every rank, since all make the same calls.
     """
     shape = (x.shape[0], w.shape[0])
     key = (OPERATOR, collective, shape, x.dtype)
     found = group.kept.get(key)
     if found is None:
-        found = fuse(torch.mm, collective, shape=shape, dtype=x.dtype, group=process_group, device=group.device)
         kept = [one for one, value in group.kept.items() if isinstance(value, Fused) and not value.output.captured]
+        if len(kept) >= _MOST and not replace:
+            return None
+        found = fuse(torch.mm, collective, shape=shape, dtype=x.dtype, group=process_group, device=group.device)
         for one in kept[: max(0, len(kept) + 1 - _MOST)]:
             del group.kept[one]
         group.kept[key] = found

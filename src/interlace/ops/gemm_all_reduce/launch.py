@@ -37,8 +37,10 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
     if how == "fused":
         return _fused(operands.for_kernel(), group, chosen, mark)
     if how == "mapped":
-        product = kept_product("all_reduce", operands.x, operands.w, group, process_group_named(group_name))
-        return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
+        process_group, replace = process_group_named(group_name), impl == "mapped"
+        product = kept_product("all_reduce", operands.x, operands.w, group, process_group, replace=replace)
+        if product is not None:
+            return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
     group.check()
     return reference.gemm_all_reduce(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

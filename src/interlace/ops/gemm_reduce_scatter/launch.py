@@ -56,8 +56,10 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     if how == "fused":
         return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
     if how == "mapped":
-        product = kept_product("reduce_scatter", operands.x, operands.w, group, process_group_named(group_name))
-        return product(operands.x, operands.w.T)
+        process_group, replace = process_group_named(group_name), impl == "mapped"
+        product = kept_product("reduce_scatter", operands.x, operands.w, group, process_group, replace=replace)
+        if product is not None:
+            return product(operands.x, operands.w.T)
     group.check()
     return reference.gemm_reduce_scatter(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

@@ -29,6 +29,7 @@ def _cases(kernel):
     return {
         "admit_copies": lambda: [(_FETCHING, {"WORLD_SIZE": 4})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
+        "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
@@ -39,10 +40,16 @@ def _cases(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
-        "meet": lambda: [({"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}, {"WORLD_SIZE": 4})],
+        "meet": lambda: [(_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}), (_MEETING, {"WORLD_SIZE": 4, "sound": None})],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
+        "settle": lambda: [
+            (
+                dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"},
+                {"PIECES": 8, "num_warps": 1},
+            )
+        ],
         "stage_rows": _stage_rows,
         "sum_slots": _sum_slots,
         "sum_results": lambda: _mixture_of_experts_rows(),
@@ -50,6 +57,7 @@ def _cases(kernel):
     }[kernel]()
 
 
+_MEETING = {"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
 
 
@@ -150,6 +158,14 @@ def _products(more=None):
     yield pointers, plain | unscaled | less | dict.fromkeys(("tiles", "slots", "results", "gathered", "result"))
 
 
+def _counted_product():
+    """As the products that travel; the output is this rank's."""
+    more = {"counters_address": "i64", **dict.fromkeys(("me", "pieces", "rows", "part_stride", "y_stride"), "i32")}
+    for types, constants in _products():
+        tiles = {"tiles": "tensordesc<bf16[1, 64, 64]>"} if constants["TILES"] else {}
+        yield types | more | tiles, constants | {"OWN_BIAS": constants["DESCRIPTORS"]}
+
+
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
     sizes = {"BLOCK_N": block_n, "BLOCK_B": block_b, "BLOCK_K": block_k, "EVEN": even, "EVEN_K": even, "PRECISION": "ieee"}
@@ -236,9 +252,9 @@ def _grid_kernels():
 
     import interlace.ops
 
-    packages = [f"interlace.ops.{package.name}" for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
-    for package in [*packages, "interlace.mapped"]:
-        module = importlib.import_module(f"{package}.kernel")
+    packages = [package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
+    for name in [*(f"ops.{name}.kernel" for name in packages), "mapped.kernel", "products.counted"]:
+        module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
             if local and not name.startswith("_") and ("ctx" in value.arg_names or "tl.program_id(" in value.src):

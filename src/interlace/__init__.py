@@ -26,11 +26,12 @@ if TYPE_CHECKING:
         GroupError,
         InterlaceError,
         LaunchError,
+        MiscountError,
         PeerTimeoutError,
         RankMismatchError,
         WorkspaceError,
     )
-    from interlace.mapped import MappedOutput, fuse
+    from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.ops.all_gather_gemm.api import all_gather_gemm
     from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
     from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
@@ -67,10 +68,12 @@ _PUBLIC = {
     "GroupError": "interlace.errors",
     "InterlaceError": "interlace.errors",
     "LaunchError": "interlace.errors",
+    "MiscountError": "interlace.errors",
     "PeerTimeoutError": "interlace.errors",
     "RankMismatchError": "interlace.errors",
     "WorkspaceError": "interlace.errors",
     "MappedOutput": "interlace.mapped",
+    "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
     "all_gather_gemm": "interlace.ops.all_gather_gemm.api",
     "AllGatherGemmConfig": "interlace.ops.all_gather_gemm.config",
@@ -108,11 +111,13 @@ __all__ = [
     "InterlaceError",
     "LaunchError",
     "MappedOutput",
+    "MiscountError",
     "MixtureOfExpertsConfig",
     "PeerTimeoutError",
     "RankMismatchError",
     "SymmetricTensor",
     "Traffic",
+    "TriggeredTransfers",
     "WorkspaceError",
     "__version__",
     "all_gather_gemm",

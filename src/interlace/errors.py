@@ -12,6 +12,7 @@
     ├── BackendError                      the machine, driver or package set lacks something
     ├── WorkspaceError                    memory cannot be allocated now (during graph capture, say)
     ├── PeerTimeoutError (TimeoutError)   a peer did not do its part before the deadline
+    ├── MiscountError                     a kernel did not count its tiles as it should
     └── LaunchError                       a rank started by ``interlace.launch`` failed
 
 A message reads: *subject* must *rule*; got *value*. *What to do.*
@@ -117,3 +118,27 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.seen = seen
         self.different_call = different_call
         self.deadline_s = deadline_s
+
+
+class MiscountError(InterlaceError):
+    """A kernel has counted fewer, or more, tiles than its triggered transfers were told.
+
+    Copies may have begun before their piece was complete. The group is broken from then on, and peers raise
+    :class:`PeerTimeoutError`, since this rank does not tell them that its output is there.
+
+    Attributes:
+        rank: the rank whose kernel it was.
+        piece: the first piece of the output that is concerned.
+        wanted: tiles that it has.
+        seen: tiles that were counted.
+    """
+
+    def __init__(self, *, rank: int, piece: int, wanted: int, seen: int) -> None:
+        super().__init__(
+            f"triggered transfers: the kernel on rank {rank} must count every tile of a piece once; got {seen} for the {wanted} of "
+            f"piece {piece}. This group is broken now. Check the tiles that were given, and that the kernel counts its last one."
+        )
+        self.rank = rank
+        self.piece = piece
+        self.wanted = wanted
+        self.seen = seen

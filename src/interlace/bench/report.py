@@ -97,7 +97,8 @@ def summarise(result: Result) -> Summary:
 
 def fastest_impl(result: Result) -> tuple[str, float]:
     """What ``impl="auto"`` takes where the tuned table holds this result, and its time in microseconds."""
-    ways = {"fused": "fused", "mapped": "mapped", "unfused": WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]}
+    unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
+    ways = {**{way: way for way in ("fused", "mapped", "triggered")}, "unfused": unfused}
     times = {impl: float(result["times"][name]["median_us"]) for impl, name in ways.items() if name in result["times"]}
     impl = min(times, key=lambda each: times[each])
     return impl, times[impl]

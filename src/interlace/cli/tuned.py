@@ -1,7 +1,8 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl, config; fused_us, mapped_us where measured, unfused_us (the fastest unfused pair) and unfused (its name).
+sizes; impl, config; fused_us, mapped_us and triggered_us where measured, unfused_us (the fastest unfused pair) and unfused (its
+name).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
         "impl": fastest_impl(result)[0],
         "config": result["config"],
         "fused_us": summary.fused_us,
-        **({"mapped_us": result["times"]["mapped"]["median_us"]} if "mapped" in result["times"] else {}),
+        **{f"{way}_us": result["times"][way]["median_us"] for way in ("mapped", "triggered") if way in result["times"]},
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }

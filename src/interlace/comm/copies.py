@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.group import Group
 from interlace.errors import BackendError
+
+_LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
 
 
 @contextlib.contextmanager
@@ -48,8 +55,135 @@ def copy(group: Group, target: int, source: int, nbytes: int, peer: int) -> None
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, nbytes)
         return
+    _copy(target, source, nbytes, torch.cuda.current_stream(group.device))
+
+
+def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
     from cuda.bindings import driver
 
-    (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, torch.cuda.current_stream(group.device).cuda_stream)
+    (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"a copy of {nbytes} bytes from rank {peer} must be accepted by the CUDA driver; got {error.name}.")
+        raise BackendError(f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
+
+
+# Copies that wait for a kernel under way
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A copy to ``peer``'s memory, once a counter of this rank has come to ``value``; addresses are mapped here."""
+
+    counter: int
+    value: int
+    target: int
+    source: int
+    nbytes: int
+    peer: int
+
+
+class TransferQueue:
+    """Transfers that run one after another beside a kernel, each as soon as that kernel has counted to its value.
+
+    On CUDA copies wait in a stream of their own, by the driver's stream memory operations; on the CPU backend in a thread.
+    """
+
+    def __init__(self, group: Group, transfers: Sequence[Transfer]) -> None:
+        """Create the queue; nothing is enqueued yet.
+
+        Raises:
+            BackendError: the driver has no stream memory operations.
+        """
+        if group.backend == "cuda" and not supports_transfers(group.device):
+            raise BackendError(
+                "triggered transfers must have a CUDA driver with stream memory operations; this one has none (see "
+                "`interlace doctor`). Take a mapped output, or another impl."
+            )
+        self._group, self._transfers = group, list(transfers)
+        self._start: torch.cuda.Event | None = None
+        self._thread: _CopyThread | None = None
+
+    def arm(self, keep: Any) -> None:
+        """Counters are zero from here on, in the order of the current stream; the kernel that counts comes next.
+
+        Args:
+            keep: what owns the memory at the transfers' addresses.
+        """
+        if self._group.backend == "cpu":
+            self._thread = _CopyThread(self._transfers, self._group.deadline_s, keep)
+            self._thread.start()
+        else:
+            self._start = torch.cuda.current_stream(self._group.device).record_event()
+
+    def release(self) -> None:
+        """Enqueue the transfers, and let the current stream wait for them. To be called after the kernel was launched.
+
+        After it, and not in :meth:`arm`: streams may share a queue to the device, in which a wait that came before the kernel
+        would hold it back for ever.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            failure, self._thread = self._thread.failure, None
+            if failure is not None:
+                raise failure
+            for transfer in self._transfers:
+                self._group.traffic.count_put(transfer.peer, transfer.nbytes)
+        if self._start is None or not self._transfers:
+            return
+        stream, side = torch.cuda.current_stream(self._group.device), self._group.side_stream(False)
+        if torch.cuda.is_current_stream_capturing() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise BackendError(
+                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
+                "put a wait before the kernel that it is for. Unset it, or call outside a graph."
+            )
+        side.wait_event(self._start)
+        for transfer in self._transfers:
+            _wait_value(transfer.counter, transfer.value, side)
+            _copy(transfer.target, transfer.source, transfer.nbytes, side)
+        stream.wait_stream(side)
+        self._start = None
+
+
+def supports_transfers(device: torch.device) -> bool:
+    """Whether the driver has stream memory operations on this GPU."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    error, device_number = driver.cuDeviceGet(device.index)
+    if error == driver.CUresult.CUDA_SUCCESS:
+        error, able = driver.cuDeviceGetAttribute(attribute, device_number)
+    return error == driver.CUresult.CUDA_SUCCESS and bool(able)
+
+
+def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
+    from cuda.bindings import driver
+
+    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}.")
+
+
+class _CopyThread(threading.Thread):
+    """The CPU backend's copy engine."""
+
+    def __init__(self, transfers: Sequence[Transfer], deadline_s: float, keep: Any) -> None:
+        super().__init__(name="interlace copies", daemon=True)
+        self._transfers, self._deadline_s, self._keep = transfers, deadline_s, keep
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            end = time.monotonic() + self._deadline_s
+            for transfer in self._transfers:
+                counter = ctypes.c_int32.from_address(transfer.counter)
+                while counter.value < transfer.value:
+                    if time.monotonic() > end:  # the kernel failed, or never came: nobody waits for these copies
+                        return
+                    time.sleep(_LOOK_S)
+                cpu_faults.deliver(
+                    lambda transfer=transfer: ctypes.memmove(transfer.target, transfer.source, transfer.nbytes), ordered=True
+                )
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._keep = None

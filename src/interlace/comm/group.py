@@ -21,7 +21,15 @@ from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
-from interlace.errors import ArgumentError, BackendError, GroupError, PeerTimeoutError, RankMismatchError, WorkspaceError
+from interlace.errors import (
+    ArgumentError,
+    BackendError,
+    GroupError,
+    MiscountError,
+    PeerTimeoutError,
+    RankMismatchError,
+    WorkspaceError,
+)
 from interlace.units import NS_PER_S, next_power_of_2
 
 MAX_PROGRAMS = 4096
@@ -284,15 +292,18 @@ class Group:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait has expired. Results computed since then are NaN or meaningless."""
+        """Whether a wait has expired, or a kernel miscounted. Results computed since then are NaN or meaningless."""
         return bool(self._record_view[ctx.RECORD_CODE])
 
     def check(self) -> None:
-        """Raise the :class:`PeerTimeoutError` of the first wait that expired, if one has.
+        """Raise the error of the first failure, if there was one: a wait that expired, or a kernel that miscounted.
 
         Looks at host memory only: it does not wait for kernels under way (see :func:`interlace.synchronize`).
         """
         record = self._record_view
+        if record[ctx.RECORD_CODE] == ctx.MISCOUNTED:
+            piece, wanted, seen = (int(record[field]) for field in (ctx.RECORD_SLICE, ctx.RECORD_WANTED, ctx.RECORD_SEEN))
+            raise MiscountError(rank=self.rank, piece=piece, wanted=wanted, seen=seen)
         if record[ctx.RECORD_CODE]:
             operator = int(record[ctx.RECORD_OPERATOR])
             wanted, seen = int(record[ctx.RECORD_WANTED]), int(record[ctx.RECORD_SEEN])
@@ -375,7 +386,7 @@ class Group:
             self._operators.append(operator)
         self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(operator)
         self._record_view[ctx.RECORD_PEER] = peer
-        self._record_view[ctx.RECORD_CODE] = 1
+        self._record_view[ctx.RECORD_CODE] = ctx.LATE
 
     def _check_members(self) -> None:
         """All members must be on this machine, and on CUDA each on a GPU of its own that the others can reach."""

@@ -49,6 +49,13 @@ def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
     return TensorDescriptor(matrix, [max(size, 1) for size in matrix.shape], [stride, 1], block)
 
 
+def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:
+    """A tensor descriptor of matrices of this rank, ``[part, row, column]``; tiles of one part each, cut off at its end."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(parts, list(parts.shape), list(parts.stride()), [1, *block])
+
+
 def describe_ranks(group: Group, address: int, dtype: torch.dtype, inner: Sequence[tuple[int, int]], block: list[int]) -> Any:
     """A tensor descriptor of every rank's memory at ``address`` (rank 0's copy): ``[rank, *inner sizes]``.
 

@@ -1,6 +1,6 @@
 """GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``."""
 
-from interlace.language.counting import arrive_last
+from interlace.language.counting import arrive_last, count
 from interlace.language.primitives import (
     advance_epoch,
     barrier,
@@ -18,6 +18,7 @@ from interlace.language.primitives import (
     put_packed,
     put_signal,
     rank,
+    report_miscount,
     signal,
     sum_packed,
     wait,
@@ -32,6 +33,7 @@ __all__ = [
     "barrier",
     "clock_ns",
     "complete_tiles",
+    "count",
     "fence",
     "get",
     "get_packed",
@@ -46,6 +48,7 @@ __all__ = [
     "put_signal",
     "put_tile",
     "rank",
+    "report_miscount",
     "signal",
     "sum_packed",
     "wait",

@@ -1,4 +1,4 @@
-"""Which program of a launch comes last: local counters that only grow, whatever the grid."""
+"""Local counters: which program of a launch comes last, and how many tiles of an output are there."""
 
 import triton
 import triton.language as tl
@@ -28,3 +28,17 @@ def arrive_last(counter, member, members):
     before = tl.atomic_add(counter, share, sem="acq_rel", scope="sys")
     tl.debug_barrier()
     return ((before + share) & (_UNITS - 1)) == 0
+
+
+@triton.jit
+def count(counter):
+    """Add 1 to a counter of this rank: whoever sees it sees what this program has stored before (release, system scope).
+
+    What copy engines wait for, once a tile of :class:`interlace.mapped.TriggeredTransfers` is complete. Tiles that were stored
+    through a descriptor must be complete (:func:`complete_tiles`) before they are counted.
+
+    Args:
+        counter: pointer to one int32, plain memory of this rank.
+    """
+    tl.debug_barrier()  # an atomic by one thread does not cover the other threads' stores
+    tl.atomic_add(counter, 1, sem="release", scope="sys")

@@ -30,6 +30,8 @@ _PEER = tl.constexpr(context.RECORD_PEER)
 _SLICE = tl.constexpr(context.RECORD_SLICE)
 _WANTED = tl.constexpr(context.RECORD_WANTED)
 _SEEN = tl.constexpr(context.RECORD_SEEN)
+_LATE = tl.constexpr(context.LATE)
+_MISCOUNTED = tl.constexpr(context.MISCOUNTED)
 
 # Looks at a signal between two looks at the clock and at the group's health.
 _LOOKS = tl.constexpr(4 if interpreting() else 128)
@@ -216,7 +218,7 @@ def wait(ptr, epoch, peer, slice, group, mask):
             if _over(start, group) > 0:
                 first = tl.min(tl.ravel(tl.where(late, peer[:, None] + copy * 0, 1 << 30)))
                 mine = late & (peer[:, None] + copy * 0 == first)
-                _report(group, first, slice, epoch, tl.min(tl.ravel(tl.where(mine, seen, 2147483647))))
+                _report(group, first, slice, epoch, tl.min(tl.ravel(tl.where(mine, seen, 2147483647))), _LATE)
                 arrived = 0
                 behind = 0
     tl.debug_barrier()  # what one thread has acquired, the others may now load
@@ -417,8 +419,14 @@ def _over(start, group):
 
 
 @triton.jit
-def _report(group, peer, slice, wanted, seen):
-    """Record a wait that expired, if it is the first: the flag for this rank's programs, the rest for the host."""
+def report_miscount(group, piece, wanted, seen):
+    """Record, for the host, that a kernel has counted ``seen`` tiles of a piece that has ``wanted``; the group is broken then."""
+    _report(group, rank(group), piece, wanted, seen, _MISCOUNTED)
+
+
+@triton.jit
+def _report(group, peer, slice, wanted, seen, CODE: tl.constexpr):
+    """Record a failure, if it is the first: the flag for this rank's programs, the rest for the host."""
     broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(broken, 0, 1, sem="relaxed", scope="gpu") == 0:
         record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
@@ -428,7 +436,7 @@ def _report(group, peer, slice, wanted, seen):
         tl.store(record + _WANTED, wanted)
         tl.store(record + _SEEN, seen)
         tl.debug_barrier()
-        tl.atomic_xchg(record + _CODE, 1, sem="release", scope="sys")
+        tl.atomic_xchg(record + _CODE, CODE, sem="release", scope="sys")
 
 
 @triton.jit
@@ -447,4 +455,4 @@ def _report_missing_words(
             late = peer
             seen = tl.min(tl.ravel(tl.where(absent & (first + source == peer), _tag(word, VALUES), 2147483647)))
     if late < (1 << 30):
-        _report(group, late, slice, epoch, seen)
+        _report(group, late, slice, epoch, seen, _LATE)

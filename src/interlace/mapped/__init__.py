@@ -1,7 +1,8 @@
 """Outputs that live on peers: any kernel's ordinary stores become communication. See ``docs/mapped-outputs.md``."""
 
-from interlace.mapped.collectives import COLLECTIVES, Fused, fuse, kept_product
+from interlace.mapped.collectives import COLLECTIVES, Fused, fuse
 from interlace.mapped.output import MappedOutput
 from interlace.mapped.rotating import RotatingInput, empty_rotating
+from interlace.mapped.triggered import TriggeredTransfers
 
-__all__ = ["COLLECTIVES", "Fused", "MappedOutput", "RotatingInput", "empty_rotating", "fuse", "kept_product"]
+__all__ = ["COLLECTIVES", "Fused", "MappedOutput", "RotatingInput", "TriggeredTransfers", "empty_rotating", "fuse"]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm import Group
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import triton_dtype
 from interlace.errors import ArgumentError
 from interlace.mapped.output import OPERATOR, MappedOutput
+from interlace.mapped.triggered import TriggeredTransfers
 from interlace.units import ceil_div
 
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce", "gather", "scatter")
-_MOST = 8  # products whose memory a group keeps
+_ROOTED = ("gather", "scatter")
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -25,7 +26,7 @@ class Fused:
     """A producer whose stores are the first half of a collective; made by :func:`fuse`.
 
     Attributes:
-        output: the mapped output that the producer writes.
+        output: the mapped output that the producer writes; :class:`TriggeredTransfers` for one that counts.
     """
 
     def __init__(
@@ -36,22 +37,33 @@ class Fused:
         dtype: torch.dtype,
         order: str,
         root: int,
+        tiles: int | Sequence[int] | None,
+        pieces: int,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
     ) -> None:
         if collective not in COLLECTIVES:
             raise ArgumentError(f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}.")
-        if collective in ("reduce_scatter", "all_reduce") and (dtype not in _SUMMABLE or len(shape) != 2):
+        if collective in ("reduce_scatter", "all_reduce") and (dtype not in _SUMMABLE or len(shape) not in (2, 3)):
             raise ArgumentError(
-                f"fuse: {collective} must have a shape (M, N) and float16, bfloat16 or float32; got {tuple(shape)} of {dtype}."
+                f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, bfloat16 or float32; got {tuple(shape)} "
+                f"of {dtype}."
             )
+        if tiles is not None and collective in _ROOTED:
+            raise ArgumentError(f"fuse: {collective} must have a producer that stores, not one that counts; got tiles {tiles}.")
         self.producer, self.collective, self.root = producer, collective, root
-        to = root if collective == "gather" else None
-        self.output = MappedOutput(shape, dtype=dtype, order=order, root=to, group=group, device=device)
+        self.output: MappedOutput
+        if tiles is None:
+            to = root if collective == "gather" else None
+            self.output = MappedOutput(shape, dtype=dtype, order=order, root=to, group=group, device=device)
+        else:
+            self.output = TriggeredTransfers(
+                shape, dtype=dtype, tiles=tiles, pieces=pieces, order=order, group=group, device=device
+            )  # fmt: skip
         self.shape = tuple(int(size) for size in shape)
         self._sums = None
         if collective == "all_reduce":
-            self._sums = self.output.group.allocate(self.shape[0] * self.shape[1] * dtype.itemsize, 2)
+            self._sums = self.output.group.allocate(math.prod(self.shape) * dtype.itemsize, 2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the producer, and the rest of the collective. Collective; the host does not wait.
@@ -65,6 +77,8 @@ class Fused:
         """
         group, half = self.output.group, self.output.half
         target = self.output.begin()
+        if isinstance(self.output, TriggeredTransfers):
+            kwargs["counters"] = self.output.counters
         if self.collective != "scatter" or group.rank == self.root:
             self.producer(*args, **kwargs, out=target)
         received = self.output.exchange()
@@ -83,10 +97,10 @@ class Fused:
             result = received.new_empty([rows, columns])
             address, first = result.data_ptr(), 0
         else:
-            nbytes = self.shape[0] * columns * received.dtype.itemsize
+            nbytes = math.prod(self.shape) * received.dtype.itemsize
             address, first = self._sums.address + half * (self._sums.nbytes // 2), group.rank * rows
             raw = bytes_at(address + group.rank * group.stride, (nbytes,), (1,), group.device, self._sums)
-            result = view_as(raw, self.shape, received.dtype)
+            result = view_as(raw, (ranks * rows, columns), received.dtype)
         require(group.backend)
         from interlace.mapped import kernel
 
@@ -111,6 +125,8 @@ def fuse(
     dtype: torch.dtype,
     order: str = "natural",
     root: int = 0,
+    tiles: int | Sequence[int] | None = None,
+    pieces: int = 1,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Fused:
@@ -123,46 +139,23 @@ def fuse(
             kernel of your own, a compiled graph. It must write every element of ``out`` and only store there.
         collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_reduce"`` (sums), ``"gather"`` (to ``root``), ``"scatter"`` (from
             ``root``, whose producer alone is called).
-        shape: of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R, ...)``; any shape for gather.
+        shape: of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R, ...)``, for sums ``(R, M/R, N)``; any shape
+            for gather.
         dtype: of the output; sums: float16, bfloat16 or float32.
         order: see :class:`MappedOutput`; the producer's rows must be in that order.
-        group, device: as there.
+        tiles: for a producer that counts its tiles: how many there are of each piece. It then also gets ``counters=``, and copy
+            engines take the place of its stores to peers; see :class:`TriggeredTransfers`. Not for gather and scatter.
+        pieces: as there.
+        group, device: as for :class:`MappedOutput`.
 
     Returns:
         A callable that returns the collective's result; see :meth:`Fused.__call__`.
 
     Raises:
-        As :class:`MappedOutput`.
+        As :class:`MappedOutput` and :class:`TriggeredTransfers`.
 
     Example:
         >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=(4096, 4096), dtype=torch.bfloat16)
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
-    return Fused(producer, collective, shape, dtype, order, root, group, device)
-
-
-def kept_product(
-    collective: str, x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None, *, replace: bool
-) -> Fused | None:
-    """``fuse(torch.mm, collective)`` for ``x @ w.T``; the same one for the same sizes. Collective where it is new.
-
-    A group keeps the memory of a few sizes until ``Group.release``. A new one takes tens of milliseconds, so a program whose sizes
-    never settle should not have one made for each.
-
-    Args:
-        replace: where there are as many as are kept, give up the one that was not used for longest (but none that a CUDA graph has
-            captured); else there is none for new sizes, and None is returned: on every rank, since all make the same calls.
-    """
-    shape = (x.shape[0], w.shape[0])
-    key = (OPERATOR, collective, shape, x.dtype)
-    found = group.kept.get(key)
-    if found is None:
-        kept = [one for one, value in group.kept.items() if isinstance(value, Fused) and not value.output.captured]
-        if len(kept) >= _MOST and not replace:
-            return None
-        found = fuse(torch.mm, collective, shape=shape, dtype=x.dtype, group=process_group, device=group.device)
-        for one in kept[: max(0, len(kept) + 1 - _MOST)]:
-            del group.kept[one]
-        group.kept[key] = found
-    group.kept.move_to_end(key)
-    return cast("Fused", found)
+    return Fused(producer, collective, shape, dtype, order, root, tiles, pieces, group, device)

@@ -68,39 +68,51 @@ class MappedOutput:
         self.group: Group = group_of(group, device)
         self.dtype = dtype
         ranks, rank = self.group.world_size, self.group.rank
-        _validate(sizes, order, root, ranks)
+        what = type(self).__name__
+        _validate(what, sizes, order, root, ranks)
         self._mark = self.group.agree(OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root)
-        granularity, parts = self.group.granularity, 1 if root is not None else ranks
+        granularity = self.group.granularity
         if root is not None:
             chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
         elif len(sizes) == 2:
-            chunk = chunk_of_rows("MappedOutput", sizes[0] // ranks, sizes[1], dtype.itemsize, granularity)
+            chunk = chunk_of_rows(what, sizes[0] // ranks, sizes[1], dtype.itemsize, granularity)
         else:
             chunk = chunk_of_block(sizes[1:], dtype.itemsize, granularity)
         first = rank + 1 if order == "rotated" else 0
         self.destinations = [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
         # [half][source]: the parts that this rank gets. Every rank has the same, also where a root gets all.
-        block = self.group.allocate(chunk.nbytes, 2 * ranks)
+        self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
-        self._written: list[torch.Tensor] = []
+        whole, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
+        if root is not None:
+            whole, strides = chunk.sizes, chunk.strides
+        elif len(sizes) == 2:
+            whole, strides = sizes, chunk.strides
         self._received: list[torch.Tensor] = []
         for half in range(2):
-            slots = block.address + half * ranks * chunk.nbytes
-            there = [slots + to * block.stride + rank * chunk.nbytes for to in self.destinations]
-            mapping = Mapping(block, *self.group.remap(there, chunk.nbytes))
-            whole, strides = (parts, *chunk.sizes), (step, *chunk.strides)
-            if root is not None:
-                whole, strides = chunk.sizes, chunk.strides
-            elif len(sizes) == 2:
-                whole, strides = sizes, chunk.strides
-            self._written.append(tensor_at(self.group, mapping.address, parts * chunk.nbytes, whole, strides, dtype, mapping))
-            mine = slots + rank * block.stride
             received = (ranks, *chunk.sizes), (step, *chunk.strides)
-            self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, block))
+            mine = self._slot(half, rank, 0)
+            self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block))
+        self._written = [self._map(homes, whole, strides) for homes in self._homes()]
         self._workspace = self.group.workspace(OPERATOR, 4096, 2 * ranks)
+        self._sound: torch.Tensor | None = None  # int32 on the device: 0 if what was written must not be used
         self._half = 0
         self._writing = False
         self.captured = False
+
+    def _homes(self) -> list[list[int]]:
+        """For each half, the addresses of the parts that a producer writes, in its order."""
+        return [[self._slot(half, to, self.group.rank) for to in self.destinations] for half in range(2)]
+
+    def _slot(self, half: int, to: int, source: int) -> int:
+        """The address, mapped here, of what rank ``source`` sends to rank ``to``."""
+        ranks = self.group.world_size
+        return self._block.address + to * self._block.stride + (half * ranks + source) * self._chunk.nbytes
+
+    def _map(self, pieces: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """A tensor over chunks of symmetric memory, one behind the other."""
+        mapping = Mapping(self._block, *self.group.remap(pieces, self._chunk.nbytes))
+        return tensor_at(self.group, mapping.address, len(pieces) * self._chunk.nbytes, sizes, strides, self.dtype, mapping)
 
     @property
     def half(self) -> int:
@@ -117,9 +129,9 @@ class MappedOutput:
             ArgumentError: the epoch has begun already.
             PeerTimeoutError: a wait of the group has expired before.
         """
-        if self._writing:
-            raise ArgumentError("MappedOutput.begin: an epoch must end before the next begins. Call exchange() first.")
         self.group.check()
+        if self._writing:
+            raise ArgumentError(f"{type(self).__name__}.begin: an epoch must end before the next begins. Call exchange() first.")
         self.captured |= self.group.capture_id() is not None
         if self.captured:
             self._meet()
@@ -140,7 +152,7 @@ class MappedOutput:
                 the group, or :func:`interlace.synchronize`, raises.
         """
         if not self._writing:
-            raise ArgumentError("MappedOutput.exchange: an epoch must have begun. Call begin() and write first.")
+            raise ArgumentError(f"{type(self).__name__}.exchange: an epoch must have begun. Call begin() and write first.")
         self._writing = False
         self._meet()
         received = self._received[self._half]
@@ -159,21 +171,21 @@ class MappedOutput:
 
         with self.group.running():
             kernel.meet[(1,)](
-                self._workspace.signals.address, self._workspace.epochs, self.group.context(OPERATOR), self._mark,
+                self._workspace.signals.address, self._workspace.epochs, self.group.context(OPERATOR), self._sound, self._mark,
                 WORLD_SIZE=self.group.world_size, num_warps=1,
             )  # fmt: skip
 
 
-def _validate(sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:
+def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:
     if not sizes or any(size < 0 for size in sizes):
-        raise ArgumentError(f"MappedOutput: shape must have sizes of 0 or more; got {sizes}.")
+        raise ArgumentError(f"{what}: shape must have sizes of 0 or more; got {sizes}.")
     if order not in ORDERS:
-        raise ArgumentError(f"MappedOutput: order must be one of {', '.join(ORDERS)}; got {order!r}.")
+        raise ArgumentError(f"{what}: order must be one of {', '.join(ORDERS)}; got {order!r}.")
     if root is not None:
         if not 0 <= root < ranks:
-            raise ArgumentError(f"MappedOutput: root must be a rank of the group, 0 to {ranks - 1}; got {root}.")
+            raise ArgumentError(f"{what}: root must be a rank of the group, 0 to {ranks - 1}; got {root}.")
         return
     if len(sizes) == 1 or (len(sizes) == 2 and sizes[0] % ranks):
-        raise ArgumentError(f"MappedOutput: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}.")
+        raise ArgumentError(f"{what}: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}.")
     if len(sizes) > 2 and sizes[0] != ranks:
-        raise ArgumentError(f"MappedOutput: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}.")
+        raise ArgumentError(f"{what}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}.")

@@ -90,7 +90,10 @@ def _shared_bytes(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
-WITH_MAPPED = ("auto", "fused", "mapped", "unfused")
+INTO_OUTPUTS = ("mapped", "triggered")
+"""Implementations whose product carries itself to the peers; see :mod:`interlace.products.outputs`."""
+
+IMPLS = ("auto", "fused", *INTO_OUTPUTS, "unfused")
 """Implementations of the operators whose product travels."""
 
 
@@ -101,21 +104,22 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
         even: whether every rank gets as many rows from every rank.
 
     Raises:
-        ArgumentError: ``impl`` is ``"mapped"`` and cannot run these operands.
+        ArgumentError: ``impl`` was asked for and cannot run these operands.
     """
     wanted = choice.impl if impl == "auto" else impl
-    if wanted != "mapped":
+    if wanted not in INTO_OUTPUTS:
         return wanted
-    missing = [
-        *(["rows that are split evenly"] if not even else []),
-        *(["a result of the dtype of x"] if operands.out_dtype != operands.x.dtype else []),
-        *(["no bias"] if operands.bias is not None else []),
-    ]
+    missing = [] if even else ["rows that are split evenly"]
+    if wanted == "mapped":
+        missing += [] if operands.out_dtype == operands.x.dtype else ["a result of the dtype of x"]
+        missing += [] if operands.bias is None else ["no bias"]
     if not missing:
-        return "mapped"
+        return wanted
     if impl == "auto":
         return "unfused"
-    raise ArgumentError(f"{operator}: impl='mapped' must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'.")
+    raise ArgumentError(
+        f"{operator}: impl={impl!r} must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'."
+    )  # fmt: skip
 
 
 def group_for(operator: str, group_name: str, operands: Operands) -> Group:

@@ -56,10 +56,10 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         return None
     entry = best[1]
     sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
-    mapped = f"mapped {entry['mapped_us']} us, " if "mapped_us" in entry else ""
+    others = "".join(f"{way} {entry[f'{way}_us']} us, " for way in ("mapped", "triggered") if f"{way}_us" in entry)
     reason = (
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
-        f"fused {entry['fused_us']} us, {mapped}best unfused pair {entry['unfused_us']} us"
+        f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us"
     )
     return Entry(str(entry["impl"]), str(entry["config"]), reason)
 

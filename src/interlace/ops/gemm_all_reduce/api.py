@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
-from interlace.products.choice import WITH_MAPPED
+from interlace.products.choice import IMPLS
 from interlace.products.operands import output_dtype, validate
 
 
@@ -46,6 +46,7 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
+            ``"triggered"`` (a kernel that counts its tiles, copy engines that take them; rows split evenly),
             ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
@@ -69,7 +70,7 @@ def gemm_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
-    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllReduceConfig, WITH_MAPPED)
+    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllReduceConfig, IMPLS)
     y: torch.Tensor = torch.ops.interlace.gemm_all_reduce(
         x,
         w,

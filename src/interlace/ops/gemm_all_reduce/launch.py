@@ -10,12 +10,12 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
-from interlace.mapped import kept_product
 from interlace.ops.gemm_all_reduce import reference
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import INTO_OUTPUTS, Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, slots_for, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced
 
 
@@ -36,11 +36,12 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
     how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
     if how == "fused":
         return _fused(operands.for_kernel(), group, chosen, mark)
-    if how == "mapped":
-        process_group, replace = process_group_named(group_name), impl == "mapped"
-        product = kept_product("all_reduce", operands.x, operands.w, group, process_group, replace=replace)
-        if product is not None:
-            return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
+    if how in INTO_OUTPUTS:
+        y = run_into_output(
+            how, "all_reduce", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+        )  # fmt: skip
+        if y is not None:
+            return y
     group.check()
     return reference.gemm_all_reduce(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

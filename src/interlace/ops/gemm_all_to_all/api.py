@@ -10,7 +10,7 @@ import torch.distributed as dist
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
-from interlace.products.choice import WITH_MAPPED
+from interlace.products.choice import IMPLS
 from interlace.products.operands import output_dtype, validate
 from interlace.products.splits import validate_list
 
@@ -54,6 +54,7 @@ def gemm_all_to_all(
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
+            ``"triggered"`` (a kernel that counts its tiles, copy engines that take them; rows split evenly),
             ``"unfused"`` (``F.linear``, then ``all_to_all_single``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
@@ -77,7 +78,7 @@ def gemm_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
-    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllToAllConfig, WITH_MAPPED)
+    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllToAllConfig, IMPLS)
     for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
         validate_list(OPERATOR, name, splits)
     if (input_splits is None) != (output_splits is None):

@@ -14,13 +14,13 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError, RankMismatchError
-from interlace.mapped import kept_product
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import INTO_OUTPUTS, Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced, check_sum
 
 
@@ -57,11 +57,12 @@ def run(
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
     if how == "fused":
         return _fused(operands.for_kernel(), sent, group, chosen, mark)
-    if how == "mapped":
-        process_group, replace = process_group_named(group_name), impl == "mapped"
-        product = kept_product("all_to_all", operands.x, operands.w, group, process_group, replace=replace)
-        if product is not None:
-            return product(operands.x, operands.w.T).clone(memory_format=torch.contiguous_format)
+    if how in INTO_OUTPUTS:
+        y = run_into_output(
+            how, "all_to_all", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+        )  # fmt: skip
+        if y is not None:
+            return y
     group.check()
     return reference.gemm_all_to_all(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

@@ -10,10 +10,9 @@ import torch
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.mapped import kept_product
 from interlace.ops.gemm_reduce_scatter import reference
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import INTO_OUTPUTS, Choice, choose_product, group_for, resolve
 from interlace.products.launch import (
     describe_own,
     has_descriptors,
@@ -25,6 +24,7 @@ from interlace.products.launch import (
     spread_ns,
 )
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced, check_sum
 
 
@@ -55,11 +55,12 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(splits)) == 1)
     if how == "fused":
         return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
-    if how == "mapped":
-        process_group, replace = process_group_named(group_name), impl == "mapped"
-        product = kept_product("reduce_scatter", operands.x, operands.w, group, process_group, replace=replace)
-        if product is not None:
-            return product(operands.x, operands.w.T)
+    if how in INTO_OUTPUTS:
+        y = run_into_output(
+            how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+        )  # fmt: skip
+        if y is not None:
+            return y
     group.check()
     return reference.gemm_reduce_scatter(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

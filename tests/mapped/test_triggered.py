@@ -1,0 +1,182 @@
+"""Triggered transfers: a kernel that counts its tiles, copies that wait for them; orders, pieces, epochs, faults."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import inject
+from tests.errors import error_of
+
+
+def _worked_example() -> list[list[float]]:
+    """Of the documentation: two ranks, two rows each; row d of a rank's product is for rank d."""
+    out = interlace.TriggeredTransfers((2, 1), dtype=torch.float32, tiles=1)
+    torch.mul(torch.tensor([[1.0], [2.0]]), 10.0 ** dist.get_rank(), out=out.begin())
+    out.counters.add_(1)
+    return out.exchange().flatten(0, 1).tolist()
+
+
+def test_worked_example(ranks: Any) -> None:
+    assert ranks(2).run(_worked_example) == [[[1.0], [10.0]], [[2.0], [20.0]]]
+
+
+def _value(rank: int, epoch: int) -> torch.Tensor:
+    return torch.arange(24 * 256).view(24, 256) + 10_000 * epoch + 1_000_000 * rank
+
+
+def _epochs(order: str, pieces: int, shape: tuple[int, ...], faults: bool) -> list[torch.Tensor]:
+    """Rows are written piece by piece, in an order of this rank's own, and counted in threes and fours; ranks differ in speed."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    count = ranks * pieces
+    tiles = [3 + i % 2 for i in range(count)]
+    out = interlace.TriggeredTransfers(shape, dtype=torch.int64, tiles=tiles, pieces=pieces, order=order)
+    results = []
+    for epoch in range(4):
+        value = _value(rank, epoch)
+        target = out.begin()
+        rows = target.flatten(0, -2)
+        with inject(interlace.Faults(seed=rank, max_delay_s=0.01 if faults else 0.0)):
+            for i in torch.randperm(count, generator=torch.Generator().manual_seed(rank + epoch)).tolist():
+                part, piece = divmod(i, pieces)
+                source = out.destinations[part] * pieces + piece
+                rows.tensor_split(count)[i].copy_(value.tensor_split(count)[source])
+                for _ in range(tiles[i]):
+                    out.counters[i] += 1
+                if (rank + i) % 3 == 0:
+                    time.sleep(0.002)
+            results.append(out.exchange().flatten(0, -2).clone())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "order", "pieces", "shape", "faults"),
+    [
+        (1, "natural", 2, (24, 256), False),
+        (2, "rotated", 1, (24, 256), True),
+        (4, "natural", 3, (24, 256), True),
+        (4, "natural", 2, (4, 6, 256), False),
+        (4, "rotated", 2, (24, 256), False),
+    ],
+)
+def test_pieces_go_to_their_ranks(
+    ranks: Any, world_size: int, order: str, pieces: int, shape: tuple[int, ...], faults: bool
+) -> None:
+    results = ranks(world_size).run(_epochs, order, pieces, shape, faults)
+    for rank, epochs in enumerate(results):
+        for epoch, received in enumerate(epochs):
+            sent = [_value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)]
+            assert torch.equal(received, torch.cat(sent))
+
+
+def _copied_meanwhile() -> tuple[bool, dict[int, int], bool]:
+    """The copy of the part for the other rank is there before the own part is written: nobody waits for the end."""
+    rank, group = dist.get_rank(), interlace.group_of()
+    out = interlace.TriggeredTransfers((2, 1024), dtype=torch.float32, tiles=1)
+    before = dict(group.traffic.bytes_to)
+    target = out.begin()
+    target[1 - rank] = 7.0 + rank
+    out.counters[1 - rank] += 1
+    arrived, end = out._received[out.half][1 - rank], time.monotonic() + 20
+    while not bool((arrived == 8.0 - rank).all()) and time.monotonic() < end:
+        time.sleep(1e-3)
+    early = bool((arrived == 8.0 - rank).all())
+    target[rank] = 1.0
+    out.counters[rank] += 1
+    received = out.exchange()
+    sent = {peer: nbytes - before.get(peer, 0) for peer, nbytes in group.traffic.bytes_to.items()}
+    return early, sent, bool((received[rank] == 1.0).all())
+
+
+def test_a_complete_piece_leaves_at_once(ranks: Any) -> None:
+    for rank, outcome in enumerate(ranks(2).run(_copied_meanwhile)):
+        assert outcome == (True, {1 - rank: 4096}, True)
+
+
+def _miscounted(counted: int) -> tuple[Any, ...]:
+    """Rank 0's kernel counts other than it said; rank 1 must not take what came for a result."""
+    group = dist.new_group()
+    out = interlace.TriggeredTransfers((4, 512), dtype=torch.float32, tiles=2, group=group)
+    interlace.set_deadline(1.0, group)
+    out.begin().fill_(1.0)
+    out.counters.fill_(2)
+    if dist.get_rank() == 0:
+        out.counters[1] = counted
+    outcome = error_of(out.exchange)
+    later = error_of(out.begin)
+    dist.barrier()
+    return outcome, later
+
+
+@pytest.mark.parametrize("counted", [1, 3])
+def test_a_kernel_that_miscounts(ranks: Any, counted: int) -> None:
+    (first, later), (peer, _) = ranks(2).run(_miscounted, counted)
+    assert first[0] == later[0] == "MiscountError"
+    assert first[1].startswith(
+        f"triggered transfers: the kernel on rank 0 must count every tile of a piece once; got {counted} for the 2 of piece 1. "
+    )
+    assert first[2] == {"rank": 0, "piece": 1, "wanted": 2, "seen": counted}
+    assert peer[0] == "PeerTimeoutError"
+
+
+def _kernel_that_fails() -> tuple[bool, float]:
+    """Nothing of an epoch whose kernel never ran outlives the group's deadline."""
+    import gc
+    import threading
+
+    group = dist.new_group()
+    interlace.set_deadline(0.5, group)
+    out = interlace.TriggeredTransfers((4, 512), dtype=torch.float32, tiles=2, group=group)
+    out.begin()
+    start = time.monotonic()
+    del out
+    gc.collect()
+    while any(thread.name == "interlace copies" for thread in threading.enumerate()) and time.monotonic() < start + 20:
+        time.sleep(0.01)
+    dist.barrier()
+    return threading.active_count() > 0, time.monotonic() - start
+
+
+def test_a_kernel_that_never_comes(ranks: Any) -> None:
+    for _, seconds in ranks(2).run(_kernel_that_fails):
+        assert seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tiles": 1, "pieces": 2}, "TriggeredTransfers: pieces must divide the 3 rows for a rank; got 2."),
+        ({"tiles": -1}, "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 pieces; got -1."),
+        ({"tiles": [1]}, "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 pieces; got [1]."),
+    ],
+)
+def test_bad_arguments(ranks: Any, more: dict[str, Any], message: str) -> None:
+    assert ranks(2).run(_rejected, more) == [("ArgumentError", message)] * 2
+
+
+def _rejected(more: dict[str, Any]) -> tuple[str, str]:
+    return error_of(lambda: interlace.TriggeredTransfers((6, 1024), dtype=torch.float32, **more))[:2]
+
+
+def _rooted() -> str:
+    def make() -> None:
+        interlace.fuse(torch.mm, "gather", shape=(6, 1024), dtype=torch.float32, tiles=3)
+
+    return error_of(make)[1]
+
+
+def test_gather_has_no_counting_producer(ranks: Any) -> None:
+    assert ranks(1).run(_rooted) == ["fuse: gather must have a producer that stores, not one that counts; got tiles 3."]
+
+
+def _different() -> str:
+    return error_of(lambda: interlace.TriggeredTransfers((6, 1024), dtype=torch.float32, tiles=3 + dist.get_rank()))[0]
+
+
+def test_ranks_that_disagree(ranks: Any) -> None:
+    assert ranks(2).run(_different) == ["RankMismatchError"] * 2

@@ -1,0 +1,112 @@
+"""``impl="mapped"`` and ``impl="triggered"``: products whose output carries itself to the peers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.products.choice import INTO_OUTPUTS
+from interlace.products.operands import Operands
+from interlace.products.outputs import run_into_output
+from tests.errors import error_of
+from tests.products.calls import Call, check_all, check_gradients, differentiate, run
+
+OPERATORS = ["gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"]
+CONFIGS = {
+    "gemm_all_to_all": interlace.GemmAllToAllConfig,
+    "gemm_reduce_scatter": interlace.GemmReduceScatterConfig,
+    "gemm_all_reduce": interlace.GemmAllReduceConfig,
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_mapped_matches_float64(ranks, world_size, operator):
+    """Every dtype, w along either dimension, sizes that need padding; the same memory for several calls."""
+    sizes = [
+        (16, 24, 20, "float32", "K"),
+        (64, 1000, 12, "bfloat16", "N"),
+        (8, 1024, 5, "float16", "K"),
+        (64, 1000, 12, "bfloat16", "K"),
+    ]
+    calls = [Call(operator, *size[:4], w_along=size[4], impl="mapped", seed=i) for i, size in enumerate(sizes)]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_triggered_matches_float64(ranks, world_size, operator):
+    """What mapped outputs do not take, too: biases, float8; tiles that the rows of a rank fill, and that they do not."""
+    config = CONFIGS[operator](block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0)
+    calls = [
+        Call(operator, 128, 40, 20, bias=True, impl="triggered", config=config),
+        Call(operator, 8, 1024, 5, "float16", w_along="N", impl="triggered", config=config, seed=1),
+        Call(operator, 72, 24, 40, "float8", bias=True, impl="triggered", config=config, seed=2),
+        Call(operator, 128, 40, 20, bias=True, impl="triggered", config=config, seed=3),
+    ]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("impl", INTO_OUTPUTS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients(ranks, operator, impl):
+    call = Call(operator, 8, 12, 6, impl=impl, bias=impl == "triggered")
+    check_gradients(call, ranks(2).run(differentiate, call))
+
+
+def _memory_of_many_sizes(impl):
+    """Sizes come and go; what is kept is bounded, and ``release`` gives it back."""
+    group, config = interlace.group_of(), interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16)
+    w = torch.ones(512, 4)
+    for rows in range(2, 28, 2):
+        Call("gemm_reduce_scatter", rows, 512, 4, impl=impl, config=config).make()
+    kept = len(group.kept)
+    # Nobody has asked for an output of these sizes: the ones that are used stay.
+    unasked = []
+    for rows in (40, 26):
+        operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
+        y = run_into_output(impl, "reduce_scatter", operands, group, dist.group.WORLD, config, replace=False)
+        unasked.append(y is None)
+    interlace.synchronize()
+    group.release()
+    return kept, unasked, len(group.kept)
+
+
+@pytest.mark.parametrize("impl", INTO_OUTPUTS)
+def test_memory_is_bounded(ranks, impl):
+    assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
+
+
+def _mostly_padding():
+    """Six rows of 500 floats on two ranks fill whole pages only with rows of 1024."""
+    group, config = interlace.group_of(), interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16)
+    operands = Operands(torch.ones(6, 4), torch.ones(500, 4), None, None, None, torch.float32)
+    call = "mapped", "reduce_scatter", operands, group, dist.group.WORLD, config
+    return run_into_output(*call, replace=False) is None, error_of(lambda: run_into_output(*call, replace=True))[0]
+
+
+def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
+    assert ranks(2).run(_mostly_padding) == [(True, "ArgumentError")] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        (Call("gemm_reduce_scatter", 7, 8, 4, impl="mapped"), "rows that are split evenly"),
+        (Call("gemm_all_to_all", 8, 8, 4, bias=True, impl="mapped"), "no bias"),
+        (Call("gemm_all_reduce", 8, 8, 4, "float8", impl="mapped"), "a result of the dtype of x"),
+        (Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="mapped"), "rows that are split evenly and no bias"),
+        (Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"), "rows that are split evenly"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(ranks, call, missing):
+    for kind, message in ranks(2).run(_refused, call):
+        assert kind == "ArgumentError"
+        assert message == f"{call.operator}: impl={call.impl!r} must have {missing}. Take impl='auto', 'fused' or 'unfused'."
+
+
+def _refused(call):
+    dist.barrier()
+    return error_of(call.make)[:2]

@@ -44,12 +44,7 @@ def _cases(kernel):
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
-        "settle": lambda: [
-            (
-                dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"},
-                {"PIECES": 8, "num_warps": 1},
-            )
-        ],
+        "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "stage_rows": _stage_rows,
         "sum_slots": _sum_slots,
         "sum_results": lambda: _mixture_of_experts_rows(),
@@ -58,6 +53,7 @@ def _cases(kernel):
 
 
 _MEETING = {"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}
+_SETTLING = dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"}
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
 
 

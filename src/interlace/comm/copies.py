@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -163,6 +164,10 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
         raise BackendError(f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}.")
 
 
+def _move(transfer: Transfer) -> None:
+    ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
+
+
 class _CopyThread(threading.Thread):
     """The CPU backend's copy engine."""
 
@@ -180,9 +185,7 @@ class _CopyThread(threading.Thread):
                     if time.monotonic() > end:  # the kernel failed, or never came: nobody waits for these copies
                         return
                     time.sleep(_LOOK_S)
-                cpu_faults.deliver(
-                    lambda transfer=transfer: ctypes.memmove(transfer.target, transfer.source, transfer.nbytes), ordered=True
-                )
+                cpu_faults.deliver(functools.partial(_move, transfer), ordered=True)
         except BaseException as error:
             self.failure = error
         finally:

@@ -40,9 +40,9 @@ def run_into_output(
         how: ``"mapped"``: cuBLAS, whose stores go to the peers; ``"triggered"``: a kernel that counts its tiles, and copy engines.
         collective: of :data:`interlace.mapped.COLLECTIVES`.
         config: of the kernel that counts.
-        replace: the implementation was asked for: where there are as many as are kept, give up the one that was not used for longest
-            (but none that a CUDA graph has captured). Else there is none for new sizes: on every rank, since all make the same
-            calls.
+        replace: the implementation was asked for: where there are as many as are kept, give up the one that was not used for
+            longest (but none that a CUDA graph has captured). Else there is none for new sizes: on every rank, since all make the
+            same calls.
 
     Raises:
         ArgumentError: with ``replace``: a mapped output would be padded to more than twice its size.

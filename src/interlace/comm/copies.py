@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -103,14 +102,14 @@ class TransferQueue:
         self._start: torch.cuda.Event | None = None
         self._thread: _CopyThread | None = None
 
-    def arm(self, keep: Any) -> None:
+    def arm(self, owner: object) -> None:
         """Counters are zero from here on, in the order of the current stream; the kernel that counts comes next.
 
         Args:
-            keep: what owns the memory at the transfers' addresses.
+            owner: of the memory at the transfers' addresses. Nothing is copied once it is gone.
         """
         if self._group.backend == "cpu":
-            self._thread = _CopyThread(self._transfers, self._group.deadline_s, keep)
+            self._thread = _CopyThread(self._transfers, owner)
             self._thread.start()
         else:
             self._start = torch.cuda.current_stream(self._group.device).record_event()
@@ -164,29 +163,32 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
         raise BackendError(f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}.")
 
 
-def _move(transfer: Transfer) -> None:
-    ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
-
-
 class _CopyThread(threading.Thread):
-    """The CPU backend's copy engine."""
+    """The CPU backend's copy engine. It ends with its transfers, or once nobody is left who could ask for them."""
 
-    def __init__(self, transfers: Sequence[Transfer], deadline_s: float, keep: Any) -> None:
+    def __init__(self, transfers: Sequence[Transfer], owner: object) -> None:
         super().__init__(name="interlace copies", daemon=True)
-        self._transfers, self._deadline_s, self._keep = transfers, deadline_s, keep
+        self._transfers, self._owner = transfers, weakref.ref(owner)
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
-            end = time.monotonic() + self._deadline_s
             for transfer in self._transfers:
-                counter = ctypes.c_int32.from_address(transfer.counter)
-                while counter.value < transfer.value:
-                    if time.monotonic() > end:  # the kernel failed, or never came: nobody waits for these copies
+                while not self._carry(transfer):
+                    if self._owner() is None:  # the kernel failed, or never came
                         return
                     time.sleep(_LOOK_S)
-                cpu_faults.deliver(functools.partial(_move, transfer), ordered=True)
         except BaseException as error:
             self.failure = error
-        finally:
-            self._keep = None
+
+    def _carry(self, transfer: Transfer) -> bool:
+        """Copy if it is time; whether it was."""
+        owner = self._owner()  # and with it the memory, for as long as this takes
+        if owner is None or ctypes.c_int32.from_address(transfer.counter).value < transfer.value:
+            return False
+
+        def copy() -> None:
+            ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
+
+        cpu_faults.deliver(copy, ordered=True)
+        return True

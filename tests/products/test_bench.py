@@ -44,6 +44,43 @@ def test_every_way_of_an_operator(ranks, operator):
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 
+def _compare(operator):
+    from interlace.bench import products, transports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measure", _measure)
+        patch.setattr(products, "_async_tensor_parallel", lambda case: {})  # CUDA's
+        return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
+
+
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_to_all"])
+def test_every_transport(ranks, operator):
+    for result in ranks(2).run(_compare, operator):
+        carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
+        assert carried == {
+            "fused, tile stores", "fused, SM stores", "cuBLAS, mapped output, natural", "cuBLAS, mapped output, rotated",
+            "counted product, copy engines", "counted product, copy engines, 2 pieces a rank",
+            "counted product, copy engines, 4 pieces a rank", "cuBLAS + NCCL",
+        }  # fmt: skip
+        assert report.transports_table(operator, result).row_count == len(result["ways"])
+
+
+def test_kernels_of_a_trace():
+    """Two calls: a product and a copy each, and one odd kernel."""
+    from interlace.bench.transports import Kernel, kernels
+
+    events = [
+        {"cat": "kernel", "name": "product", "dur": 10.0, "args": {"grid": [132, 1, 1]}},
+        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 4.0, "args": {}},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 100.0},
+        {"cat": "kernel", "name": "product", "dur": 12.0, "args": {"grid": [132, 1, 1]}},
+        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 5.0, "args": {}},
+        {"cat": "kernel", "name": "sum", "dur": 2.0, "args": {"grid": [4, 2, 1]}},
+    ]
+    found = kernels(events, 2)
+    assert found == [Kernel("product", 132, 11.0, 1.0), Kernel("Memcpy PtoP", 0, 4.5, 1.0), Kernel("sum", 8, 2.0, 0.5)]
+
+
 @pytest.mark.parametrize("text", ["8192x8192", "0x8x8", "axbxc"])
 def test_shapes_that_are_none(text):
     from interlace.cli.bench_products import parse_product

@@ -22,7 +22,7 @@ from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.mapped import Fused, empty_rotating, fuse
+from interlace.mapped import Fused, TriggeredTransfers, empty_rotating, fuse
 from interlace.mapped.output import ORDERS
 from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.launch import choose as choose_all_gather
@@ -31,8 +31,10 @@ from interlace.ops.gemm_all_to_all.launch import choose as choose_all_to_all
 from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
 from interlace.ops.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
 from interlace.ops.gemm_reduce_scatter.launch import prepare
+from interlace.products.choice import INTO_OUTPUTS
 from interlace.products.config import ProductConfig
 from interlace.products.operands import Operands
+from interlace.products.outputs import count_product
 from interlace.units import ceil_div
 
 Step = Callable[[int], object]
@@ -50,6 +52,9 @@ _CHOOSE: Mapping[str, Callable[..., Any]] = {
     "gemm_all_reduce": choose_all_reduce,
     "all_gather_gemm": choose_all_gather,
 }
+_CARRIED = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
+"""The collective of operators whose product may carry itself."""
+
 OPERATORS = tuple(_COSTS)
 
 
@@ -197,14 +202,13 @@ def pairs(case: Case) -> dict[str, Step]:
 
 def mapped(case: Case) -> dict[str, Step]:
     """Name -> cuBLAS, unchanged, with an output that is the peers' memory; in both orders of rows."""
-    collective = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
-    if case.shape.operator not in collective:
+    if case.shape.operator not in _CARRIED:
         return {}
     shape = (case.shape.rows, case.shape.columns)
     ways: dict[str, Step] = {}
     for order in ORDERS:
         run = fuse(
-            torch.mm, collective[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
+            torch.mm, _CARRIED[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
         )  # fmt: skip
         sources = [x for x, _ in case.sets]
         if order == "rotated":
@@ -222,7 +226,37 @@ def _mapped_call(run: Fused, sources: list[torch.Tensor], weights: list[torch.Te
     return run(sources[i % _SETS], weights[i % _SETS].T)
 
 
-def _check_mapped(case: Case, name: str, step: Step) -> None:
+def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, Step]:
+    """Name -> the product that counts its tiles, with copy engines; and each of the two alone."""
+    if case.shape.operator not in _CARRIED:
+        return {}
+    ranks = case.owner.world_size
+    shape = (ranks, case.shape.rows // ranks, case.shape.columns)
+    tiles = ceil_div(shape[1] // pieces, config.block_m) * ceil_div(case.shape.columns, config.block_n)
+    sets = [Operands(x, w, None, None, None, case.shape.dtype).for_kernel() for x, w in case.sets]
+    collective, dtype = _CARRIED[case.shape.operator], case.shape.dtype
+    own_bias = collective != "all_to_all"
+    product = functools.partial(count_product, case.owner)
+    run = fuse(product, collective, shape=shape, dtype=dtype, tiles=tiles, pieces=pieces, group=case.group)
+    copies = TriggeredTransfers(shape, dtype=dtype, tiles=tiles, pieces=pieces, group=case.group)
+    counters, plain = torch.zeros(ranks * pieces, dtype=torch.int32, device=case.owner.device), case.product.view(shape)
+
+    def copy(i: int) -> None:
+        copies.begin()
+        copies.counters.fill_(tiles)
+        copies.exchange()
+
+    cut = "" if pieces == 1 else f", {pieces} pieces a rank"
+    return {
+        f"counted product, copy engines{cut}": lambda i: run(sets[i % _SETS], config, own_bias=own_bias),
+        f"copy engines{cut} alone": copy,
+        f"our counted product{cut} alone": lambda i: product(
+            sets[i % _SETS], config, out=plain, counters=counters, own_bias=own_bias
+        ),
+    }
+
+
+def check_carried(case: Case, name: str, step: Step) -> None:
     """Against the operator's unfused pair.
 
     Raises:
@@ -230,6 +264,7 @@ def _check_mapped(case: Case, name: str, step: Step) -> None:
     """
     y, expected = step(0), case.call(0, "unfused")
     assert isinstance(y, torch.Tensor)
+    y = y.reshape(expected.shape)
     difference = ((y.double() - expected.double()).norm() / expected.double().norm()).float()
     case.owner.synchronize()
     dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=case.group)
@@ -283,7 +318,7 @@ def _product_alone(case: Case, config: ProductConfig) -> Step:
     return call
 
 
-def _timed(case: Case, step: Step, samples: int = 15) -> Timing:
+def timed(case: Case, step: Step, samples: int = 15) -> Timing:
     """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is gone."""
     timing = measure(step, period=_SETS, samples=samples, group=case.group)
     case.owner.release()
@@ -299,18 +334,19 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     case = Case(shape, group)
     chosen = config or case.choice.config
     error = check(case, chosen)
-    times = {"fused": _timed(case, lambda i: case.call(i, "fused", chosen))}
-    if shape.operator != "all_gather_gemm":
-        times["mapped"] = _timed(case, lambda i: case.call(i, "mapped"))
+    times = {"fused": timed(case, lambda i: case.call(i, "fused", chosen))}
+    for impl in INTO_OUTPUTS if shape.operator in _CARRIED else ():
+        times[impl] = timed(case, functools.partial(case.call, impl=impl, config=chosen))
     for name, step in pairs(case).items():
-        times[name] = _timed(case, step)
-    for name, step in mapped(case).items():
-        _check_mapped(case, name, step)
-        times[name] = _timed(case, step)
+        times[name] = timed(case, step)
+    for name, step in (mapped(case) | triggered(case, chosen)).items():
+        if not name.endswith(" alone"):
+            check_carried(case, name, step)
+        times[name] = timed(case, step)
     for name, step in collectives(case).items():
-        times[f"{name} alone"] = _timed(case, step)
-    times["cuBLAS alone"] = _timed(case, case.multiply)
-    times["our product alone"] = _timed(case, _product_alone(case, chosen))
+        times[f"{name} alone"] = timed(case, step)
+    times["cuBLAS alone"] = timed(case, case.multiply)
+    times["our product alone"] = timed(case, _product_alone(case, chosen))
     case.owner.synchronize()
     ranks, itemsize = case.owner.world_size, shape.dtype.itemsize
     cost = _COSTS[shape.operator](
@@ -371,7 +407,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> ProductConfig:
         except (InterlaceError, OutOfResources) as error:  # on every rank alike; the latter before anything was launched
             print(f"{shape.operator} {shape}, {config}: left out: {error}", flush=True)
             continue
-        time_us = _timed(case, functools.partial(case.call, impl="fused", config=config), samples=7).median_us
+        time_us = timed(case, functools.partial(case.call, impl="fused", config=config), samples=7).median_us
         if time_us < best_us:
             best, best_us = config, time_us
     if best is None:

@@ -170,6 +170,29 @@ def study_table(operator: str, result: Result) -> Table:
     return view
 
 
+def transports_table(operator: str, result: Result) -> Table:
+    """Every way to carry a product to its ranks, with the kernels that it runs, for a terminal."""
+    from rich.table import Table
+
+    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
+    for heading in ("way", "median us", "p10 - p90 us", "over cuBLAS alone us", "kernels: blocks, us"):
+        view.add_column(heading, justify="left" if heading in ("way", "kernels: blocks, us") else "right")
+    alone = result["ways"]["cuBLAS alone"]["median_us"]
+    for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
+        view.add_row(
+            name,
+            f"{way['median_us']:.1f}",
+            f"{way['p10_us']:.1f} - {way['p90_us']:.1f}",
+            "" if name.endswith(" alone") else f"{way['median_us'] - alone:+.1f}",
+            "\n".join(
+                f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, {kernel['each_call']:g} x {kernel['median_us']:.1f}"
+                for kernel in way["kernels"][:4]
+            ),
+        )
+    view.caption = f"configuration {result['config']}; kernels by the profiler, on rank 0"
+    return view
+
+
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     """All results of several files as one Markdown table, with a line on each machine; for README and documentation."""
     lines, machines, named = [], [], False

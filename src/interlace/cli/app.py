@@ -181,10 +181,17 @@ def _add_product_commands(operator: str, title: str) -> None:
         dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
         json_file: JsonFile = None,
         tune: Annotated[bool, typer.Option("--tune", help="First find a good configuration of each shape.")] = False,
+        transports: Annotated[
+            bool,
+            typer.Option(
+                "--transports",
+                help="Instead, compare what carries the product to its ranks: stores, copy engines, NCCL; and their kernels.",
+            ),
+        ] = False,
     ) -> None:
         from interlace.cli.bench_products import run
 
-        run(operator, shape, world_size, dtype, json_file, tune)
+        run(operator, shape, world_size, dtype, json_file, tune, transports)
 
     @tune_app.command(operator, help=f"{title}: find good configurations and write each shape's to the tuned table.")
     def tune_product(

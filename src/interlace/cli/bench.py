@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from interlace import tuning
 from interlace.bench import report
 from interlace.cli import tuned
@@ -25,11 +27,13 @@ def run(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: st
     show(document, OPERATOR, json_file)
 
 
-def show(document: dict[str, Any], operator: str, json_file: Path | None) -> None:
+def show(
+    document: dict[str, Any], operator: str, json_file: Path | None, table: Callable[[str, Any], Table] = report.table
+) -> None:
     """Every result as a table on the terminal."""
     console = make_console()
     for result in document["results"]:
-        console.print(report.table(operator, result))
+        console.print(table(operator, result))
         console.print()
     console.print(report.machine_line(document["machine"], document["date"]))
     if json_file is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from interlace.bench import report
 from interlace.cli import bench, tuned
 from interlace.cli.bench_ranks import run_product_rank
 from interlace.errors import ArgumentError
@@ -15,12 +16,26 @@ SHAPES = (
 DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
 
 
-def run(operator: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
+CARRIED = ("gemm_all_to_all", "gemm_reduce_scatter")  # of which transports can be compared
+
+
+def run(
+    operator: str,
+    shapes: list[str] | None,
+    world_size: int | None,
+    dtype: str,
+    json_file: Path | None,
+    tune: bool,
+    transports: bool,
+) -> None:
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
+    if transports and operator not in CARRIED:
+        raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
     work = parse_work(operator, shapes, dtype)
     what = f"Measuring {operator}"
-    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, tune), world_size, json_file)
-    bench.show(document, operator, json_file)
+    kind = "transports" if transports else "tune" if tune else "bench"
+    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, kind), world_size, json_file)
+    bench.show(document, operator, json_file, report.transports_table if transports else report.table)
 
 
 def run_tune(
@@ -29,7 +44,7 @@ def run_tune(
     """Find a good configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
     old = tuned.read(table, operator)  # before minutes are spent
     work = parse_work(operator, shapes, dtype)
-    document = bench.measure_on_gpus("tune", f"Tuning {operator}", work, run_product_rank, (dtype, True), world_size, json_file)
+    document = bench.measure_on_gpus("tune", f"Tuning {operator}", work, run_product_rank, (dtype, "tune"), world_size, json_file)
     bench.write_table(document, old, operator, table)
 
 

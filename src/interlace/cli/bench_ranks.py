@@ -94,15 +94,22 @@ def run_experts_rank(
 
 
 def run_product_rank(
-    folder: str, shapes: list[tuple[str, int, int, int]], dtype: str, tune: bool, header: dict[str, Any], file: str | None
+    folder: str, shapes: list[tuple[str, int, int, int]], dtype: str, kind: str, header: dict[str, Any], file: str | None
 ) -> list[dict[str, Any]]:
-    """The same for the operators around a product: ``(operator, M, N, K)``."""
-    from interlace.bench import products
+    """The same for the operators around a product: ``(operator, M, N, K)``.
+
+    Args:
+        kind: ``"bench"``, ``"tune"`` (then benchmarked with the best configuration) or ``"transports"``.
+    """
+    from interlace.bench import products, transports
 
     results: list[dict[str, Any]] = []
     for operator, rows, columns, inner in shapes:
         shape = products.Shape(operator, rows, columns, inner, getattr(torch, dtype))
-        results.append(products.bench(shape, products.tune(shape) if tune else None))
+        if kind == "transports":
+            results.append(transports.compare(shape))
+        else:
+            results.append(products.bench(shape, products.tune(shape) if kind == "tune" else None))
         torch.cuda.empty_cache()
         _keep(results, header, file)
         advance(folder)

@@ -138,8 +138,14 @@ def prepare(
     buffers: int,
     buffer_bytes: int,
     taken: int,
+    *,
+    tile_stores: bool = True,
 ) -> Launch:
-    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow."""
+    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow.
+
+    Args:
+        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by ordinary stores.
+    """
     require(group.backend)
     from interlace.ops.gemm_all_to_all import kernel
 
@@ -153,7 +159,7 @@ def prepare(
     stride = padded_columns(operands.columns, dtype)
     received = [sum(counts[dest] for counts in sent) for dest in range(ranks)]
     # Every rank must take the same branch only for speed: both put the same bytes in the same places.
-    even = all(count % config.block_m == 0 for count in sent[me])
+    even = tile_stores and all(count % config.block_m == 0 for count in sent[me])
     descriptors = has_descriptors(group) and group.stride % 16 == 0
     tiles = None
     if descriptors and even and ranks > 1:

@@ -79,16 +79,22 @@ def _fused(operands: Operands, splits: list[int], group: Group, config: GemmRedu
 
 
 def prepare(
-    group: Group, operands: Operands, splits: Sequence[int], y: torch.Tensor, config: GemmReduceScatterConfig, mark: int = 0
-) -> Launch:
-    """The launch; ``y`` is ``[splits[rank], padded columns]``. Collective when the workspace must grow."""
+    group: Group, operands: Operands, splits: Sequence[int], y: torch.Tensor, config: GemmReduceScatterConfig, mark: int = 0,
+    *, tile_stores: bool = True,
+) -> Launch:  # fmt: skip
+    """The launch; ``y`` is ``[splits[rank], padded columns]``. Collective when the workspace must grow.
+
+    Args:
+        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by ordinary stores.
+    """
     require(group.backend)
     from interlace.ops.gemm_reduce_scatter import kernel
 
     dtype = operands.out_dtype
     descriptors = has_descriptors(group)
-    slots = slots_for(group, OPERATOR, splits, operands.columns, dtype, config, descriptors)
-    results = describe_own(y, operands.columns, [config.block_m, config.block_n]) if descriptors else None
+    tiles = descriptors and tile_stores
+    slots = slots_for(group, OPERATOR, splits, operands.columns, dtype, config, tiles)
+    results = describe_own(y, operands.columns, [config.block_m, config.block_n]) if tiles else None
     align = ALIGNMENT_BYTES // dtype.itemsize
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     arguments = (
@@ -97,5 +103,5 @@ def prepare(
         max(splits), operands.columns, operands.inner, *strides, y.stride(0) // align, spread_ns(config, operands.inner),
     )  # fmt: skip
     constants = options(operands, config, group, descriptors)
-    constants |= {"ALIGN": align, "TILES": descriptors, "INTERLEAVE": config.interleave}
+    constants |= {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
     return Launch(kernel.gemm_reduce_scatter, (programs(group, config),), arguments, constants, (operands, y))

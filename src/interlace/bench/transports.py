@@ -1,0 +1,167 @@
+"""What carries a product's rows to their ranks, way by way: its time, the kernels that run, the processors that they take.
+
+*SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared memory; *mapped*, cuBLAS's ordinary
+stores; *copy engines*, started by the product's counts; then torch's async-TP and NCCL. NCCL beside an independent product is no
+way to run the operator: it shows what a collective of kernels takes from a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.bench.products import Case, Shape, Step, check, check_carried, collectives, mapped, pairs, timed, triggered
+from interlace.ops.gemm_all_to_all import launch as all_to_all
+from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
+from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
+from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
+from interlace.products.config import ProductConfig
+from interlace.products.launch import padded_columns
+from interlace.products.operands import Operands
+
+_PIECES = (1, 2, 4)
+_PROFILED = 10  # calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel of a call, on rank 0.
+
+    Attributes:
+        name: as the compiler has it, cut short.
+        blocks: of its grid; a persistent kernel takes as many processors.
+        median_us: by the profiler.
+        each_call: launches in one call.
+    """
+
+    name: str
+    blocks: int
+    median_us: float
+    each_call: float
+
+
+def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]:
+    """Check, time and profile every way. Collective; times are the same on every rank.
+
+    Raises:
+        InterlaceError: a way's result is wrong.
+    """
+    case = Case(shape)
+    chosen = config or case.choice.config
+    error = check(case, chosen)
+    ways: dict[str, Step] = {"fused, tile stores": lambda i: case.call(i, "fused", chosen)}
+    ours = {"fused, SM stores": _sm_stores(case, chosen)} | mapped(case)
+    for pieces in _PIECES:
+        if shape.rows // case.owner.world_size % pieces == 0:
+            ours |= triggered(case, chosen, pieces)
+    for name, step in ours.items():
+        if not name.endswith(" alone"):
+            check_carried(case, name, step)
+    ways |= ours | pairs(case)
+    ways |= {f"{name} alone": step for name, step in collectives(case).items()}
+    ways |= {"cuBLAS alone": case.multiply, "cuBLAS beside NCCL, independent": _beside(case)}
+    measured = {}
+    for name, step in ways.items():
+        timing = timed(case, step)
+        measured[name] = {**dataclasses.asdict(timing), "kernels": [dataclasses.asdict(kernel) for kernel in _profile(case, step)]}
+    return {
+        "operator": shape.operator,
+        "shape": str(shape),
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "world_size": case.owner.world_size,
+        "config": str(chosen),
+        "relative_error": error,
+        "ways": measured,
+    }
+
+
+def _sm_stores(case: Case, config: ProductConfig) -> Step:
+    """The fused kernel with ordinary stores to peers, where it would have copies out of shared memory."""
+    owner, shape, ranks = case.owner, case.shape, case.owner.world_size
+    mark = owner.agree(shape.operator, transport="SM stores", shape=str(shape), config=str(config))
+    sets = [Operands(x, w, None, None, None, shape.dtype).for_kernel() for x, w in case.sets]
+    stride, rows = padded_columns(shape.columns, shape.dtype), shape.rows // ranks
+
+    def scatter(i: int) -> torch.Tensor:
+        y = case.product.new_empty([rows, stride])
+        how = GemmReduceScatterConfig.parse(str(config)), mark
+        launch = reduce_scatter.prepare(owner, sets[i % len(sets)], [rows] * ranks, y, *how, tile_stores=False)
+        with owner.running():
+            launch()
+        return y[:, : shape.columns]
+
+    def send(i: int) -> torch.Tensor:
+        output = owner.outputs.take(shape.rows * stride * shape.dtype.itemsize)
+        how = GemmAllToAllConfig.parse(str(config)), mark, output.address, output.buffer_bytes, output.index
+        launch = all_to_all.prepare(owner, sets[i % len(sets)], [[rows] * ranks] * ranks, *how, tile_stores=False)
+        with owner.running():
+            launch()
+        return output.tensor([shape.rows, stride], shape.dtype, owner.device)[:, : shape.columns]
+
+    return scatter if shape.operator == "gemm_reduce_scatter" else send
+
+
+def _beside(case: Case) -> Step:
+    side = torch.cuda.Stream() if case.owner.backend == "cuda" else None
+    collective = collectives(case)["NCCL"]
+    apart = torch.empty_like(case.product)  # the collective reads and writes the case's own
+
+    def call(i: int) -> None:
+        x, w = case.sets[i % len(case.sets)]
+        if side is None:
+            collective(i)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                collective(i)
+        torch.mm(x, w.T, out=apart)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+
+    return call
+
+
+# Kernels
+
+
+def _profile(case: Case, step: Step) -> list[Kernel]:
+    """The kernels of a call on this rank, those that take longest first; none on the CPU, or if the profiler may not look."""
+    from torch.profiler import ProfilerActivity, profile
+
+    case.owner.synchronize()
+    if case.owner.backend == "cpu":
+        return []
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for i in range(_PROFILED):
+            step(i)
+        case.owner.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return kernels(events, _PROFILED)
+
+
+def kernels(events: Iterable[Mapping[str, Any]], calls: int) -> list[Kernel]:
+    """Kernels of a Chrome trace of ``calls`` calls, those that take longest first; copies of the copy engines have no blocks."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            blocks = math.prod(event.get("args", {}).get("grid", [0]))
+            found.setdefault((str(event["name"])[:60], blocks), []).append(float(event["dur"]))
+    listed = [
+        Kernel(name, blocks, round(statistics.median(times), 2), round(len(times) / calls, 2))
+        for (name, blocks), times in found.items()
+    ]
+    return sorted(listed, key=lambda kernel: -kernel.median_us * kernel.each_call)
+
+
+__all__ = ["Kernel", "compare", "kernels"]

@@ -1,0 +1,176 @@
+"""Triggered transfers on real GPUs, one process a GPU: copies that wait for a kernel's counts. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import interlace
+import interlace.language as il
+from tests.errors import error_of
+from tests.products.calls import Call, check_all, check_gradients, compiled, differentiate, run
+
+pytestmark = pytest.mark.gpu
+
+OPERATORS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce")
+
+
+@triton.jit(do_not_specialize=["value", "first", "rows", "rows_each", "stride"])
+def fill(out, counters, value, first, rows, rows_each, stride, COLUMNS: tl.constexpr):
+    """Rows of ``value + row``, from ``first`` on; each is a tile."""
+    row = (first + tl.program_id(0)) % rows
+    columns = tl.arange(0, COLUMNS)
+    tl.store(out + row.to(tl.int64) * stride + columns, (value + row + columns * 0).to(tl.int32))
+    il.count(counters + row // rows_each)
+
+
+def _fill(out: interlace.TriggeredTransfers, value: int, rows: int, order: int = 1) -> None:
+    rows_each = rows // len(out.counters)
+    first = (dist.get_rank() + order) * (rows // dist.get_world_size())
+    target = out.begin()
+    fill[(rows,)](target, out.counters, value, first, rows, rows_each, target.stride(0), COLUMNS=target.shape[1])
+
+
+def _calls(operator: str, world_size: int) -> list[Call]:
+    """Tiles that fill a rank's rows and that do not; a column too many for tile stores; biases; float8."""
+    shapes = [(128, 512, 256, "bfloat16"), (96, 513, 257, "float16"), (256, 384, 512, "float8"), (40, 320, 64, "float32")]
+    return [
+        Call(operator, rows * world_size, columns, inner, dtype, True, impl="triggered", seed=i)
+        for i, (rows, columns, inner, dtype) in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_products_match_float64(world_size: int, operator: str) -> None:
+    calls = _calls(operator, world_size) * 2
+    check_all(calls, interlace.launch(run, world_size, calls, backend="cuda", timeout_s=200))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients_and_one_graph(world_size: int, operator: str) -> None:
+    call = _calls(operator, world_size)[0]
+    outcomes = interlace.launch(differentiate, world_size, call, backend="cuda", timeout_s=200)
+    check_gradients(call, outcomes, factor=(call.inner + 128 * world_size) ** 0.5)
+    for eager, graph in interlace.launch(_compile, world_size, call, backend="cuda", timeout_s=200):
+        torch.testing.assert_close(graph, eager)
+
+
+def _compile(call: Call) -> list[list[torch.Tensor]]:
+    return [[tensor.cpu() for tensor in outcome] for outcome in compiled(call)]
+
+
+def _long_run() -> tuple[int, int]:
+    """Wrong epochs of 10,000, in pieces and several orders of completion; bytes of torch's memory that they took."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows, columns = 64 * ranks, 1024
+    out = interlace.TriggeredTransfers((rows, columns), dtype=torch.int32, tiles=32, pieces=2)
+    wrong = torch.zeros([], dtype=torch.int64, device="cuda")
+    expected = rank * 64 + torch.arange(64, device="cuda")[None, :, None] + 1000 * torch.arange(ranks, device="cuda")[:, None, None]
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    for epoch in range(10_000):
+        _fill(out, 1000 * rank + epoch % 17, rows, order=epoch % 3)
+        if epoch % 97 == rank:
+            torch.cuda._sleep(100_000)
+        wrong += (out.exchange() != expected + epoch % 17).any()
+    torch.cuda.synchronize()
+    return int(wrong), torch.cuda.memory_reserved() - reserved
+
+
+def test_ten_thousand_epochs(world_size: int) -> None:
+    for wrong, grown in interlace.launch(_long_run, world_size, backend="cuda", timeout_s=200):
+        assert wrong == 0
+        assert grown < 16 << 20
+
+
+def _replay() -> list[bool]:
+    """One graph, replayed back to back with ranks of different speed, between eager epochs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rows, columns = 256 * ranks, 768 * 4
+    generator = torch.Generator("cuda").manual_seed(rank)
+    x, w = (torch.randn(size, 512, generator=generator, device="cuda").bfloat16() for size in (rows, columns))
+    kept = torch.zeros(8, rows // ranks, columns, dtype=torch.bfloat16, device="cuda")
+    step = torch.zeros([], dtype=torch.int64, device="cuda")
+
+    def call() -> torch.Tensor:
+        return interlace.gemm_reduce_scatter(x, w, impl="triggered")
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept.index_copy_(0, step[None], call()[None])
+        step += 1
+    same = []
+    for turn in range(3):
+        step.zero_()
+        for i in range(8):
+            x.fill_(float(turn * 8 + i + 1) / 64)
+            if (rank + i) % 3 == 0:
+                torch.cuda._sleep(200_000)
+            graph.replay()
+        last = call()
+        torch.cuda.synchronize()
+        for i in range(8):
+            x.fill_(float(turn * 8 + i + 1) / 64)
+            same.append(torch.equal(kept[i], call()))
+        same.append(torch.equal(last, kept[7]))
+    torch.cuda.synchronize()
+    return same
+
+
+def test_graphs(world_size: int) -> None:
+    assert all(all(same) for same in interlace.launch(_replay, world_size, backend="cuda", timeout_s=120))
+
+
+def _one_connection() -> Any:
+    """A graph might put a wait before what it is for: refused. Eager calls work."""
+    out = interlace.TriggeredTransfers((8 * dist.get_world_size(), 1024), dtype=torch.int32, tiles=8)
+    for epoch in range(20):
+        _fill(out, epoch, 8 * dist.get_world_size())
+        out.exchange()
+    interlace.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        _fill(out, 0, 8 * dist.get_world_size())
+        return error_of(out.exchange)[0]
+
+
+def test_with_one_connection(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert interlace.launch(_one_connection, world_size, backend="cuda", timeout_s=60) == ["BackendError"] * world_size
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def _miscounted(counted: int) -> Any:
+    """Rank 0 counts other than it said. Nothing hangs; peers do not take what came for a result."""
+    rank, rows = dist.get_rank(), 8 * dist.get_world_size()
+    out = interlace.TriggeredTransfers((rows, 1024), dtype=torch.int32, tiles=8)
+    _fill(out, 0, rows)
+    out.exchange()
+    interlace.synchronize()
+    interlace.set_deadline(2.0)
+    dist.barrier()
+    _fill(out, 0, rows)
+    if rank == 0:
+        out.counters[1] += counted - 8
+    out.exchange()
+    start = time.monotonic()
+    error = error_of(interlace.synchronize)
+    return error[:2], time.monotonic() - start
+
+
+@pytest.mark.parametrize("counted", [7, 9])
+def test_a_kernel_that_miscounts(world_size: int, counted: int) -> None:
+    outcomes = interlace.launch(_miscounted, world_size, counted, backend="cuda", timeout_s=60)
+    for rank, ((kind, message), seconds) in enumerate(outcomes):
+        assert kind == ("PeerTimeoutError" if rank else "MiscountError")
+        assert seconds < 10
+        if rank == 0:
+            assert f"got {counted} for the 8 of piece 1" in message

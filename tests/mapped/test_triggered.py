@@ -76,6 +76,52 @@ def test_pieces_go_to_their_ranks(
             assert torch.equal(received, torch.cat(sent))
 
 
+def _parts(order: str, pieces: int, sent: int) -> list[torch.Tensor]:
+    """Parts are sent one by one, the last ones by ``exchange``."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out = interlace.TriggeredTransfers((24, 256), dtype=torch.int64, pieces=pieces, order=order)
+    results = []
+    for epoch in range(3):
+        rows, value = out.begin().tensor_split(ranks), _value(rank, epoch).tensor_split(ranks)
+        for i, part in enumerate(torch.randperm(ranks).tolist()):
+            rows[part].copy_(value[out.destinations[part]])
+            if i < sent:
+                out.send(part)
+        results.append(out.exchange().flatten(0, 1).clone())
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "order", "pieces", "sent"), [(1, "natural", 1, 1), (4, "natural", 2, 4), (4, "rotated", 1, 2)]
+)
+def test_parts_are_sent(ranks: Any, world_size: int, order: str, pieces: int, sent: int) -> None:
+    for rank, epochs in enumerate(ranks(world_size).run(_parts, order, pieces, sent)):
+        for epoch, received in enumerate(epochs):
+            parts = [_value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)]
+            assert torch.equal(received, torch.cat(parts))
+
+
+def _missent() -> list[tuple[str, str, dict[str, object]]]:
+    out = interlace.TriggeredTransfers((4, 512), dtype=torch.float32)
+    counted = interlace.TriggeredTransfers((4, 512), dtype=torch.float32, tiles=1)
+    errors = [error_of(out.send, 0)]
+    out.begin().zero_()
+    out.send(0)
+    errors += [error_of(out.send, part) for part in (0, 2, -1)]
+    counted.begin().zero_()
+    errors.append(error_of(counted.send, 0))
+    counted.counters.fill_(1)
+    out.exchange()
+    counted.exchange()
+    return errors
+
+
+def test_what_cannot_be_sent(ranks: Any) -> None:
+    for errors in ranks(2).run(_missent):
+        assert [error[0] for error in errors] == ["ArgumentError"] * 5
+        assert errors[1][1].startswith("TriggeredTransfers.send: an epoch must have begun in which part 0, of 2, was not sent, ")
+
+
 def _copied_meanwhile() -> tuple[bool, dict[int, int], bool]:
     """The copy of the part for the other rank is there before the own part is written: nobody waits for the end."""
     rank, group = dist.get_rank(), interlace.group_of()
@@ -165,13 +211,13 @@ def _rejected(more: dict[str, Any]) -> tuple[str, str]:
 
 def _rooted() -> str:
     def make() -> None:
-        interlace.fuse(torch.mm, "gather", shape=(6, 1024), dtype=torch.float32, tiles=3)
+        interlace.fuse(torch.mm, "gather", shape=(6, 1024), dtype=torch.float32, transport="copy_engine")
 
     return error_of(make)[1]
 
 
-def test_gather_has_no_counting_producer(ranks: Any) -> None:
-    assert ranks(1).run(_rooted) == ["fuse: gather must have a producer that stores, not one that counts; got tiles 3."]
+def test_gather_takes_stores_only(ranks: Any) -> None:
+    assert ranks(1).run(_rooted) == ["fuse: gather must have transport 'stores'; got 'copy_engine'."]
 
 
 def _different() -> str:

@@ -59,6 +59,7 @@ def test_every_transport(ranks, operator):
         carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
         assert carried == {
             "fused, tile stores", "fused, SM stores", "cuBLAS, mapped output, natural", "cuBLAS, mapped output, rotated",
+            "cuBLAS in parts, copy engines",
             "counted product, copy engines", "counted product, copy engines, 2 pieces a rank",
             "counted product, copy engines, 4 pieces a rank", "cuBLAS + NCCL",
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""``impl="mapped"`` and ``impl="triggered"``: products whose output carries itself to the peers."""
+"""``impl="mapped"``, ``"split"`` and ``"triggered"``: products whose output is carried to the peers as it is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.products.choice import INTO_OUTPUTS
+from interlace import tuning
 from interlace.products.operands import Operands
 from interlace.products.outputs import run_into_output
 from tests.errors import error_of
@@ -49,10 +49,23 @@ def test_triggered_matches_float64(ranks, world_size, operator):
     check_all(calls, ranks(world_size).run(run, calls))
 
 
-@pytest.mark.parametrize("impl", INTO_OUTPUTS)
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_split_matches_float64(ranks, world_size, operator):
+    """Biases; rows that would have to be padded."""
+    calls = [
+        Call(operator, 16, 24, 20, bias=True, impl="split"),
+        Call(operator, 36, 100, 12, "bfloat16", True, w_along="N", impl="split", seed=1),
+        Call(operator, 8, 1024, 5, "float16", impl="split", seed=2),
+        Call(operator, 16, 24, 20, bias=True, impl="split", seed=3),
+    ]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_gradients(ranks, operator, impl):
-    call = Call(operator, 8, 12, 6, impl=impl, bias=impl == "triggered")
+    call = Call(operator, 8, 12, 6, impl=impl, bias=impl != "mapped")
     check_gradients(call, ranks(2).run(differentiate, call))
 
 
@@ -74,7 +87,7 @@ def _memory_of_many_sizes(impl):
     return kept, unasked, len(group.kept)
 
 
-@pytest.mark.parametrize("impl", INTO_OUTPUTS)
+@pytest.mark.parametrize("impl", tuning.CARRIED)
 def test_memory_is_bounded(ranks, impl):
     assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
 
@@ -98,6 +111,7 @@ def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
         (Call("gemm_all_to_all", 8, 8, 4, bias=True, impl="mapped"), "no bias"),
         (Call("gemm_all_reduce", 8, 8, 4, "float8", impl="mapped"), "a result of the dtype of x"),
         (Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="mapped"), "rows that are split evenly and no bias"),
+        (Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="split"), "rows that are split evenly and a result of the dtype of x"),
         (Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"), "rows that are split evenly"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace import tuning
 from interlace.bench.timing import Timing, measure
 from interlace.comm import group_of
 from interlace.costs import all_gather_gemm as all_gather_costs
@@ -31,10 +32,9 @@ from interlace.ops.gemm_all_to_all.launch import choose as choose_all_to_all
 from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
 from interlace.ops.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
 from interlace.ops.gemm_reduce_scatter.launch import prepare
-from interlace.products.choice import INTO_OUTPUTS
 from interlace.products.config import ProductConfig
 from interlace.products.operands import Operands
-from interlace.products.outputs import count_product
+from interlace.products.outputs import count_product, split_product
 from interlace.units import ceil_div
 
 Step = Callable[[int], object]
@@ -52,7 +52,7 @@ _CHOOSE: Mapping[str, Callable[..., Any]] = {
     "gemm_all_reduce": choose_all_reduce,
     "all_gather_gemm": choose_all_gather,
 }
-_CARRIED = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
+_COLLECTIVES = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
 """The collective of operators whose product may carry itself."""
 
 OPERATORS = tuple(_COSTS)
@@ -202,13 +202,13 @@ def pairs(case: Case) -> dict[str, Step]:
 
 def mapped(case: Case) -> dict[str, Step]:
     """Name -> cuBLAS, unchanged, with an output that is the peers' memory; in both orders of rows."""
-    if case.shape.operator not in _CARRIED:
+    if case.shape.operator not in _COLLECTIVES:
         return {}
     shape = (case.shape.rows, case.shape.columns)
     ways: dict[str, Step] = {}
     for order in ORDERS:
         run = fuse(
-            torch.mm, _CARRIED[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
+            torch.mm, _COLLECTIVES[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
         )  # fmt: skip
         sources = [x for x, _ in case.sets]
         if order == "rotated":
@@ -226,18 +226,30 @@ def _mapped_call(run: Fused, sources: list[torch.Tensor], weights: list[torch.Te
     return run(sources[i % _SETS], weights[i % _SETS].T)
 
 
+def split(case: Case) -> dict[str, Step]:
+    """Name -> cuBLAS for each rank's rows, and copy engines."""
+    if case.shape.operator not in _COLLECTIVES:
+        return {}
+    ranks, dtype = case.owner.world_size, case.shape.dtype
+    shape = (ranks, case.shape.rows // ranks, case.shape.columns)
+    product = functools.partial(split_product, case.owner)
+    collective = _COLLECTIVES[case.shape.operator]
+    run = fuse(product, collective, shape=shape, dtype=dtype, transport="copy_engine", group=case.group)
+    sets = [Operands(x, w, None, None, None, dtype) for x, w in case.sets]
+    return {"cuBLAS in parts, copy engines": lambda i: run(sets[i % _SETS], False)}
+
+
 def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, Step]:
     """Name -> the product that counts its tiles, with copy engines; and each of the two alone."""
-    if case.shape.operator not in _CARRIED:
+    if case.shape.operator not in _COLLECTIVES:
         return {}
     ranks = case.owner.world_size
     shape = (ranks, case.shape.rows // ranks, case.shape.columns)
     tiles = ceil_div(shape[1] // pieces, config.block_m) * ceil_div(case.shape.columns, config.block_n)
     sets = [Operands(x, w, None, None, None, case.shape.dtype).for_kernel() for x, w in case.sets]
-    collective, dtype = _CARRIED[case.shape.operator], case.shape.dtype
-    own_bias = collective != "all_to_all"
+    collective, dtype = _COLLECTIVES[case.shape.operator], case.shape.dtype
     product = functools.partial(count_product, case.owner)
-    run = fuse(product, collective, shape=shape, dtype=dtype, tiles=tiles, pieces=pieces, group=case.group)
+    run = fuse(product, collective, shape=shape, dtype=dtype, transport="copy_engine", tiles=tiles, pieces=pieces, group=case.group)
     copies = TriggeredTransfers(shape, dtype=dtype, tiles=tiles, pieces=pieces, group=case.group)
     counters, plain = torch.zeros(ranks * pieces, dtype=torch.int32, device=case.owner.device), case.product.view(shape)
 
@@ -248,11 +260,9 @@ def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, S
 
     cut = "" if pieces == 1 else f", {pieces} pieces a rank"
     return {
-        f"counted product, copy engines{cut}": lambda i: run(sets[i % _SETS], config, own_bias=own_bias),
+        f"counted product, copy engines{cut}": lambda i: run(sets[i % _SETS], False, config),
         f"copy engines{cut} alone": copy,
-        f"our counted product{cut} alone": lambda i: product(
-            sets[i % _SETS], config, out=plain, counters=counters, own_bias=own_bias
-        ),
+        f"our counted product{cut} alone": lambda i: product(sets[i % _SETS], False, config, out=plain, counters=counters),
     }
 
 
@@ -335,11 +345,11 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     chosen = config or case.choice.config
     error = check(case, chosen)
     times = {"fused": timed(case, lambda i: case.call(i, "fused", chosen))}
-    for impl in INTO_OUTPUTS if shape.operator in _CARRIED else ():
+    for impl in tuning.CARRIED if shape.operator in _COLLECTIVES else ():
         times[impl] = timed(case, functools.partial(case.call, impl=impl, config=chosen))
     for name, step in pairs(case).items():
         times[name] = timed(case, step)
-    for name, step in (mapped(case) | triggered(case, chosen)).items():
+    for name, step in (mapped(case) | split(case) | triggered(case, chosen)).items():
         if not name.endswith(" alone"):
             check_carried(case, name, step)
         times[name] = timed(case, step)

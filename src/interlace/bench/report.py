@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import ArgumentError
+from interlace.tuning import CARRIED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,7 +99,7 @@ def summarise(result: Result) -> Summary:
 def fastest_impl(result: Result) -> tuple[str, float]:
     """What ``impl="auto"`` takes where the tuned table holds this result, and its time in microseconds."""
     unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
-    ways = {**{way: way for way in ("fused", "mapped", "triggered")}, "unfused": unfused}
+    ways = {**{way: way for way in ("fused", *CARRIED)}, "unfused": unfused}
     times = {impl: float(result["times"][name]["median_us"]) for impl, name in ways.items() if name in result["times"]}
     impl = min(times, key=lambda each: times[each])
     return impl, times[impl]

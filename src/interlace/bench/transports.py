@@ -1,7 +1,7 @@
 """What carries a product's rows to their ranks, way by way: its time, the kernels that run, the processors that they take.
 
 *SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared memory; *mapped*, cuBLAS's ordinary
-stores; *copy engines*, started by the product's counts; then torch's async-TP and NCCL. NCCL beside an independent product is no
+stores; *copy engines*, after each part of cuBLAS's product, or started by our product's counts; then torch's async-TP and NCCL. NCCL beside an independent product is no
 way to run the operator: it shows what a collective of kernels takes from a product.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from interlace.bench.products import Case, Shape, Step, check, check_carried, collectives, mapped, pairs, timed, triggered
+from interlace.bench.products import Case, Shape, Step, check, check_carried, collectives, mapped, pairs, split, timed, triggered
 from interlace.ops.gemm_all_to_all import launch as all_to_all
 from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
 from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
@@ -58,7 +58,7 @@ def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]
     chosen = config or case.choice.config
     error = check(case, chosen)
     ways: dict[str, Step] = {"fused, tile stores": lambda i: case.call(i, "fused", chosen)}
-    ours = {"fused, SM stores": _sm_stores(case, chosen)} | mapped(case)
+    ours = {"fused, SM stores": _sm_stores(case, chosen)} | mapped(case) | split(case)
     for pieces in _PIECES:
         if shape.rows // case.owner.world_size % pieces == 0:
             ours |= triggered(case, chosen, pieces)

@@ -1,7 +1,7 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl, config; fused_us, mapped_us and triggered_us where measured, unfused_us (the fastest unfused pair) and unfused (its
+sizes; impl, config; fused_us, mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its
 name).
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from interlace.bench.report import fastest_impl, summarise
 from interlace.errors import ArgumentError
+from interlace.tuning import CARRIED
 
 _GEMV = "gemv_all_reduce"
 
@@ -33,7 +34,7 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
         "impl": fastest_impl(result)[0],
         "config": result["config"],
         "fused_us": summary.fused_us,
-        **{f"{way}_us": result["times"][way]["median_us"] for way in ("mapped", "triggered") if way in result["times"]},
+        **{f"{way}_us": result["times"][way]["median_us"] for way in CARRIED if way in result["times"]},
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }

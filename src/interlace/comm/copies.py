@@ -44,7 +44,7 @@ def join(group: Group, *, first: bool = False) -> None:
         torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
 
 
-def copy(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
+def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
     """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the current stream.
 
     Raises:
@@ -66,19 +66,51 @@ def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> N
         raise BackendError(f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
 
 
-# Copies that wait for a kernel under way
+# Copies to peers, beside kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A copy to ``peer``'s memory, once a counter of this rank has come to ``value``; addresses are mapped here."""
+    """A copy to ``peer``'s memory; addresses are mapped here."""
 
-    counter: int
-    value: int
     target: int
     source: int
     nbytes: int
     peer: int
+
+
+def push(group: Group, transfers: Sequence[Transfer]) -> None:
+    """Copy what the current stream has made so far, beside what it gets next. End with :func:`join`.
+
+    Raises:
+        BackendError: the driver refuses.
+    """
+    if group.backend == "cpu":
+        for transfer in transfers:
+            _move(transfer)
+            group.traffic.count_put(transfer.peer, transfer.nbytes)
+        return
+    if not transfers:
+        return
+    with beside(group):
+        for transfer in transfers:
+            _copy(transfer.target, transfer.source, transfer.nbytes, torch.cuda.current_stream(group.device))
+
+
+def _move(transfer: Transfer) -> None:
+    def copy() -> None:
+        ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
+
+    cpu_faults.deliver(copy, ordered=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Triggered:
+    """A transfer that begins once a counter of this rank, int32 at an address, has come to ``value``."""
+
+    counter: int
+    value: int
+    transfer: Transfer
 
 
 class TransferQueue:
@@ -87,18 +119,18 @@ class TransferQueue:
     On CUDA copies wait in a stream of their own, by the driver's stream memory operations; on the CPU backend in a thread.
     """
 
-    def __init__(self, group: Group, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, group: Group, queue: Sequence[Triggered]) -> None:
         """Create the queue; nothing is enqueued yet.
 
         Raises:
             BackendError: the driver has no stream memory operations.
         """
-        if group.backend == "cuda" and not supports_transfers(group.device):
+        if group.backend == "cuda" and not supports_triggers(group.device):
             raise BackendError(
                 "triggered transfers must have a CUDA driver with stream memory operations; this one has none (see "
                 "`interlace doctor`). Take a mapped output, or another impl."
             )
-        self._group, self._transfers = group, list(transfers)
+        self._group, self._queue = group, list(queue)
         self._start: torch.cuda.Event | None = None
         self._thread: _CopyThread | None = None
 
@@ -109,48 +141,50 @@ class TransferQueue:
             owner: of the memory at the transfers' addresses. Nothing is copied once it is gone.
         """
         if self._group.backend == "cpu":
-            self._thread = _CopyThread(self._transfers, owner)
+            self._thread = _CopyThread(self._queue, owner)
             self._thread.start()
         else:
             self._start = torch.cuda.current_stream(self._group.device).record_event()
 
     def release(self) -> None:
-        """Enqueue the transfers, and let the current stream wait for them. To be called after the kernel was launched.
+        """Enqueue the transfers. To be called after the kernel was launched; end with :func:`join`.
 
         After it, and not in :meth:`arm`: streams may share a queue to the device, in which a wait that came before the kernel
         would hold it back for ever.
+
+        Raises:
+            BackendError: the driver refuses.
         """
         if self._thread is not None:
             self._thread.join()
             failure, self._thread = self._thread.failure, None
             if failure is not None:
                 raise failure
-            for transfer in self._transfers:
-                self._group.traffic.count_put(transfer.peer, transfer.nbytes)
-        if self._start is None or not self._transfers:
+            for each in self._queue:
+                self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
+        if self._start is None or not self._queue:
             return
-        stream, side = torch.cuda.current_stream(self._group.device), self._group.side_stream(False)
         if torch.cuda.is_current_stream_capturing() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise BackendError(
                 "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
                 "put a wait before the kernel that it is for. Unset it, or call outside a graph."
             )
+        side = self._group.side_stream(False)
         side.wait_event(self._start)
-        for transfer in self._transfers:
-            _wait_value(transfer.counter, transfer.value, side)
-            _copy(transfer.target, transfer.source, transfer.nbytes, side)
-        stream.wait_stream(side)
+        for each in self._queue:
+            _wait_value(each.counter, each.value, side)
+            _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
         self._start = None
 
 
-def supports_transfers(device: torch.device) -> bool:
+def supports_triggers(device: torch.device) -> bool:
     """Whether the driver has stream memory operations on this GPU."""
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    error, device_number = driver.cuDeviceGet(device.index)
+    error, number = driver.cuDeviceGet(device.index)
     if error == driver.CUresult.CUDA_SUCCESS:
-        error, able = driver.cuDeviceGetAttribute(attribute, device_number)
+        error, able = driver.cuDeviceGetAttribute(attribute, number)
     return error == driver.CUresult.CUDA_SUCCESS and bool(able)
 
 
@@ -166,29 +200,25 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
 class _CopyThread(threading.Thread):
     """The CPU backend's copy engine. It ends with its transfers, or once nobody is left who could ask for them."""
 
-    def __init__(self, transfers: Sequence[Transfer], owner: object) -> None:
+    def __init__(self, queue: Sequence[Triggered], owner: object) -> None:
         super().__init__(name="interlace copies", daemon=True)
-        self._transfers, self._owner = transfers, weakref.ref(owner)
+        self._queue, self._owner = queue, weakref.ref(owner)
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
-            for transfer in self._transfers:
-                while not self._carry(transfer):
+            for each in self._queue:
+                while not self._carry(each):
                     if self._owner() is None:  # the kernel failed, or never came
                         return
                     time.sleep(_LOOK_S)
         except BaseException as error:
             self.failure = error
 
-    def _carry(self, transfer: Transfer) -> bool:
+    def _carry(self, each: Triggered) -> bool:
         """Copy if it is time; whether it was."""
         owner = self._owner()  # and with it the memory, for as long as this takes
-        if owner is None or ctypes.c_int32.from_address(transfer.counter).value < transfer.value:
+        if owner is None or ctypes.c_int32.from_address(each.counter).value < each.value:
             return False
-
-        def copy() -> None:
-            ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
-
-        cpu_faults.deliver(copy, ordered=True)
+        _move(each.transfer)
         return True

@@ -18,6 +18,7 @@ from interlace.mapped.triggered import TriggeredTransfers
 from interlace.units import ceil_div
 
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce", "gather", "scatter")
+TRANSPORTS = ("stores", "copy_engine")
 _ROOTED = ("gather", "scatter")
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -37,6 +38,7 @@ class Fused:
         dtype: torch.dtype,
         order: str,
         root: int,
+        transport: str,
         tiles: int | Sequence[int] | None,
         pieces: int,
         group: dist.ProcessGroup | None,
@@ -49,11 +51,15 @@ class Fused:
                 f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, bfloat16 or float32; got {tuple(shape)} "
                 f"of {dtype}."
             )
-        if tiles is not None and collective in _ROOTED:
-            raise ArgumentError(f"fuse: {collective} must have a producer that stores, not one that counts; got tiles {tiles}.")
+        if transport not in TRANSPORTS:
+            raise ArgumentError(f"fuse: transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}.")
+        if transport == "copy_engine" and collective in _ROOTED:
+            raise ArgumentError(f"fuse: {collective} must have transport 'stores'; got 'copy_engine'.")
+        if transport == "stores" and tiles is not None:
+            raise ArgumentError(f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}.")
         self.producer, self.collective, self.root = producer, collective, root
         self.output: MappedOutput
-        if tiles is None:
+        if transport == "stores":
             to = root if collective == "gather" else None
             self.output = MappedOutput(shape, dtype=dtype, order=order, root=to, group=group, device=device)
         else:
@@ -78,7 +84,8 @@ class Fused:
         group, half = self.output.group, self.output.half
         target = self.output.begin()
         if isinstance(self.output, TriggeredTransfers):
-            kwargs["counters"] = self.output.counters
+            counts = self.output.counters.numel() > 0
+            kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         if self.collective != "scatter" or group.rank == self.root:
             self.producer(*args, **kwargs, out=target)
         received = self.output.exchange()
@@ -125,6 +132,7 @@ def fuse(
     dtype: torch.dtype,
     order: str = "natural",
     root: int = 0,
+    transport: str = "stores",
     tiles: int | Sequence[int] | None = None,
     pieces: int = 1,
     group: dist.ProcessGroup | None = None,
@@ -143,9 +151,10 @@ def fuse(
             for gather.
         dtype: of the output; sums: float16, bfloat16 or float32.
         order: see :class:`MappedOutput`; the producer's rows must be in that order.
-        tiles: for a producer that counts its tiles: how many there are of each piece. It then also gets ``counters=``, and copy
-            engines take the place of its stores to peers; see :class:`TriggeredTransfers`. Not for gather and scatter.
-        pieces: as there.
+        transport: ``"stores"``: the producer's own stores go to the peers. ``"copy_engine"``: it stores to memory of this rank, and
+            copies take each part away once it is complete; see :class:`TriggeredTransfers`. It then also gets ``send=``, to be
+            called with each part that it has completed, or, with tiles, ``counters=``. Not for gather and scatter.
+        tiles, pieces: as there.
         group, device: as for :class:`MappedOutput`.
 
     Returns:
@@ -158,4 +167,4 @@ def fuse(
         >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=(4096, 4096), dtype=torch.bfloat16)
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
-    return Fused(producer, collective, shape, dtype, order, root, tiles, pieces, group, device)
+    return Fused(producer, collective, shape, dtype, order, root, transport, tiles, pieces, group, device)

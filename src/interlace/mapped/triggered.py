@@ -1,4 +1,4 @@
-"""``TriggeredTransfers``: an output of this rank's own memory, whose parts copy engines carry away as a kernel completes them."""
+"""``TriggeredTransfers``: an output of this rank's own memory, whose parts copy engines take away as they are completed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.comm.copies import Transfer, TransferQueue
+from interlace.comm.copies import Transfer, TransferQueue, Triggered, join, push
 from interlace.comm.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
@@ -18,19 +18,24 @@ _MOST_TILES = 1 << 30
 
 
 class TriggeredTransfers(MappedOutput):
-    """A :class:`MappedOutput` for kernels that count their tiles: copies take the parts to their ranks, no store leaves the GPU.
+    """A :class:`MappedOutput` whose parts copy engines take to their ranks, as they are completed; no store leaves the GPU.
 
-    The tensor that :meth:`begin` gives is memory of this rank. Its rows are cut into *pieces*, each with a counter in
-    :attr:`counters`: a kernel that has stored a tile adds 1 to the counter of the tile's piece
-    (:func:`interlace.language.count`). Once a counter has come to the piece's number of tiles, a copy engine takes the piece to
-    its rank, while the kernel goes on: communication takes no processor. A kernel that completes the rows for the
-    next rank first, then those for the rank after, and its own last, has all copies but the last one hidden behind it.
+    The tensor that :meth:`begin` gives is memory of this rank. Once a part of it is complete, a copy engine takes it to its rank,
+    while kernels go on: communication takes no processor. When a part is complete is said in one of two ways:
 
-    Loads from the tensor are as fast as from any. :meth:`exchange` checks the counts: a kernel that has counted a tile twice, or
-    left one out, leaves nothing hanging, and raises :class:`MiscountError`.
+    - The program says it: :meth:`send`, after the kernel that completes the part. For kernels that nobody can change, called once
+      for each part.
+    - The kernel says it, with ``tiles``: the rows for each rank are cut into *pieces*, each with a counter in :attr:`counters`;
+      a kernel that has stored a tile adds 1 to the counter of the tile's piece (:func:`interlace.language.count`). A piece
+      leaves as soon as its counter has come to its number of tiles. :meth:`exchange` checks the counts: a kernel that has
+      counted a tile twice, or left one out, leaves nothing hanging, and raises :class:`MiscountError`.
+
+    Complete the part for the next rank first, then the one for the rank after, this rank's own last: all copies but the last one
+    are then hidden, and no two ranks send to the same one. Loads from the tensor are as fast as from any.
 
     Attributes:
-        counters: int32, one for each piece in the order of the tensor's rows; zero when an epoch begins.
+        counters: int32, one for each piece in the order of the tensor's rows, zero when an epoch begins; of no elements without
+            ``tiles``.
         pieces: that each rank's part is cut into.
     """
 
@@ -39,57 +44,65 @@ class TriggeredTransfers(MappedOutput):
         shape: Sequence[int],
         *,
         dtype: torch.dtype,
-        tiles: int | Sequence[int],
+        tiles: int | Sequence[int] | None = None,
         pieces: int = 1,
         order: str = "natural",
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Allocate an output of ``shape`` and say when its pieces are complete. Collective: every rank gives the same arguments.
+        """Allocate an output of ``shape``, and say how its parts become complete. Collective: every rank gives the same arguments.
 
         Args:
             shape, dtype, order, group, device: as for :class:`MappedOutput`.
-            tiles: that are counted of each piece: one number for all, or one for each, in the order of the tensor's rows.
+            tiles: that kernels count of each piece: one number for all, or one for each, in the order of the tensor's rows.
+                None: parts are sent by :meth:`send`.
             pieces: that the rows for one rank are cut into; must divide them.
 
         Raises:
-            BackendError: the driver has no stream memory operations.
+            BackendError: the driver has no stream memory operations, which counting needs.
             As for :class:`MappedOutput`.
         """
         sizes = tuple(int(size) for size in shape)
         super().__init__(sizes, dtype=dtype, order=order, group=group, device=device)
-        ranks, rank, rows = self.group.world_size, self.group.rank, self._chunk.sizes[0]
+        ranks, rows = self.group.world_size, self._chunk.sizes[0]
         if pieces < 1 or rows % pieces:
             raise ArgumentError(f"TriggeredTransfers: pieces must divide the {rows} rows for a rank; got {pieces}.")
-        counts = [tiles] * (ranks * pieces) if isinstance(tiles, int) else [int(each) for each in tiles]
-        if len(counts) != ranks * pieces or not all(0 <= each < _MOST_TILES for each in counts):
+        counts = [tiles] * (ranks * pieces) if isinstance(tiles, int) else [int(each) for each in tiles or ()]
+        if tiles is not None and (len(counts) != ranks * pieces or not all(0 <= each < _MOST_TILES for each in counts)):
             raise ArgumentError(
                 f"TriggeredTransfers: tiles must be a number of 0 or more, or one for each of {ranks * pieces} pieces; got {tiles}."
             )
-        self.group.agree(OPERATOR, pieces=pieces, tiles=tuple(counts))
+        self.group.agree(OPERATOR, pieces=pieces, tiles=None if tiles is None else tuple(counts))
         self.pieces = pieces
-        self.counters = torch.zeros(ranks * pieces, dtype=torch.int32, device=self.group.device)
+        self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
         self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
-        self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
-        piece_rows = rows // pieces
-        nbytes = piece_rows * self._chunk.strides[0] * dtype.itemsize
-        parts = sorted(range(ranks), key=lambda part: (self.destinations[part] - rank - 1) % ranks)  # the neighbour's first
-        self._queues = [
-            TransferQueue(self.group, [
-                Transfer(
-                    counter=self.counters.data_ptr() + 4 * (part * pieces + piece),
-                    value=counts[part * pieces + piece],
-                    target=self._slot(half, self.destinations[part], rank) + piece * nbytes,
-                    source=self._written[half].data_ptr() + part * self._chunk.nbytes + piece * nbytes,
-                    nbytes=nbytes,
-                    peer=self.destinations[part],
-                )
-                for part in parts
-                if self.destinations[part] != rank
-                for piece in range(pieces)
-            ])
-            for half in range(2)
-        ]  # fmt: skip
+        self._sent: set[int] = set()
+        self._queues: list[TransferQueue] = []
+        if tiles is not None:
+            self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
+            self._queues = [TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)]
+
+    def _triggers(self, half: int, counts: list[int]) -> list[Triggered]:
+        counter = self.counters.data_ptr()
+        return [
+            Triggered(counter + 4 * (part * self.pieces + piece), counts[part * self.pieces + piece], transfer)
+            for part in self._order()
+            for piece, transfer in enumerate(self._transfers(half, part))
+        ]
+
+    def _order(self) -> list[int]:
+        """Parts in the order in which they should be completed: the next rank's first."""
+        rank, ranks = self.group.rank, self.group.world_size
+        return sorted(range(ranks), key=lambda part: (self.destinations[part] - rank - 1) % ranks)
+
+    def _transfers(self, half: int, part: int) -> list[Transfer]:
+        """The copies of a part's pieces; none of this rank's own, which is where it belongs."""
+        rank, to = self.group.rank, self.destinations[part]
+        if to == rank:
+            return []
+        nbytes = self._chunk.sizes[0] // self.pieces * self._chunk.strides[0] * self.dtype.itemsize
+        source, target = self._written[half].data_ptr() + part * self._chunk.nbytes, self._slot(half, to, rank)
+        return [Transfer(target + piece * nbytes, source + piece * nbytes, nbytes, to) for piece in range(self.pieces)]
 
     def _homes(self) -> list[list[int]]:
         """The part for this rank is stored where it is received; the others wait for their copies."""
@@ -113,25 +126,53 @@ class TriggeredTransfers(MappedOutput):
         target = super().begin()
         with self.group.running():  # the last epoch's copies, maybe awaited by another stream, read the same memory
             self.counters.zero_()
-        self._queues[self.half].arm(self)
+        self._sent.clear()
+        if self._queues:
+            self._queues[self.half].arm(self)
         return target
 
-    def exchange(self) -> torch.Tensor:
-        """End the epoch; see :meth:`MappedOutput.exchange`. On the stream of the kernels that count.
+    def send(self, part: int) -> None:
+        """The kernels on the current stream so far complete a part: take it to its rank, beside those that follow.
+
+        Args:
+            part: which one, in the order of the tensor's rows; it is for rank ``destinations[part]``.
 
         Raises:
-            MiscountError: they did not count every tile once. On CUDA the next call on the group, or
+            ArgumentError: no epoch has begun, the part was sent, or tiles are counted.
+        """
+        if not self._writing or self._queues or part in self._sent or not 0 <= part < len(self.destinations):
+            raise ArgumentError(
+                f"TriggeredTransfers.send: an epoch must have begun in which part {part}, of {len(self.destinations)}, was not "
+                f"sent, and tiles must not be counted. Call begin(), and send each part once."
+            )
+        self._sent.add(part)
+        push(self.group, self._transfers(self.half, part))
+
+    def exchange(self) -> torch.Tensor:
+        """End the epoch, and send what was not sent yet; see :meth:`MappedOutput.exchange`. On the stream of the kernels.
+
+        Raises:
+            MiscountError: kernels did not count every tile once. On CUDA the next call on the group, or
                 :func:`interlace.synchronize`, raises; peers raise :class:`PeerTimeoutError`.
             As for :class:`MappedOutput`.
         """
-        if self._writing:
-            require(self.group.backend)
-            from interlace.mapped import kernel
-
-            with self.group.running():
-                kernel.settle[(1,)](
-                    self.counters, self._tiles, self._sound, self.group.context(OPERATOR), self.counters.numel(),
-                    PIECES=next_power_of_2(self.counters.numel()), num_warps=1,
-                )  # fmt: skip
+        if self._writing and self._queues:
+            self._settle()
             self._queues[self.half].release()
+        elif self._writing:
+            for part in self._order():
+                if part not in self._sent:
+                    self.send(part)
+        if self._writing and self.group.world_size > 1:
+            join(self.group)
         return super().exchange()
+
+    def _settle(self) -> None:
+        require(self.group.backend)
+        from interlace.mapped import kernel
+
+        with self.group.running():
+            kernel.settle[(1,)](
+                self.counters, self._tiles, self._sound, self.group.context(OPERATOR), self.counters.numel(),
+                PIECES=next_power_of_2(self.counters.numel()), num_warps=1,
+            )  # fmt: skip

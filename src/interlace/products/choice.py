@@ -90,10 +90,7 @@ def _shared_bytes(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
-INTO_OUTPUTS = ("mapped", "triggered")
-"""Implementations whose product carries itself to the peers; see :mod:`interlace.products.outputs`."""
-
-IMPLS = ("auto", "fused", *INTO_OUTPUTS, "unfused")
+IMPLS = ("auto", "fused", *tuning.CARRIED, "unfused")
 """Implementations of the operators whose product travels."""
 
 
@@ -107,12 +104,13 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
         ArgumentError: ``impl`` was asked for and cannot run these operands.
     """
     wanted = choice.impl if impl == "auto" else impl
-    if wanted not in INTO_OUTPUTS:
+    if wanted not in tuning.CARRIED:
         return wanted
     missing = [] if even else ["rows that are split evenly"]
-    if wanted == "mapped":
-        missing += [] if operands.out_dtype == operands.x.dtype else ["a result of the dtype of x"]
-        missing += [] if operands.bias is None else ["no bias"]
+    if wanted != "triggered" and operands.out_dtype != operands.x.dtype:
+        missing.append("a result of the dtype of x")
+    if wanted == "mapped" and operands.bias is not None:
+        missing.append("no bias")
     if not missing:
         return wanted
     if impl == "auto":

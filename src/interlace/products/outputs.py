@@ -1,8 +1,9 @@
-"""Products whose output carries itself to the peers: ``impl="mapped"`` and ``impl="triggered"`` of the operators."""
+"""Products whose output is carried to the peers as it is written: ``impl="mapped"``, ``"split"`` and ``"triggered"``."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_parts
+from interlace.comm.kernels import describe_parts
 from interlace.errors import ArgumentError
 from interlace.mapped import Fused, fuse
 from interlace.products.config import ProductConfig
@@ -37,7 +38,8 @@ def run_into_output(
     never settle should not have one made for each.
 
     Args:
-        how: ``"mapped"``: cuBLAS, whose stores go to the peers; ``"triggered"``: a kernel that counts its tiles, and copy engines.
+        how: ``"mapped"``: cuBLAS, whose stores go to the peers; ``"split"``: cuBLAS, called for each rank's rows, and copy engines;
+            ``"triggered"``: a kernel that counts its tiles, and copy engines.
         collective: of :data:`interlace.mapped.COLLECTIVES`.
         config: of the kernel that counts.
         replace: the implementation was asked for: where there are as many as are kept, give up the one that was not used for
@@ -47,12 +49,7 @@ def run_into_output(
     Raises:
         ArgumentError: with ``replace``: a mapped output would be padded to more than twice its size.
     """
-    settings: dict[str, Any] = {"producer": torch.mm, "shape": (operands.rows, operands.columns)}
-    if how == "triggered":
-        rows = operands.rows // group.world_size
-        tiles = ceil_div(rows, config.block_m) * ceil_div(operands.columns, config.block_n)
-        shape = group.world_size, rows, operands.columns
-        settings = {"producer": functools.partial(count_product, group), "shape": shape, "tiles": tiles}
+    settings, arguments = _producer(how, operands, group, config, bias_once=collective != "all_to_all")
     key = (how, collective, settings["shape"], operands.out_dtype, settings.get("tiles"))
     product = group.kept.get(key)
     if product is None:
@@ -60,7 +57,9 @@ def run_into_output(
         if len(kept) >= _MOST and not replace:
             return None
         try:
-            product = fuse(collective=collective, dtype=operands.out_dtype, group=process_group, device=group.device, **settings)
+            product = fuse(
+                collective=collective, dtype=operands.out_dtype, group=process_group, device=group.device, **settings
+            )  # fmt: skip
         except ArgumentError:  # rows that would be padding more than anything else: on every rank alike
             if replace:
                 raise
@@ -69,27 +68,55 @@ def run_into_output(
             del group.kept[one]
         group.kept[key] = product
     group.kept.move_to_end(key)
-    run = cast("Fused", product)
-    if how == "mapped":
-        y = run(operands.x, operands.w.T)
-    else:
-        y = run(operands.for_kernel(), config, own_bias=collective != "all_to_all")
+    y = cast("Fused", product)(*arguments)
     # Sums for one rank are new tensors; anything else is memory that the call after the next writes.
     return y if collective == "reduce_scatter" else y.clone(memory_format=torch.contiguous_format).view(-1, operands.columns)
 
 
+def _producer(
+    how: str, operands: Operands, group: Group, config: ProductConfig, bias_once: bool
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The producer with its output's settings, as ``fuse`` takes them, and the arguments of a call."""
+    if how == "mapped":
+        return {"producer": torch.mm, "shape": (operands.rows, operands.columns)}, (operands.x, operands.w.T)
+    rows = operands.rows // group.world_size
+    settings: dict[str, Any] = {"shape": (group.world_size, rows, operands.columns), "transport": "copy_engine"}
+    if how == "split":
+        return settings | {"producer": functools.partial(split_product, group)}, (operands, bias_once)
+    tiles = ceil_div(rows, config.block_m) * ceil_div(operands.columns, config.block_n)
+    settings |= {"producer": functools.partial(count_product, group), "tiles": tiles}
+    return settings, (operands.for_kernel(), bias_once, config)
+
+
+def split_product(
+    group: Group, operands: Operands, bias_once: bool, *, out: torch.Tensor, send: Callable[[int], None]
+) -> None:  # fmt: skip
+    """cuBLAS once for each rank's rows, the next rank's first; each is on its way while the next is computed.
+
+    Args:
+        bias_once: of a sum over ranks: the bias is added to this rank's own rows only.
+        out: ``[R, M/R, N]``, for rank r at r.
+        send: called with each part that is complete.
+    """
+    parts = operands.x.chunk(group.world_size)
+    for step in range(group.world_size):
+        to = (group.rank + 1 + step) % group.world_size
+        if operands.bias is None or (bias_once and to != group.rank):
+            torch.mm(parts[to], operands.w.T, out=out[to])
+        else:
+            torch.addmm(operands.bias, parts[to], operands.w.T, out=out[to])
+        send(to)
+
+
 def count_product(
-    group: Group, operands: Operands, config: ProductConfig, *, out: torch.Tensor, counters: torch.Tensor, own_bias: bool
+    group: Group, operands: Operands, bias_once: bool, config: ProductConfig, *, out: torch.Tensor, counters: torch.Tensor
 ) -> None:
-    """Launch the product that counts its tiles, into ``out``: ``[R, M/R, N]``, for rank r at r."""
+    """Launch the product that counts its tiles; arguments as of :func:`split_product`.
+
+    Args:
+        counters: one for each piece of ``out``.
+    """
     require(group.backend)
-    prepare(group, operands, config, out, counters, own_bias)()
-
-
-def prepare(
-    group: Group, operands: Operands, config: ProductConfig, out: torch.Tensor, counters: torch.Tensor, own_bias: bool
-) -> Launch:
-    """The launch of :func:`count_product`."""
     from interlace.products.counted import counted_product
 
     pieces = counters.numel() // group.world_size
@@ -103,5 +130,5 @@ def prepare(
         x, w, bias, x_scale, w_scale, result, out.data_ptr(), counters.data_ptr(), group.rank, pieces, rows, operands.columns,
         operands.inner, *strides, out.stride(0), out.stride(1),
     )  # fmt: skip
-    constants = options(operands, config, group, descriptors) | {"TILES": tiles, "OWN_BIAS": own_bias}
-    return Launch(counted_product, (programs(group, config),), arguments, constants, (operands, out, counters))
+    constants = options(operands, config, group, descriptors) | {"TILES": tiles, "OWN_BIAS": bias_once}
+    counted_product[(programs(group, config),)](*arguments, **constants)

@@ -9,6 +9,9 @@ import json
 import math
 from typing import Any
 
+CARRIED = ("mapped", "split", "triggered")
+"""Implementations of a product and a collective whose product is carried to the peers as it is written."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -56,7 +59,7 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         return None
     entry = best[1]
     sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
-    others = "".join(f"{way} {entry[f'{way}_us']} us, " for way in ("mapped", "triggered") if f"{way}_us" in entry)
+    others = "".join(f"{way} {entry[f'{way}_us']} us, " for way in CARRIED if f"{way}_us" in entry)
     reason = (
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
         f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us"

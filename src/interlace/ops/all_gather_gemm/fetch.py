@@ -71,7 +71,7 @@ def _fetch(
     there = workspace.data.address + peer * group.stride
     if whole.dtype.itemsize == 1:  # float8 has scales
         scales = whole.data_ptr() + scale_offset(whole.shape, whole.dtype)
-        copies.copy(group, scales + 4 * first, there + offset, 4 * rows, peer)
-    copies.copy(group, whole.data_ptr() + first * row_bytes, there, rows * row_bytes, peer)
+        copies.fetch(group, scales + 4 * first, there + offset, 4 * rows, peer)
+    copies.fetch(group, whole.data_ptr() + first * row_bytes, there, rows * row_bytes, peer)
     signal = workspace.signals.address + group.rank * group.stride + 4 * (record.HEADER + peer)
-    copies.copy(group, signal, notes.data_ptr() + 4, 4, group.rank)
+    copies.fetch(group, signal, notes.data_ptr() + 4, 4, group.rank)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from interlace import tuning
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.ops.gemm_all_reduce import reference
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
-from interlace.products.choice import INTO_OUTPUTS, Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, slots_for, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import run_into_output
@@ -36,7 +37,7 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
     how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
     if how == "fused":
         return _fused(operands.for_kernel(), group, chosen, mark)
-    if how in INTO_OUTPUTS:
+    if how in tuning.CARRIED:
         y = run_into_output(
             how, "all_reduce", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
         )  # fmt: skip

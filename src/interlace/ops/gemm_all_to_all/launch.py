@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from interlace import tuning
 from interlace.comm import Group, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
@@ -17,7 +18,7 @@ from interlace.errors import ArgumentError, RankMismatchError
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
-from interlace.products.choice import INTO_OUTPUTS, Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import run_into_output
@@ -57,7 +58,7 @@ def run(
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
     if how == "fused":
         return _fused(operands.for_kernel(), sent, group, chosen, mark)
-    if how in INTO_OUTPUTS:
+    if how in tuning.CARRIED:
         y = run_into_output(
             how, "all_to_all", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
         )  # fmt: skip

@@ -51,7 +51,8 @@ def gemm_reduce_scatter(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
-            ``"triggered"`` (a kernel that counts its tiles, copy engines that take them; rows split evenly),
+            ``"split"`` (``torch.mm`` for each rank's rows, and copy engines that take them; rows split evenly),
+            ``"triggered"`` (a kernel that counts its tiles, and copy engines; rows split evenly),
             ``"unfused"`` (``F.linear``, then ``reduce_scatter``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.

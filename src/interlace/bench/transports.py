@@ -1,8 +1,8 @@
 """What carries a product's rows to their ranks, way by way: its time, the kernels that run, the processors that they take.
 
 *SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared memory; *mapped*, cuBLAS's ordinary
-stores; *copy engines*, after each part of cuBLAS's product, or started by our product's counts; then torch's async-TP and NCCL. NCCL beside an independent product is no
-way to run the operator: it shows what a collective of kernels takes from a product.
+stores; *copy engines*, after each part of cuBLAS's product, or started by our product's counts; then torch's async-TP and NCCL.
+NCCL beside an independent product is no way to run the operator: it shows what a collective of kernels takes from a product.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     """Why ``operator`` is the faster way to compute this product: its fused kernel, or a mapped output.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
-    Of a batch each product is to be an operator of its own.
+    Of a batch each product becomes an operator of its own, as was measured: against a pair of its own, where the program has one
+    pair for all. With as many rows as the fused kernel is for that makes no difference; with few, where mapped outputs win, it
+    does.
 
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, of one product.

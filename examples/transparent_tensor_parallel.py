@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -41,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 import interlace.compile
+from interlace.bench.timing import Timing, measure_step
 from interlace.compile import Finding
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -168,7 +167,8 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
                     if dist.get_rank() == 0:  # another project's pass; the others are still to be compared
                         print(f"{name} does not compile this block: {type(error).__name__}", flush=True)
                     continue
-                ways.append((name, errors_of(found, exact), milliseconds(call, block, x, settings) if settings.times else None))
+                measured = settings.times and device.type == "cuda"
+                ways.append((name, errors_of(found, exact), times_of(call, block, x, settings) if measured else []))
         results.append({"sequence_parallel": sequence_parallel, "findings": findings, "ways": ways, "device": device.type})
     return results
 
@@ -198,18 +198,10 @@ def asynchronous(block: Block) -> Callable[..., Any]:
     return torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
 
 
-def milliseconds(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> float:
-    """Median time of a step that starts on all ranks at once, after some to get warm."""
-    times = []
-    for count in range(settings.steps + 3):
-        interlace.synchronize()
-        dist.barrier()
-        start = time.perf_counter()
-        step(call, block, x)
-        interlace.synchronize()
-        if count >= 3:
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+def times_of(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> list[Timing]:
+    """Of the forward pass alone, and of a whole step."""
+    x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
+    return [measure_step(each, samples=settings.steps) for each in (lambda: call(x), lambda: step(call, block, x))]
 
 
 def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
@@ -220,15 +212,15 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
         console.print(f"[bold]{name}, {len(ranks)} ranks, {settings.dtype}[/bold]")
         for finding in plan[0]["findings"]:
             console.print(f"  {described(finding)}", markup=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("way", "error of output", "worst of gradients", "step ms"):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="Times: median (p10 to p90) of the slowest rank.")
+        for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms"):
             table.add_column(heading, justify="left" if heading == "way" else "right")
         allowed: dict[str, float] = {}
         for ways in zip(*(rank["ways"] for rank in plan), strict=True):
             errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
             gradients = max(error for key, error in errors.items() if key != "output")
-            times = [way[2] for way in ways if way[2] is not None]
-            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", f"{max(times):.2f}" if times else "")
+            times = map(milliseconds, ways[0][2])  # the slowest rank's, on all ranks
+            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *times)
             if not allowed:  # eager comes first
                 eps = torch.finfo(DTYPES[settings.dtype]).eps
                 allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
@@ -238,6 +230,11 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
         if plan[0]["device"] == "cpu":  # where every pair that can be fused is
             fused = sum(finding.operator is not None for finding in plan[0]["findings"])
             assert fused == (6 if plan[0]["sequence_parallel"] else 7), f"{name}: {fused} pairs were fused"
+
+
+def milliseconds(time: Timing) -> str:
+    """Median and spread of the slowest rank."""
+    return f"{time.median_us / 1e3:.2f} ({time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f})"
 
 
 def described(finding: Finding) -> str:
@@ -256,7 +253,7 @@ def main(
     sequence: Annotated[int, typer.Option(help="Positions; the ranks must divide them.")] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
-    times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too, and time steps.")] = Settings.times,
+    times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
 ) -> None:
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager execution."""

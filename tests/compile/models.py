@@ -70,20 +70,29 @@ def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
 
 
 class Experts(nn.Module):
-    """An expert a rank, the best for each token, and room for as many tokens from each rank as it has. ``[tokens, width]``."""
+    """Experts on each rank, the best for each token, and room for as many tokens from each rank as it has. ``[tokens, width]``."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
+        self.ranks, self.experts = dist.get_world_size(), experts  # a rank
         torch.manual_seed(5)
-        self.router = nn.Linear(WIDTH, dist.get_world_size(), bias=False)
+        self.router = nn.Linear(WIDTH, self.ranks * experts, bias=False)
         torch.manual_seed(6 + dist.get_rank())
-        self.w_in, self.w_out = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.w_in, self.w_out = (
+            nn.Parameter(torch.randn(experts, *shape) / WIDTH) for shape in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN))
+        )
+        self.to(default_device_type())
+
+    def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        splits = [rows.shape[0] // self.ranks] * self.ranks
+        return funcol.all_to_all_single_autograd(rows, splits, splits, dist.group.WORLD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, expert = self.router(x).softmax(-1).max(-1)
-        sent = x[None] * F.one_hot(expert, dist.get_world_size()).t()[..., None].to(x.dtype)  # [ranks, tokens, width]
-        splits = [len(x)] * dist.get_world_size()
-        arrived = funcol.all_to_all_single_autograd(sent.flatten(0, 1), splits, splits, dist.group.WORLD)
-        gate, up = self.w_in(arrived).chunk(2, -1)
-        back = funcol.all_to_all_single_autograd(self.w_out(F.silu(gate) * up), splits, splits, dist.group.WORLD)
+        sent = x * F.one_hot(expert, self.ranks * self.experts).t()[..., None].to(x.dtype)  # [experts of all, tokens, width]
+        arrived = self.exchanged(sent.flatten(0, 1)).view(self.ranks, self.experts, len(x), WIDTH)
+        rows = arrived.transpose(0, 1).flatten(1, 2)  # [experts, tokens of all, width]
+        gate, up = torch.bmm(rows, self.w_in.mT).chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.w_out.mT)
+        back = self.exchanged(y.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 2))
         return weight[:, None] * back.unflatten(0, (-1, len(x))).sum(0)

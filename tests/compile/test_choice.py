@@ -31,11 +31,12 @@ class _OnGpu(Product):
     device = torch.device("cuda", 0)  # type: ignore[assignment]
 
 
-def _product(rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Product:
+def _product(rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfloat16, batch: int = 0) -> Product:
     graph = Graph()
     nodes = [graph.placeholder(name) for name in ("y", "x", "w")]
+    leading = (batch,) if batch else ()
     for node, shape in zip(nodes, ((rows, columns), (rows, inner), (columns, inner)), strict=True):
-        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        node.meta["val"] = torch.empty(leading + shape, dtype=dtype, device="meta")
     return _OnGpu(*nodes, by_columns=False, bias=None)
 
 
@@ -69,3 +70,9 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     assert ", mapped " in choose("gemm_reduce_scatter", product, 256, 4)
     with pytest.raises(LeftAlone, match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$"):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
+
+
+def test_a_batch_is_fused_where_each_product_would_be() -> None:
+    assert ": fused " in choose("gemm_all_to_all", _product(5120, 4096, 14336, batch=2), 5120, 4)  # Mixtral's, capacity factor 1.25
+    with pytest.raises(LeftAlone, match=r"^the products of its batch are short; gemm_all_to_all would begin"):
+        choose("gemm_all_to_all", _product(256, 8192, 7168, batch=16), 256, 4)

@@ -67,16 +67,17 @@ def test_sequence_parallel_block(ranks: Any) -> None:
         assert all("is a sum of products" in f.reason for f in backward if not f.operator)
 
 
-def _experts() -> tuple[Report, list[Finding], dict[str, float]]:
-    model = Experts()
+def _experts(experts: int) -> tuple[Report, list[Finding], dict[str, float]]:
+    model = Experts(experts)
     torch.manual_seed(7 + dist.get_rank())
     x = torch.randn(6, WIDTH)
     return explain(model, x.clone().requires_grad_()), *_compare(model, x)
 
 
-def test_experts(ranks: Any) -> None:
+@pytest.mark.parametrize("experts", [1, 2])
+def test_experts(ranks: Any, experts: int) -> None:
     """The second product and its way back; and, in the backward pass, the first one's gradient and the same."""
-    for report, findings, errors in ranks(2).run(_experts):
+    for report, findings, errors in ranks(2).run(_experts, experts):
         assert max(errors.values()) < 2e-6, errors
         assert [(f.graph, f.operator) for f in findings] == [
             ("forward", None),
@@ -88,10 +89,10 @@ def test_experts(ranks: Any) -> None:
         assert (len(report.fused), len(report.left)) == (2, 2)
         head, *lines = str(report).splitlines()
         assert head == "4 collectives: 2 fused, 2 left alone"
-        assert lines[0] == (
-            "forward: all_to_all_single of [12, 16] (all_to_all_single) left alone: what goes into it is mul, not a product"
-        )
-        assert lines[1].startswith("forward: all_to_all_single of [12, 16] (all_to_all_single_1) fused by gemm_all_to_all: ")
+        rows = f"all_to_all_single of [{12 * experts}, 16]"
+        assert lines[0] == f"forward: {rows} (all_to_all_single) left alone: what goes into it is mul, not a product"
+        why = "each of 2 products: the cpu backend" if experts == 2 else "the cpu backend"
+        assert lines[1].startswith(f"forward: {rows} (all_to_all_single_1) fused by gemm_all_to_all: {why}")
 
 
 class _RowParallel(nn.Module):

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor import config
 
 import interlace
-from interlace.compile import recording, rewrite
-from tests.compile.models import WIDTH, parallel_block
+from interlace.compile import Finding, recording, rewrite
+from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import fused, tensors, traced
 from tests.compile.test_models import _step
 from tests.compile.test_patterns import FUSED
@@ -35,27 +36,49 @@ def test_patterns() -> None:
         assert {name: error for name, (_, error) in found.items() if error > 1e-5} == {}
 
 
-def _block(sequence_parallel: bool, mode: str | None) -> tuple[int, list[float]]:
-    """How many pairs were fused, and the largest error of each of four steps."""
+def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Finding], list[float]]:
+    """Findings, and the largest error of each of four steps."""
+    wanted = _step(model, model, x)
+    with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
+        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        compiled: Any = torch.compile(model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
+        errors = []
+        for _ in range(4):
+            found = _step(compiled, model, x)
+            errors.append(max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted))
+    return findings, errors
+
+
+def _block(sequence_parallel: bool, mode: str | None) -> tuple[list[Finding], list[float]]:
     block = parallel_block(sequence_parallel, bias=False)
     (x,) = tensors((2, 32, WIDTH))
     if not sequence_parallel:
         torch.distributed.broadcast(x, 0)
-    wanted = _step(block, block, x)
-    with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
-        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
-        compiled: Any = torch.compile(block, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
-        errors = []
-        for _ in range(4):
-            found = _step(compiled, block, x)
-            errors.append(max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted))
-    return sum(finding.operator is not None for finding in findings), errors
+    return _steps(block, x, mode)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize(("sequence_parallel", "pairs"), [(False, 7), (True, 6)])
 def test_a_block_through_inductor(sequence_parallel: bool, pairs: int, mode: str | None) -> None:
     """With ``reduce-overhead`` from the third step on in CUDA graphs."""
-    for count, errors in interlace.launch(_block, 2, sequence_parallel, mode, backend="cuda", timeout_s=300):
-        assert count == pairs
+    for findings, errors in interlace.launch(_block, 2, sequence_parallel, mode, backend="cuda", timeout_s=300):
+        assert sum(finding.operator is not None for finding in findings) == pairs
+        assert max(errors) < 1e-4
+
+
+def _experts(experts: int) -> tuple[list[Finding], list[float]]:
+    (x,) = tensors((128, WIDTH))
+    return _steps(Experts(experts), x, None)
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_experts_through_inductor(experts: int) -> None:
+    """Three experts a rank: one result more than a group has buffers to lend."""
+    for findings, errors in interlace.launch(_experts, 2, experts, backend="cuda", timeout_s=300):
+        assert [(finding.graph, finding.operator) for finding in findings] == [
+            ("forward", None),
+            ("forward", "gemm_all_to_all"),
+            ("backward", None),
+            ("backward", "gemm_all_to_all"),
+        ]
         assert max(errors) < 1e-4

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import interlace
 from interlace.mapped import empty_rotating
 from tests.errors import error_of
+from tests.mapped import tutorial
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +46,24 @@ def _attention(out: torch.Tensor) -> None:
     out.copy_(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1024, 768))
 
 
+def _grouped(out: torch.Tensor) -> None:
+    """It takes no ``out``, so a copy is the producer. Groups of other rows than ranks."""
+    ends = torch.tensor([100, 600, 1024], dtype=torch.int32, device="cuda")
+    out.copy_(torch._grouped_mm(_random(1024, 512), _random(3, 768, 512, seed=1).mT, offs=ends))
+
+
+@torch.no_grad()
+def _pooled(out: torch.Tensor) -> None:
+    """FBGEMM's embedding takes no ``out`` either. Three tables; 1024 bags of 5 rows of each."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+
+    bags = DenseTableBatchedEmbeddingBagsCodegen([(1000, 256)] * 3, use_cpu=out.device.type == "cpu").to(out.device)
+    for table, weights in enumerate(bags.split_embedding_weights()):
+        weights.copy_(_random(1000, 256, seed=table))
+    indices = torch.arange(3 * 1024 * 5, device=out.device) * 7919 % 1000
+    out.copy_(bags(indices, torch.arange(0, len(indices) + 1, 5, device=out.device)))
+
+
 @torch.compile(dynamic=False)
 def _silu_and_scale(x: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(F.silu(x) * 3)
@@ -55,16 +74,22 @@ PRODUCERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "addmm": lambda out: torch.addmm(_random(768), _random(1024, 512), _random(768, 512, seed=1).T, out=out),
     "two halves": lambda out: [torch.mm(_random(1024, 512)[h], _random(768, 512, seed=1).T, out=out[h]) for h in
                                (slice(0, 500), slice(500, None))],
+    # Four products, whatever the number of ranks.
+    "bmm": lambda out: torch.bmm(_random(4, 256, 512), _random(4, 768, 512, seed=1).mT, out=out.unflatten(0, (4, 256))),
+    "grouped_mm": _grouped,
+    "triton": lambda out: tutorial.product(_random(1024, 512), _random(768, 512, seed=1), out=out),
     "scaled_mm": _scaled,
     "attention": _attention,
     "inductor": lambda out: _silu_and_scale(_random(1024, 768), out),
     "copy": lambda out: out.copy_(_random(1024, 768)),
+    "fbgemm": _pooled,
 }  # fmt: skip
 
 
-def _produce() -> dict[str, bool]:
+def _produce(names: list[str]) -> dict[str, bool]:
     same = {}
-    for name, producer in PRODUCERS.items():
+    for name in names:
+        producer = PRODUCERS[name]
         out = interlace.MappedOutput((1024, 768), dtype=torch.bfloat16)
         plain = torch.empty(1024, 768, dtype=torch.bfloat16, device="cuda")
         producer(plain)
@@ -78,8 +103,28 @@ def _produce() -> dict[str, bool]:
 
 
 def test_producers_that_know_nothing_of_it(world_size: int) -> None:
-    for same in interlace.launch(_produce, world_size, backend="cuda", timeout_s=120):
-        assert same == dict.fromkeys(PRODUCERS, True)
+    names = [name for name in PRODUCERS if name != "fbgemm"]
+    for same in interlace.launch(_produce, world_size, names, backend="cuda", timeout_s=120):
+        assert same == dict.fromkeys(names, True)
+
+
+def test_fbgemm(world_size: int) -> None:
+    pytest.importorskip("fbgemm_gpu", reason="FBGEMM's embedding needs fbgemm_gpu, of the version that fits this torch")
+    assert interlace.launch(_produce, world_size, ["fbgemm"], backend="cuda", timeout_s=120) == [{"fbgemm": True}] * world_size
+
+
+def _batches() -> bool:
+    """Products of one rank each, with padding between them: ``(R, rows, columns)``."""
+    ranks = dist.get_world_size()
+    x, w = _random(ranks, 100, 512), _random(ranks, 72, 512, seed=1).mT
+    received = interlace.fuse(torch.bmm, "all_to_all", shape=(ranks, 100, 72), dtype=torch.bfloat16)(x, w)
+    same = torch.equal(received, _exchanged(torch.bmm(x, w)))
+    torch.cuda.synchronize()
+    return same
+
+
+def test_a_product_for_each_rank(world_size: int) -> None:
+    assert interlace.launch(_batches, world_size, backend="cuda", timeout_s=60) == [True] * world_size
 
 
 def _collectives() -> list[tuple[str, float]]:

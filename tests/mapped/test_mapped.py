@@ -87,6 +87,27 @@ def test_padding_between_ranks(ranks: Any) -> None:
             assert torch.equal(y[source], (x @ w.T)[rank * 3 : rank * 3 + 3])
 
 
+def _tutorial() -> list[torch.Tensor]:
+    """A Triton kernel that knows nothing of mapped outputs; the interpreter copies its arguments' storages back after it."""
+    from tests.mapped.tutorial import product
+
+    shape, results = (16, 40), []
+    x, w = _inputs(*shape, 20, dist.get_rank())
+    run = interlace.fuse(product, "all_to_all", shape=shape, dtype=x.dtype)
+    for epoch in range(3):
+        time.sleep(0.02 * ((epoch + dist.get_rank()) % 3))
+        results.append(run((epoch + 1) * x, w, block=16).clone())
+    return results
+
+
+def test_a_triton_kernel_as_it_is(ranks: Any) -> None:
+    for rank, epochs in enumerate(ranks(4).run(_tutorial)):
+        mine = slice(4 * rank, 4 * rank + 4)
+        parts = torch.cat([(x @ w.T)[mine] for x, w in (_inputs(16, 40, 20, source) for source in range(4))])
+        for epoch, y in enumerate(epochs):
+            assert torch.equal(y, (epoch + 1) * parts)
+
+
 def _collective(name: str, shape: tuple[int, ...], dtype: torch.dtype, order: str, calls: int) -> list[torch.Tensor]:
     rank = dist.get_rank()
     x, w = _inputs(shape[-2], shape[-1], 16, rank, dtype)

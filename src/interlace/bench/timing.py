@@ -1,4 +1,4 @@
-"""Timing a call on all ranks of a group: CUDA-graph replays, the slowest rank, and how far ranks are apart."""
+"""Timing on all ranks of a group, of calls in CUDA graphs and of steps from the host: the slowest rank, how far ranks are apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLEEP_CYCLES = 2_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one call in microseconds; each sample is the slowest rank's mean over a graph of calls.
+    """Times of one call in microseconds; each sample is the slowest rank's, where calls are in a graph their mean.
 
     Attributes:
         median_us, p10_us, p90_us: over the samples.
@@ -55,8 +55,22 @@ def measure(
         for i in range(calls):
             call(i)
     graph.replay()
-    times = [_elapsed_us(graph.replay, group) / calls for _ in range(samples)]
-    mine = torch.tensor(times, device="cuda")
+    return _of_all_ranks([_elapsed_us(graph.replay, group) / calls for _ in range(samples)], group)
+
+
+def measure_step(step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None) -> Timing:
+    """Time ``step()`` as a program runs it, kernel by kernel from the host, on every rank of ``group`` at once.
+
+    It runs three times untimed and then ``samples`` times, each of which starts as in :func:`measure`. What the host takes beyond
+    the GPU's sleep of about a millisecond counts, as it does in a program.
+    """
+    for _ in range(3):
+        step()
+    return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)
+
+
+def _of_all_ranks(times_us: list[float], group: dist.ProcessGroup | None) -> Timing:
+    mine = torch.tensor(times_us, device="cuda")
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(ranks, mine, group=group)
     return summarise(torch.stack(ranks).tolist())

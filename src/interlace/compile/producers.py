@@ -20,9 +20,9 @@ class Product:
     """A product of a graph.
 
     Attributes:
-        node: its call; ``[..., N]``.
+        node: its call; ``[..., N]``, of a batch ``[B, M, N]``.
         x: ``[..., K]``.
-        w: ``[N, K]`` if ``by_columns`` is False; else ``[..., K, N]`` with leading dimensions of 1.
+        w: ``[N, K]`` if ``by_columns`` is False; else ``[K, N]`` or, of a batch, ``[B, K, N]``.
         bias: what is added to every row, or None.
     """
 
@@ -43,6 +43,11 @@ class Product:
         return int(value(self.node).shape[-1])
 
     @property
+    def batch(self) -> int:
+        """B: how many products it is, each with a weight of its own."""
+        return int(value(self.w).shape[0]) if value(self.w).dim() == 3 else 1
+
+    @property
     def dtype(self) -> torch.dtype:
         return value(self.node).dtype
 
@@ -55,13 +60,13 @@ class Product:
         """What a fused operator would read of weight and bias."""
         return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
 
-    def weight(self, writer: Writer) -> Node:
-        """The weight as ``[N, K]``: what the program transposed, where it did, or a view."""
+    def weight(self, writer: Writer, which: int = 0) -> Node:
+        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a batch, that of product ``which``."""
         w, by_rows = _untransposed(self)
         if by_rows:
             return w
         if value(w).dim() == 3:
-            w = writer.call(aten.squeeze.dim, w, 0)
+            w = writer.call(aten.select.int, w, 0, which)
         return writer.call(aten.permute.default, w, [1, 0])
 
 
@@ -83,10 +88,14 @@ def product_of(node: Node) -> Product | None:
     return Product(node, argument(node, 0, "self"), argument(node, 1, "mat2"), by_columns=True, bias=None)
 
 
-def require_suitable(product: Product) -> None:
-    """Raise :class:`LeftAlone` where no operator multiplies as this product does."""
+def require_suitable(product: Product, batches: bool = False) -> None:
+    """Raise :class:`LeftAlone` where no operator multiplies as this product does.
+
+    Args:
+        batches: whether a batch of several products will do.
+    """
     node, x, w = product.node, value(product.x), value(product.w)
-    if node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1):
+    if node.target is aten.bmm.default and (not is_static(*x.shape) or (x.shape[0] != 1 and not batches)):
         raise LeftAlone(f"{node.name} is a batch of products")
     if node.target is aten.addmm.default and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         raise LeftAlone(f"{node.name} scales what it adds or multiplies")
@@ -102,11 +111,13 @@ def require_suitable(product: Product) -> None:
         raise LeftAlone(f"{node.name} is empty")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise LeftAlone(f"the rows of {product.x.name} are not contiguous; a fused operator would copy them")
-    dimension = contiguous_dimension(w.view(w.shape[-2:]))
+    dimension = contiguous_dimension(w[0] if w.dim() == 3 else w)
     if dimension is None:
         raise LeftAlone("the weight is contiguous along neither dimension")
-    distance = w.stride(-2 if dimension == 1 else -1)
-    if distance * w.itemsize % ALIGNMENT_BYTES and min(w.shape[-2:]) > 1:
+    distances = [w.stride(-2 if dimension == 1 else -1)] if min(w.shape[-2:]) > 1 else []
+    if product.batch > 1:
+        distances.append(w.stride(0))
+    if any(distance * w.itemsize % ALIGNMENT_BYTES for distance in distances):
         raise LeftAlone(f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused operator would copy it")
 
 

@@ -58,8 +58,8 @@ def _consider(node: Node, direction: str) -> Finding:
 # A product's result goes into the collective
 
 
-def _product_before(collective: Collective) -> Product:
-    """The product whose result, moved or not, goes into a collective and nowhere else."""
+def _product_before(collective: Collective, batches: bool = False) -> Product:
+    """The product whose result, moved or not, goes into a collective and nowhere else; a batch of them if ``batches``."""
     *moves, first = rows.upstream(collective.input)
     product = product_of(first)
     if product is None:
@@ -68,7 +68,7 @@ def _product_before(collective: Collective) -> Product:
         outside = [user for user in node.users if user is not collective.node and user not in moves]
         if outside and not _reaches(node, collective, moves):
             raise LeftAlone(f"{outside[0].name} uses the product, too")
-    require_suitable(product)
+    require_suitable(product, batches)
     collective.require_waiting()
     _require_unchanged(first, collective.node)
     return product
@@ -168,9 +168,9 @@ def _moved(collective: Collective, product: Product, writer: Writer, nodes: list
     return writer.reshape(x, [_tokens(product), product.inner])
 
 
-def _rows_before(collective: Collective) -> tuple[Product, list[Node], int, Writer]:
+def _rows_before(collective: Collective, batches: bool = False) -> tuple[Product, list[Node], int, Writer]:
     """Of a collective that cuts rows: the product before it, what moves its rows, how many ranks there are."""
-    product = _product_before(collective)
+    product = _product_before(collective, batches)
     nodes = rows.region(product.node, collective.input)
     ranks = usable_ranks(collective.group_name, product.device)
     if value(collective.input).dim() < 2 or value(collective.input).shape[0] % ranks:
@@ -193,18 +193,39 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
 
 
 def _all_to_all(collective: Collective) -> tuple[str, str]:
-    product, nodes, ranks, writer = _rows_before(collective)
+    product, nodes, ranks, writer = _rows_before(collective, batches=True)
     share = value(collective.input).shape[0] // ranks
     if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
         raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
+    if product.batch > 1:
+        return "gemm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     reason = choose("gemm_all_to_all", product, _tokens(product), ranks)
     x = _moved(collective, product, writer, nodes)
-    y = writer.call(
-        torch.ops.interlace.gemm_all_to_all.default,
-        x, product.weight(writer), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
-    )  # fmt: skip
-    _put(collective, product, nodes, writer, y)
+    _put(collective, product, nodes, writer, _sent(x, 0, product, collective, writer))
     return "gemm_all_to_all", reason
+
+
+def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer) -> str:
+    """An operator for each product of a batch ``[B, R * share, N]``; results are put together as ``[R, B, share, N]``."""
+    if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
+        raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
+    own = _tokens(product) // product.batch
+    reason = choose("gemm_all_to_all", product, own, ranks)
+    received = []
+    for which in range(product.batch):
+        x = writer.call(aten.select.int, product.x, 0, which)
+        y = _sent(x, which, product, collective, writer)
+        received.append(writer.reshape(y, [ranks, own // ranks, product.columns]))
+    _put(collective, product, nodes, writer, writer.call(aten.cat.default, received, 1))
+    return f"each of {product.batch} products: {reason}"
+
+
+def _sent(x: Node, which: int, product: Product, collective: Collective, writer: Writer) -> Node:
+    """``x [M, K]`` times weight ``which`` of a product, each row on the rank that it is for."""
+    return writer.call(
+        torch.ops.interlace.gemm_all_to_all.default,
+        x, product.weight(writer, which), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
+    )  # fmt: skip
 
 
 def _put(collective: Collective, product: Product, nodes: list[Node], writer: Writer, y: Node) -> None:

@@ -143,6 +143,26 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
 
     So have gathers along the second dimension, split and concatenated, where the first one is 1.
     """
+    order = _order(start, nodes)
+    with unset_fake_temporarily():
+        return [node for node, rows in order.items() if torch.equal(rows, order[start])]
+
+
+def is_by_ranks(start: Node, nodes: list[Node], end: Node, ranks: int) -> bool:
+    """Whether ``end`` has, for each rank in turn, an even share of the rows of each product of a batch ``start``, in order.
+
+    ``[B, R * share, N]`` is then ``[R, B, share, N]``: what experts send back to the ranks of their tokens.
+    """
+    batch, rows = value(start).shape[:2]
+    if rows % ranks:
+        return False
+    found = _order(start, nodes)[end]
+    with unset_fake_temporarily():
+        return torch.equal(found, torch.arange(batch * rows).view(batch, ranks, -1).transpose(0, 1).flatten())
+
+
+def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
+    """The numbers of those rows of ``start`` that each tensor among it and ``nodes`` has."""
     leading = value(start).shape[:-1]
     with unset_fake_temporarily():
         index = torch.arange(leading.numel())
@@ -153,7 +173,7 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
             else:
                 target: Any = node.target
                 done[node] = target(*_mapped(node.args, done), **_mapped(node.kwargs, done))
-        return [node for node, moved in done.items() if isinstance(moved, torch.Tensor) and torch.equal(moved.flatten(), index)]
+        return {node: moved.flatten() for node, moved in done.items() if isinstance(moved, torch.Tensor)}
 
 
 def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) -> Node:

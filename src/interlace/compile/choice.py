@@ -56,8 +56,8 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
     Of a batch each product becomes an operator of its own, as was measured: against a pair of its own, where the program has one
-    pair for all. With as many rows as the fused kernel is for that makes no difference; with few, where mapped outputs win, it
-    does.
+    pair for all. With as many rows as the fused kernel is for that makes no difference; with few, where outputs with barriers win,
+    it does.
 
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, of one product.
@@ -75,8 +75,8 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl == "unfused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
-    if choice.impl == "mapped" and product.batch > 1:
-        raise LeftAlone(f"the products of its batch are short; {operator} would begin and end for each of them: {choice.reason}")
+    if choice.impl != "fused" and product.batch > 1:
+        raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
     if choice.impl == "mapped" and product.bias is not None:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
     return str(choice.reason)

@@ -162,25 +162,25 @@ def fused() -> None:
 
 def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
-    figure, axes = canvas(96, 67)
-    label(axes, 2, 64.5, "Layers: each imports only what is below it", bold=True, size=10)
-    box(axes, 2, 56, 44, 6, "cli\ndoctor   demo   bench   tune   sim", fill=SHADES[3])
-    box(axes, 2, 48.5, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
-    box(axes, 29, 48.5, 17, 6, "models\nDLRM, training", fill=SHADES[3])
-    box(axes, 2, 41, 16, 6, "nn, optim\nmodules, plans", fill=SHADES[3])
-    box(axes, 19, 41, 15, 6, "compile\nfuses unasked", fill=SHADES[3])
-    box(axes, 35, 41, 11, 6, "data\nclick logs", fill=SHADES[3])
-    box(axes, 2, 33.5, 26, 6, "ops\none folder per operator", fill=SHADES[0], bold=True)
-    box(axes, 29, 33.5, 17, 6, "sim\nmany nodes; no torch", fill=SHADES[1])
-    box(axes, 2, 26, 26, 6, "products\nmatrix products and their tiles", fill=SHADES[0])
-    box(axes, 29, 26, 17, 6, "mapped\noutputs on peers", fill=SHADES[0])
+    figure, axes = canvas(96, 74.5)
+    label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
+    box(axes, 2, 63.5, 44, 6, "cli\ndoctor   demo   bench   tune   sim", fill=SHADES[3])
+    box(axes, 2, 56, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
+    box(axes, 29, 56, 17, 6, "models\nDLRM, training", fill=SHADES[3])
+    box(axes, 2, 48.5, 16, 6, "nn, optim\nmodules, plans", fill=SHADES[3])
+    box(axes, 19, 48.5, 15, 6, "compile\nfuses unasked", fill=SHADES[3])
+    box(axes, 35, 48.5, 11, 6, "data\nclick logs", fill=SHADES[3])
+    box(axes, 2, 41, 26, 6, "ops\none folder per operator", fill=SHADES[0], bold=True)
+    box(axes, 29, 41, 17, 6, "sim\nmany nodes; no torch", fill=SHADES[1])
+    box(axes, 2, 33.5, 44, 6, "products\nmatrix products and their tiles", fill=SHADES[0])
+    box(axes, 2, 26, 44, 6, "mapped\noutputs on peers, and copies to them", fill=SHADES[0])
     box(axes, 2, 18.5, 26, 6, "language\nTriton primitives", fill=SHADES[0])
     box(axes, 29, 18.5, 17, 6, "tuning\nshape → config", fill=SHADES[0])
     box(axes, 2, 11, 26, 6, "comm\ngroups, memory, launch", fill=SHADES[2])
     box(axes, 29, 11, 17, 6, "costs\npure Python", fill=SHADES[1])
     box(axes, 2, 3.5, 44, 6, "units   errors", fill=PALE)
 
-    label(axes, 52, 64.5, "A call, from the user to the peers", bold=True, size=10)
+    label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (
         ("api", "validates; never sends anything", SHADES[0]),
         ("op", "schema, shapes, gradient: torch.ops.interlace.*", SHADES[0]),
@@ -189,10 +189,10 @@ def architecture() -> None:
         ("language", "a peer is an index: pointer + peer × stride", SHADES[0]),
     )
     for i, (name, text, fill) in enumerate(steps):
-        y = 57 - 7.6 * i
+        y = 63 - 8.2 * i
         box(axes, 52, y, 10, 4.2, name, fill=fill, bold=True)
         label(axes, 63.5, y + 2.1, text, size=8.5)
-        arrow(axes, (57, y), (57, y - 3.4), color=GREY)
+        arrow(axes, (57, y), (57, y - 4.0), color=GREY)
     label(axes, 52, 17.7, "the group's memory", size=8.5, color=GREY)
     for r in range(4):
         box(axes, 52 + 9.6 * r, 11.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)
@@ -334,6 +334,40 @@ def mapped_output() -> None:
     save(figure, "mapped-output")
 
 
+def triggered_transfers() -> None:
+    """One rank of four over time: parts of its product, their counters, the copies that follow, and what is left at the end."""
+    figure, axes = canvas(104, 44)
+    label(axes, 2, 41.5, "Triggered transfers on rank 0: each part leaves when it is complete, by a copy engine", bold=True, size=10)
+    left, width, copied = 16.0, 17.0, 14.5
+    for x, y, text in ((15, 34.6, "processors"), (15, 25.0, "counters"), (15, 15.4, "copy engine")):
+        label(axes, x, y, text, ha="right", color=GREY)
+    for i, rank in enumerate((1, 2, 3, 0)):
+        x = left + i * width
+        block(axes, x, 32.0, width - 0.4, 5.2, SHADES[rank])
+        label(axes, x + width / 2, 35.5, f"product: rows for rank {rank}" if rank else "product: its own rows", ha="center", size=8)
+        label(axes, x + width / 2, 33.5, "stored here", ha="center", size=7.5, color=GREY)
+        steps = 8
+        xs = [x + width * (k // 2) / steps for k in range(1, 2 * steps + 1)]
+        ys = [21.6 + 6.0 * (k // 2) / steps for k in range(2 * steps)]
+        axes.plot(xs, ys, color=RANKS[rank], linewidth=1.2)
+        axes.plot([x, x + width - 1], [27.0, 27.0], color=GREY, linewidth=0.7, linestyle=":")
+        label(axes, x + 0.5, 28.2, "all its tiles", size=7.5, color=GREY)
+        if rank:
+            axes.plot([x + width, x + width], [18.2, 32.0], color=GREY, linewidth=0.9, linestyle=":")
+            block(axes, x + width, 12.8, copied, 5.2, SHADES[rank])
+            label(axes, x + width + copied / 2, 15.4, f"to rank {rank}", ha="center", size=8)
+    end = left + 4 * width
+    block(axes, end + 0.4, 32.0, 2.4, 5.2, GREY)
+    block(axes, end + 2.9, 32.0, 7.0, 5.2, SUM)
+    label(axes, end + 1.6, 30.4, "barrier", ha="center", size=7.5, color=GREY)
+    label(axes, end + 6.4, 34.6, "sum", ha="center", size=8, color="white")
+    label(axes, 2, 8.0, "Who says that a part is complete:", size=8.5, bold=True)
+    label(axes, 30, 8.0, "the program, with send(part) after each of several kernels: plain cuBLAS, say;", size=8.5)
+    label(axes, 30, 5.4, "or one kernel, which adds 1 to a counter per tile: a stream operation waits for it.", size=8.5)
+    label(axes, 102, 2.0, "not to scale; the sum is a reduce-scatter's", ha="right", size=8, color=GREY)
+    save(figure, "triggered-transfers")
+
+
 def main() -> None:
     """Draw them all."""
     mpl.rcParams.update({"svg.hashsalt": "interlace", "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]})
@@ -342,6 +376,7 @@ def main() -> None:
     memory_model()
     mixture_of_experts()
     mapped_output()
+    triggered_transfers()
 
 
 if __name__ == "__main__":

@@ -218,6 +218,7 @@ def _cuda() -> list[Row]:
         if _importable("cuda.bindings.driver")
         else Row("cuda-bindings", MISSING, "maps the GPUs' memory side by side", "pip install cuda-bindings")
     )
+    rows.append(_triggers(torch.device("cuda", 0)))
     rows += _compiler()
     nccl = nccl_version()
     rows.append(
@@ -228,6 +229,18 @@ def _cuda() -> list[Row]:
     rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
     rows.append(_tables(torch.cuda.get_device_name(0)))
     return rows
+
+
+def _triggers(device: Any) -> Row:
+    """Whether copies can wait for a kernel's counter; not looked at without cuda-bindings, which is a row of its own."""
+    check = "stream memory operations"
+    if not _importable("cuda.bindings.driver"):
+        return Row(check, ABSENT, "not looked at: cuda-bindings is not installed")
+    from interlace.comm.copies import supports_triggers
+
+    if supports_triggers(device):
+        return Row(check, OK, "copies can wait for a kernel's counters (triggered transfers)")
+    return Row(check, ABSENT, "this driver has none: no copy can wait for a kernel's counters; impl='triggered' is refused")
 
 
 def _links(torch: Any, count: int) -> list[Row]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from interlace.comm import Group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import describe_parts
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, BackendError
 from interlace.mapped import Fused, fuse
 from interlace.products.config import ProductConfig
 from interlace.products.launch import has_descriptors, operand_arguments, options, programs
@@ -48,6 +48,7 @@ def run_into_output(
 
     Raises:
         ArgumentError: with ``replace``: a mapped output would be padded to more than twice its size.
+        BackendError: with ``replace``: the driver cannot map memory, or cannot let copies wait.
     """
     settings, arguments = _producer(how, operands, group, config, bias_once=collective != "all_to_all")
     key = (how, collective, settings["shape"], operands.out_dtype, settings.get("tiles"))
@@ -60,7 +61,7 @@ def run_into_output(
             product = fuse(
                 collective=collective, dtype=operands.out_dtype, group=process_group, device=group.device, **settings
             )  # fmt: skip
-        except ArgumentError:  # rows that would be padding more than anything else: on every rank alike
+        except (ArgumentError, BackendError):  # mostly padding, or the driver cannot: on every rank alike
             if replace:
                 raise
             return None

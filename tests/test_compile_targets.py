@@ -27,7 +27,6 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
-        "admit_copies": lambda: [(_FETCHING, {"WORLD_SIZE": 4})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
@@ -44,6 +43,7 @@ def _cases(kernel):
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
+        "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "stage_rows": _stage_rows,
         "sum_slots": _sum_slots,

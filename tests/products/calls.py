@@ -19,7 +19,7 @@ IMPLS = {
     "gemm_all_to_all": ["unfused", "fused"],
     "gemm_reduce_scatter": ["unfused", "fused"],
     "gemm_all_reduce": ["unfused", "fused"],
-    "all_gather_gemm": ["unfused", "fused"],
+    "all_gather_gemm": ["unfused", "fused", "split"],
 }
 """What the tests of each operator run."""
 
@@ -53,6 +53,11 @@ class Call:
         if self.splits is None or self.operator in ("gemm_reduce_scatter", "gemm_all_reduce"):
             return self.rows
         return sum(self.splits[rank]) if self.operator == "gemm_all_to_all" else self.splits[rank]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether ``impl`` takes these operands."""
+        return self.impl != "split" or (self.dtype != "float8" and self.out_dtype is None)
 
     @property
     def result_dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The fused kernels around a product: traffic equal to the costs, many calls under faults, a peer that never calls."""
+"""Products and collectives at once: traffic equal to the costs, many calls under faults, a peer that never calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import AllGatherGemmConfig, Faults, GemmAllReduceConfig, GemmAllToAllConfig, GemmReduceScatterConfig
+from interlace.comm import MAX_PROGRAMS
 from tests.errors import error_of
 from tests.products.calls import DTYPES, Call, check_all
 
@@ -22,6 +23,7 @@ _CONFIGS = {
     "all_gather_gemm": AllGatherGemmConfig,
 }
 OPERATORS = list(_CONFIGS)
+WAYS = [*((operator, "fused") for operator in OPERATORS), ("all_gather_gemm", "split")]
 _GRANT_BYTES = 4  # which buffer a rank has taken; not in the costs, which are of the data
 _SCALE_BYTES = 4
 
@@ -35,17 +37,17 @@ def _config(operator, **more):
     return _CONFIGS[operator](**sizes)
 
 
-def _call(operator, rows, columns, inner, dtype="float32", splits=None, **more):
-    return Call(operator, rows, columns, inner, dtype, splits=splits, impl="fused", config=_config(operator, **more))
+def _call(operator, rows, columns, inner, dtype="float32", splits=None, impl="fused", **more):
+    return Call(operator, rows, columns, inner, dtype, splits=splits, impl=impl, config=_config(operator, **more))
 
 
-def _calls(operator):
+def _calls(operator, impl):
     """Even, and uneven where the operator takes splits; float8, whose scales travel where rows do."""
-    found = [_call(operator, 36, 40, 20), _call(operator, 64, 33, 24, "float8", max_programs=1)]
+    found = [_call(operator, 36, 40, 20, impl=impl), _call(operator, 64, 33, 24, "float8", impl=impl, max_programs=1)]
     if operator != "gemm_all_reduce":
         splits = SENT if operator == "gemm_all_to_all" else OWNED
-        found.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits))
-    return found
+        found.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits, impl))
+    return [call for call in found if call.can_run]
 
 
 def _with_traffic(calls):
@@ -74,10 +76,10 @@ def _cost(call, rank, world_size):
     return cost(**sizes, rank=rank, splits=call.splits)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("operator", "impl"), WAYS)
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_costs_are_the_counted_traffic(ranks, operator, world_size):
-    calls = [call for call in _calls(operator) if world_size == 4 or call.splits is None]
+def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
+    calls = [call for call in _calls(operator, impl) if world_size == 4 or call.splits is None]
     answers = ranks(world_size).run(_with_traffic, calls)
     check_all(calls, [[y for y, _, _ in answer] for answer in answers])
     for rank, answer in enumerate(answers):
@@ -104,10 +106,14 @@ def _under_faults(batch, count, faults):
     return wrong
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_calls_back_to_back_with_slow_ranks(ranks, operator):
+@pytest.mark.parametrize(("operator", "impl"), WAYS)
+def test_calls_back_to_back_with_slow_ranks(ranks, operator, impl):
     """Shapes and grids change from call to call; puts come in any order. A stale slot, signal or ticket shows here."""
-    batch = [_call(operator, 36, 40, 20), _call(operator, 4, 9, 5, max_programs=1), _call(operator, 64, 16, 16, max_programs=8)]
+    batch = [
+        _call(operator, 36, 40, 20, impl=impl),
+        _call(operator, 4, 9, 5, max_programs=1),
+        _call(operator, 64, 16, 16, impl=impl, max_programs=8),
+    ]
     faults = Faults(max_delay_s=0.001, reorder_puts=True)
     assert ranks(2).run(_under_faults, batch, 12, faults, timeout_s=120) == [[]] * 2
 
@@ -128,9 +134,9 @@ def _absent_peer(call, absent):
     return first, later, seconds
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_peer_that_never_calls(ranks, operator):
-    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8), 1, timeout_s=60)
+@pytest.mark.parametrize(("operator", "impl"), WAYS)
+def test_a_peer_that_never_calls(ranks, operator, impl):
+    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8, impl=impl), 1, timeout_s=60)
     assert outcomes[1] is None
     (kind, message, fields), later, seconds = outcomes[0]
     assert kind == "PeerTimeoutError"
@@ -152,3 +158,19 @@ def test_results_stay_as_they_are(ranks, operator):
     outcomes = ranks(2).run(_kept, call)
     assert all(same for same, _ in outcomes)
     call.check([y for _, y in outcomes])
+
+
+def _settled(stamp):
+    """What becomes of a result of five elements whose call is the first, where ``stamp`` is what staging noted; and the epochs."""
+    from interlace.ops.all_gather_gemm import kernel
+
+    y, epochs = torch.arange(5.0), torch.ones(MAX_PROGRAMS, dtype=torch.int32)
+    kernel.settle_products[(2,)](y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4)
+    return y.tolist(), epochs.unique().tolist()
+
+
+def test_products_without_a_peers_rows_become_nan(ranks):
+    assert ranks(1).run(_settled, 1 ^ (7 << 24)) == [([0.0, 1.0, 2.0, 3.0, 4.0], [2])]
+    ((spoilt, epochs),) = ranks(1).run(_settled, 0)
+    assert all(value != value for value in spoilt)
+    assert epochs == [2]

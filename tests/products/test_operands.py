@@ -62,8 +62,8 @@ def test_bad_arguments(operator, x, w, more, message):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_implementation_that_does_not_exist(operator):
-    carried = "" if operator == "all_gather_gemm" else "mapped, split, triggered, "
-    impls = f"auto, fused, {carried}unfused"
+    carried = "split" if operator == "all_gather_gemm" else "mapped, split, triggered"
+    impls = f"auto, fused, {carried}, unfused"
     with pytest.raises(ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"):
         getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl="fast")
 

@@ -113,6 +113,8 @@ def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
         (Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="mapped"), "rows that are split evenly and no bias"),
         (Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="split"), "rows that are split evenly and a result of the dtype of x"),
         (Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"), "rows that are split evenly"),
+        (Call("all_gather_gemm", 7, 8, 4, "float8", impl="split"), "a result of the dtype of x"),
+        (Call("all_gather_gemm", 7, 8, 4, "float16", out_dtype="float32", impl="split"), "a result of the dtype of x"),
     ],
 )
 def test_what_cannot_be_run_is_refused(ranks, call, missing):

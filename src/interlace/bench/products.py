@@ -54,6 +54,8 @@ _CHOOSE: Mapping[str, Callable[..., Any]] = {
 }
 _COLLECTIVES = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
 """The collective of operators whose product may carry itself."""
+_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("split",)}
+"""Implementations that are neither the fused kernel nor the pair."""
 
 OPERATORS = tuple(_COSTS)
 
@@ -345,8 +347,10 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     chosen = config or case.choice.config
     error = check(case, chosen)
     times = {"fused": timed(case, lambda i: case.call(i, "fused", chosen))}
-    for impl in tuning.CARRIED if shape.operator in _COLLECTIVES else ():
-        times[impl] = timed(case, functools.partial(case.call, impl=impl, config=chosen))
+    for impl in _OTHERS[shape.operator]:
+        call = functools.partial(case.call, impl=impl, config=chosen)
+        check_carried(case, impl, call)
+        times[impl] = timed(case, call)
     for name, step in pairs(case).items():
         times[name] = timed(case, step)
     for name, step in (mapped(case) | split(case) | triggered(case, chosen)).items():

@@ -44,6 +44,17 @@ def join(group: Group, *, first: bool = False) -> None:
         torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
 
 
+def so_far(group: Group) -> torch.cuda.Event | None:
+    """All that the current stream has got until now, for :func:`wait_for`."""
+    return torch.cuda.current_stream(group.device).record_event() if group.backend == "cuda" else None
+
+
+def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
+    """Let the current stream go on once what ``event`` stands for is done."""
+    if event is not None:
+        torch.cuda.current_stream(group.device).wait_event(event)
+
+
 def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
     """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the current stream.
 

@@ -36,7 +36,7 @@ def validate(
     impl: str,
     config: object,
     config_type: type,
-    impls: Sequence[str] = ("auto", "fused", "unfused"),
+    impls: Sequence[str],
 ) -> None:
     """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
 

@@ -102,11 +102,16 @@ def split_product(
     parts = operands.x.chunk(group.world_size)
     for step in range(group.world_size):
         to = (group.rank + 1 + step) % group.world_size
-        if operands.bias is None or (bias_once and to != group.rank):
-            torch.mm(parts[to], operands.w.T, out=out[to])
-        else:
-            torch.addmm(operands.bias, parts[to], operands.w.T, out=out[to])
+        multiply_into(out[to], parts[to], operands.w, None if bias_once and to != group.rank else operands.bias)
         send(to)
+
+
+def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """``x @ w.T + bias`` into ``out``, by cuBLAS where there is one."""
+    if bias is None:
+        torch.mm(x, w.T, out=out)
+    else:
+        torch.addmm(bias, x, w.T, out=out)
 
 
 def count_product(

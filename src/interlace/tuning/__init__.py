@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 CARRIED = ("mapped", "split", "triggered")
-"""Implementations of a product and a collective whose product is carried to the peers as it is written."""
+"""Implementations of a product and a collective that are neither one kernel nor the unfused pair."""
 
 
 @dataclasses.dataclass(frozen=True)

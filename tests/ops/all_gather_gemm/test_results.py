@@ -49,6 +49,7 @@ def test_matches_float64(ranks, world_size, impl):
     ]
     calls.append(Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl))
     calls.append(Call(OPERATOR, 9, 8, 16, "bfloat16", True, out_dtype="float32", impl=impl))
+    calls = [call for call in calls if call.can_run]
     check_all(calls, ranks(world_size).run(run, calls))
 
 
@@ -66,7 +67,8 @@ def _gathered(call):
 def test_the_gathered_rows(ranks, world_size, impl):
     for columns, dtype in ((6, "bfloat16"), (6, "float8"), (0, "float32")):
         call = Call(OPERATOR, 4, columns, 10, dtype, splits=SPLITS[world_size], impl=impl)
-        assert ranks(world_size).run(_gathered, call) == [(True, True)] * world_size
+        if call.can_run:
+            assert ranks(world_size).run(_gathered, call) == [(True, True)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -77,19 +79,20 @@ def test_gradients(ranks, world_size, impl):
         Call(OPERATOR, 0, 9, 6, bias=True, splits=SPLITS[world_size], w_along="N", impl=impl),
         Call(OPERATOR, 6, 9, 7, "bfloat16", bias=True, out_dtype="float32", impl=impl),
     ):
-        check_gradients(call, ranks(world_size).run(differentiate, call))
+        if call.can_run:
+            check_gradients(call, ranks(world_size).run(differentiate, call))
 
 
 @st.composite
-def _calls(draw, world_size):
+def _calls(draw, world_size, impl):
     splits = draw(st.none() | st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size))
-    size = st.integers(1, 40)
-    return Call(OPERATOR, draw(size), draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), splits)
+    size, dtypes = st.integers(1, 40), [dtype for dtype in DTYPES if impl != "split" or dtype != "float8"]
+    return Call(OPERATOR, draw(size), draw(size), draw(size), draw(st.sampled_from(dtypes)), draw(st.booleans()), splits, impl=impl)
 
 
 def test_any_call_is_right(ranks, impl):
     @settings(max_examples=6)
-    @given(batch=st.lists(_calls(4), min_size=1, max_size=4))
+    @given(batch=st.lists(_calls(4, impl), min_size=1, max_size=4))
     def check(batch):
         check_all(batch, ranks(4).run(run, batch))
 

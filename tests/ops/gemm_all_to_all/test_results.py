@@ -66,18 +66,18 @@ def test_gradients(ranks, world_size, impl):
 
 
 @st.composite
-def _calls(draw, world_size):
+def _calls(draw, world_size, impl):
     sent = draw(st.lists(st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size), min_size=world_size,
                          max_size=world_size))  # fmt: skip
     size = st.integers(1, 40)
-    return Call(OPERATOR, 0, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), sent)
+    return Call(OPERATOR, 0, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), sent, impl=impl)
 
 
 def test_any_call_is_right(ranks, impl):
     """One rank's lists may stay as they are while another's change."""
 
     @settings(max_examples=6)
-    @given(batch=st.lists(_calls(4), min_size=1, max_size=4))
+    @given(batch=st.lists(_calls(4, impl), min_size=1, max_size=4))
     def check(batch):
         check_all(batch, ranks(4).run(run, batch))
 

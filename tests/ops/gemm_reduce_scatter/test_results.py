@@ -65,16 +65,16 @@ def test_gradients(ranks, world_size, impl):
 
 
 @st.composite
-def _calls(draw, world_size):
+def _calls(draw, world_size, impl):
     splits = draw(st.none() | st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size))
     size = st.integers(1, 40)
     rows = draw(size) if splits is None else sum(splits)
-    return Call(OPERATOR, rows, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), splits)
+    return Call(OPERATOR, rows, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), splits, impl=impl)
 
 
 def test_any_call_is_right(ranks, impl):
     @settings(max_examples=6)
-    @given(batch=st.lists(_calls(4), min_size=1, max_size=4))
+    @given(batch=st.lists(_calls(4, impl), min_size=1, max_size=4))
     def check(batch):
         check_all(batch, ranks(4).run(run, batch))
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
+from interlace.ops.all_gather_gemm.config import IMPLS, OPERATOR, AllGatherGemmConfig
 from interlace.products.operands import output_dtype, validate
 from interlace.products.splits import validate_list
 
@@ -62,10 +62,10 @@ def all_gather_gemm(
     impl: str = "auto",
     config: AllGatherGemmConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """All-gather of rows and the matrix product with them, in one kernel.
+    """All-gather of rows and the matrix product with them, at once.
 
     ``y = all_gather(x) @ w.T + bias``: the column-parallel linear layer under sequence parallelism, its input sharded along
-    tokens, its weight along N. Programs begin with the rows that are here, while the peers' rows arrive.
+    tokens, its weight along N. The product begins with the rows that are here, while the peers' rows arrive.
 
     Dimensions: M rows (tokens) of all ranks, K inner, N columns of all ranks, R ranks.
 
@@ -84,7 +84,8 @@ def all_gather_gemm(
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         return_gathered: whether to return the gathered x too. It is a constant to autograd: gradients reach x through the product.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to be
+        impl: ``"fused"``, ``"split"`` (``torch.mm`` for each rank's rows once copy engines have brought them; not float8, and no
+            other ``out_dtype``), ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 
@@ -110,7 +111,7 @@ def all_gather_gemm(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al. (arXiv:2205.05198) for sequence
     parallelism.
     """
-    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, AllGatherGemmConfig)
+    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, AllGatherGemmConfig, IMPLS)
     validate_list(OPERATOR, "splits", splits)
     y, gathered = torch.ops.interlace.all_gather_gemm(
         x,

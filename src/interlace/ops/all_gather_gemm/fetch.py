@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -9,8 +10,7 @@ import torch
 
 from interlace.comm import Group, copies
 from interlace.comm.group import Workspace
-from interlace.comm.kernels import Launch
-from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
+from interlace.ops.all_gather_gemm.config import OPERATOR
 from interlace.products import record
 from interlace.products.launch import row_stride
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
@@ -34,35 +34,61 @@ def workspace_for(group: Group, splits: Sequence[int], whole: torch.Tensor) -> W
     return group.workspace(OPERATOR, ceil_div(nbytes, 2), record.HEADER + group.world_size)
 
 
-def run_beside(
-    group: Group, operands: Operands, splits: Sequence[int], gather: bool, whole: torch.Tensor, config: AllGatherGemmConfig,
-    mark: int, product: Launch,
-) -> None:  # fmt: skip
-    """Run ``product`` while the peers' rows are fetched into ``whole``; with ``gather``, this rank's are copied there too."""
+@dataclasses.dataclass(frozen=True)
+class Fetching:
+    """Copies that have been enqueued beside the current stream.
+
+    Attributes:
+        notes: int32 ``[2]``: this call's epoch; its stamp once every peer's rows may be fetched, and no call's if one did not come.
+        arrived: by rank: behind the copy of its rows, for :func:`interlace.comm.copies.wait_for`.
+        first: they were given priority.
+    """
+
+    notes: torch.Tensor
+    arrived: list[torch.cuda.Event | None]
+    first: bool
+
+
+def begin(
+    group: Group, operands: Operands, splits: Sequence[int], whole: torch.Tensor, mark: int,
+    *, gather: bool, first: bool, signal: bool,
+) -> Fetching:  # fmt: skip
+    """Enqueue, beside what the current stream gets next, what brings the peers' rows into ``whole``. End with :func:`end`.
+
+    Args:
+        gather: copy this rank's own rows there, too.
+        first: let staging this rank's rows have processors before the current stream's launches.
+        signal: set the product's signals behind each rank's rows.
+    """
     from interlace.ops.all_gather_gemm import kernel
 
     x, ranks = operands.x, group.world_size
     workspace = workspace_for(group, splits, whole)
     context, signals = group.context(OPERATOR), workspace.signals.address
     offset, align = scale_offset([max(splits), whole.shape[1]], x.dtype), ALIGNMENT_BYTES // x.dtype.itemsize
-    notes = torch.empty(2, dtype=torch.int32, device=group.device)
-    first = bool(config.stage_first)
+    fetching = Fetching(torch.empty(2, dtype=torch.int32, device=group.device), [None] * ranks, first)
     with copies.beside(group, first=first):
         kernel.stage_rows[(2 if group.backend == "cpu" else _STAGERS,)](
-            x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, notes, mark, len(x),
-            operands.inner, row_stride(x), 0 if operands.x_scale is None or operands.x_scale.numel() == 1 else 1,
+            x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, fetching.notes, mark,
+            len(x), operands.inner, row_stride(x), 0 if operands.x_scale is None or operands.x_scale.numel() == 1 else 1,
             whole.shape[1] // align, WORLD_SIZE=ranks, INNER_ALIGN=align, ROWS=4, COLS=1024,
         )  # fmt: skip
-        kernel.admit_copies[(1,)](signals, context, notes, mark, WORLD_SIZE=ranks, num_warps=1)
-        for step in range(0 if gather else 1, ranks):
-            _fetch(group, workspace, whole, notes, offset, splits, (group.rank + step) % ranks)
-        kernel.release_rows[(1,)](signals, context, notes, WORLD_SIZE=ranks, num_warps=1)
-    product()
-    copies.join(group, first=first)
+        for step in range(1, ranks + gather):  # this rank's own rows last: no product waits for them
+            source = (group.rank + step) % ranks
+            _fetch(group, workspace, whole, fetching.notes, offset, splits, source, signal)
+            fetching.arrived[source] = copies.so_far(group)
+        kernel.release_rows[(1,)](signals, context, fetching.notes, WORLD_SIZE=ranks, num_warps=1)
+    return fetching
+
+
+def end(group: Group, fetching: Fetching) -> None:
+    """Let the current stream go on once all copies are done and the peers know it."""
+    copies.join(group, first=fetching.first)
 
 
 def _fetch(
-    group: Group, workspace: Workspace, whole: torch.Tensor, notes: torch.Tensor, offset: int, splits: Sequence[int], peer: int
+    group: Group, workspace: Workspace, whole: torch.Tensor, notes: torch.Tensor, offset: int, splits: Sequence[int], peer: int,
+    signal: bool,
 ) -> None:  # fmt: skip
     """Copy ``peer``'s rows, then the stamp that says so."""
     rows, first, row_bytes = splits[peer], sum(splits[:peer]), whole.shape[1] * whole.dtype.itemsize
@@ -73,5 +99,6 @@ def _fetch(
         scales = whole.data_ptr() + scale_offset(whole.shape, whole.dtype)
         copies.fetch(group, scales + 4 * first, there + offset, 4 * rows, peer)
     copies.fetch(group, whole.data_ptr() + first * row_bytes, there, rows * row_bytes, peer)
-    signal = workspace.signals.address + group.rank * group.stride + 4 * (record.HEADER + peer)
-    copies.fetch(group, signal, notes.data_ptr() + 4, 4, group.rank)
+    if signal and peer != group.rank:
+        flag = workspace.signals.address + group.rank * group.stride + 4 * (record.HEADER + peer)
+        copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)

@@ -113,7 +113,7 @@ def all_gather_gemm(
     il.advance_epoch(epochs, epoch)
 
 
-# Three small launches around the copies
+# Small launches around the copies
 
 
 @triton.jit(
@@ -127,9 +127,11 @@ def stage_rows(
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
     Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE + peer]``), copy, and set this
-    rank's signal at every peer. Writes this call's epoch to ``notes``, for the launches that follow.
+    rank's signal at every peer. The last program then waits for every peer's signal: copies follow on the same stream. ``notes``,
+    for what follows: this call's epoch; its stamp, or what no call waits for if a peer's rows have not come.
 
-    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, and sets 3 on rank 0.
+    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, sets 3 on rank 0, and ends once
+    rank 0 has set 3 here.
     """
     program = tl.program_id(0)
     epoch = il.next_epoch(epochs)
@@ -141,6 +143,7 @@ def stage_rows(
     K_padded = inner_groups * INNER_ALIGN
     if program == 0:
         tl.store(notes, epoch)
+        tl.store(notes + 1, 0)
     if il.wait(flags + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others):
         target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
         lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -157,23 +160,11 @@ def stage_rows(
                 tl.store(scales + first + lines, scale, mask=first + lines < rows)
         counter = il.peer_pointer(flags + _COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):
-            il.signal(flags + me + tl.zeros_like(peers), il.mark(epoch, call), peers, group, others)
+            stamp = il.mark(epoch, call)
+            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+            arrived = il.wait(flags + peers, stamp, peers, 0, group, others)
+            tl.store(notes + 1, stamp * arrived.to(tl.int32))
     il.advance_epoch(epochs, epoch)
-
-
-@triton.jit(do_not_specialize=["signals", "call"])
-def admit_copies(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
-    """Wait until every peer has staged its rows; the copies follow on the same stream.
-
-    Writes to ``notes[1]`` what is copied to the product's signals behind the rows: this call's stamp, or what no call waits for
-    if a peer's rows have not come.
-    """
-    stamp = il.mark(tl.load(notes), call)
-    group = il.join(ctx)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != il.rank(group))
-    arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, others)
-    tl.store(notes + 1, stamp * arrived.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["signals"])
@@ -184,3 +175,21 @@ def release_rows(signals, ctx, notes, WORLD_SIZE: tl.constexpr):
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     il.signal(il.pointer(signals, tl.int32) + _DONE + me + tl.zeros_like(peers), tl.load(notes), peers, group, others)
+
+
+@triton.jit(do_not_specialize=["call", "blocks", "cells"])
+def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
+    """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes NaN.
+
+    Protocol: :func:`stage_rows` has written this call's stamp to ``notes`` if all came. Advances the epochs of :func:`all_gather_gemm`,
+    which takes turns with this.
+
+    Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is NaN everywhere.
+    """
+    epoch = il.next_epoch(epochs)
+    if tl.load(notes + 1) != il.mark(epoch, call):
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+            nothing = tl.full([BLOCK], float("nan"), tl.float32)
+            tl.store(y + place, nothing.to(y.dtype.element_ty), mask=place < cells)
+    il.advance_epoch(epochs, epoch)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from interlace.comm import Group, process_group_named
+from interlace.comm import Group, copies, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
@@ -16,10 +17,14 @@ from interlace.errors import ArgumentError
 from interlace.ops.all_gather_gemm import fetch, reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.fetch import scale_offset
-from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
-from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.products.outputs import multiply_into
 from interlace.products.splits import check_sum
+from interlace.units import ceil_div
+
+_SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
 
 
 def choose(**call: Any) -> Choice[AllGatherGemmConfig]:
@@ -52,8 +57,12 @@ def run(
         )
     choice = choose(**operands.sizes(sum(rows)), world_size=group.world_size)
     chosen = AllGatherGemmConfig.parse(config) if config else choice.config
-    if operands.columns and sum(rows) and (choice.impl if impl == "auto" else impl) == "fused":
-        return _fused(operands.for_kernel(), rows, gather, group, chosen, mark)
+    how = resolve(OPERATOR, impl, choice, operands, even=True)
+    if operands.columns and sum(rows):
+        if how == "fused":
+            return _fused(operands.for_kernel(), rows, gather, group, chosen, mark)
+        if how == "split":
+            return _split(operands, rows, gather, group, mark)
     group.check()
     y, gathered = reference.all_gather_gemm(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
@@ -70,21 +79,66 @@ def _fused(
     """``[M, N]`` by one kernel, and the gathered x ``[M, K]`` if asked for, else ``[0, K]``."""
     x = operands.x
     y = x.new_empty([sum(splits), padded_columns(operands.columns, operands.out_dtype)], dtype=operands.out_dtype)
-    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
-    raw = x.new_empty(scale_offset(shape, x.dtype) + 4 * shape[0], dtype=torch.uint8)
-    whole = view_as(raw, shape, x.dtype)
+    whole = _gathered(operands, splits)
     launch = prepare(group, operands, splits, y, whole, config, mark)
     with group.running():
         if group.world_size == 1:
             launch()
         else:
-            fetch.run_beside(group, operands, splits, gather, whole, config, mark, launch)
-    y = y[:, : operands.columns].contiguous()
-    if not gather:
-        return y, x.new_empty([0, operands.inner])
+            fetching = fetch.begin(
+                group, operands, splits, whole, mark, gather=gather, first=bool(config.stage_first), signal=True
+            )  # fmt: skip
+            launch()
+            fetch.end(group, fetching)
+    return y[:, : operands.columns].contiguous(), _result(operands, whole, gather, group)
+
+
+def _split(
+    operands: Operands, splits: list[int], gather: bool, group: Group, mark: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same by cuBLAS, a product for each rank's rows once they have come, this rank's own first."""
+    if contiguous_dimension(operands.x) != 1:
+        operands = dataclasses.replace(operands, x=operands.x.contiguous())
+    y = operands.x.new_empty([sum(splits), operands.columns])
+    parts, whole = y.split(splits), _gathered(operands, splits)
     if group.world_size == 1:
-        return y, x.clone(memory_format=torch.contiguous_format)
-    return y, whole[:, : operands.inner].contiguous()
+        multiply_into(parts[0], operands.x, operands.w, operands.bias)
+        return y, _result(operands, whole, gather, group)
+    require(group.backend)
+    from interlace.ops.all_gather_gemm import kernel
+
+    arriving = whole[:, : operands.inner].split(splits)
+    with group.running():
+        # First: cuBLAS would leave staging no processor, and peers wait for it.
+        fetching = fetch.begin(group, operands, splits, whole, mark, gather=gather, first=True, signal=False)
+        multiply_into(parts[group.rank], operands.x, operands.w, operands.bias)
+        for step in range(1, group.world_size):
+            source = (group.rank + step) % group.world_size
+            copies.wait_for(group, fetching.arrived[source])
+            multiply_into(parts[source], arriving[source], operands.w, operands.bias)
+        workspace = fetch.workspace_for(group, splits, whole)
+        blocks = ceil_div(y.numel(), _SETTLED)
+        kernel.settle_products[(2 if group.backend == "cpu" else min(blocks, _SETTLERS),)](
+            y, workspace.epochs, fetching.notes, mark, blocks, y.numel(), BLOCK=_SETTLED
+        )  # fmt: skip
+        fetch.end(group, fetching)
+    return y, _result(operands, whole, gather, group)
+
+
+def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
+    """Memory for all ranks' rows, ``[M, padded K]``, scales behind it."""
+    x = operands.x
+    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
+    return view_as(x.new_empty(scale_offset(shape, x.dtype) + 4 * shape[0], dtype=torch.uint8), shape, x.dtype)
+
+
+def _result(operands: Operands, whole: torch.Tensor, gather: bool, group: Group) -> torch.Tensor:
+    """The gathered x as callers get it: ``[M, K]``, or no rows unless it was asked for."""
+    if not gather:
+        return operands.x.new_empty([0, operands.inner])
+    if group.world_size == 1:
+        return operands.x.clone(memory_format=torch.contiguous_format)
+    return whole[:, : operands.inner].contiguous()
 
 
 def prepare(
@@ -127,5 +181,5 @@ def prepare(
     constants = options(operands, config, group, descriptors) | {"TILES": tiles, "ALIGN": align, "INNER_ALIGN": inner_align}
     multipliers = programs(group, config)
     if ranks > 1 and group.backend == "cuda":
-        multipliers = max(multipliers - 1, 1)  # the launches around the copies need a processor while this one waits for them
+        multipliers = max(multipliers - 1, 1)  # who tells peers that their rows were fetched needs a processor while this one waits
     return Launch(kernel.all_gather_gemm, (multipliers,), arguments, constants, (operands, y, whole))

@@ -54,7 +54,7 @@ def _fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
-    ctx.impl = impl if impl in ("fused", "unfused") else "auto"  # an all-gather has no output that could carry itself
+    ctx.impl = "auto" if impl in ("mapped", "triggered") else impl  # an all-gather has no output that could carry itself
     ctx.splits = balanced(x.shape[0], place(ctx.group_name)[1]) if splits is None else splits
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)

@@ -141,8 +141,11 @@ def _one_connection() -> Any:
         out.exchange()
     interlace.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        _fill(out, 0, 8 * dist.get_world_size())
-        return error_of(out.exchange)[0]
+        refused = error_of(_fill, out, 0, 8 * dist.get_world_size())[0]
+    _fill(out, 7, 8 * dist.get_world_size())  # as if nothing had been
+    out.exchange()
+    interlace.synchronize()
+    return refused
 
 
 def test_with_one_connection(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +165,8 @@ def _miscounted(counted: int) -> Any:
     _fill(out, 0, rows)
     if rank == 0:
         out.counters[1] += counted - 8
-    out.exchange()
     start = time.monotonic()
-    error = error_of(interlace.synchronize)
+    error = error_of(out.exchange) or error_of(interlace.synchronize)
     return error[:2], time.monotonic() - start
 
 

@@ -7,11 +7,28 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 
+from tests import compilers as compiling
 from tests.pool import Pool
 
 # Examples run in other processes and take a while; the same ones every time.
 hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True, database=None, max_examples=25)
 hypothesis.settings.load_profile("interlace")
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[compiling.Compiler]]:
+    """Processes that compile every kernel."""
+    started = compiling.start(tmp_path_factory.mktemp("compilers"))
+    yield started
+    for each in started:
+        each.end()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
+    """Start the compilers before the first test: they take a minute, and the other tests leave enough time."""
+    if any("compilers" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+        request.getfixturevalue("compilers")
 
 
 @pytest.fixture(scope="session")

@@ -340,6 +340,11 @@ def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     assert one.measured_ns["product"] < one.corrected_ns("t3-mca") < one.measured_ns["fused"] < one.measured_ns["unfused"]
     assert one.software_ns == one.measured_ns["fused"]
     assert one.gain == pytest.approx(one.software_ns / one.corrected_ns("t3-mca"))
+    document = json.loads((tmp_path / "bench.json").read_text())
+    document["results"][0]["auto"] = "mapped"
+    document["results"][0]["times"]["mapped"] = {"median_us": 210.0}
+    (tmp_path / "mapped.json").write_text(json.dumps(document))
+    assert compare(machine, [tmp_path / "mapped.json"])[0][0].software_ns == 210_000
     (tmp_path / "empty.json").write_text('{"results": []}')
     with pytest.raises(ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"):
         compare(machine, [tmp_path / "empty.json"])

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import interlace
+from interlace.errors import PeerTimeoutError
 from tests.products.calls import IMPLS, Call, check_all, check_gradients, compiled, differentiate, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
+
+AT_ONCE = {operator: ["fused", "split"] if operator == "all_gather_gemm" else ["fused"] for operator in IMPLS}
+"""Implementations with protocols of their own; tests of triggered transfers and mapped outputs have the others."""
 
 # Columns, inner, dtype, bias, given splits, what w is contiguous along. Even, odd, and larger than a tile.
 KINDS = [
@@ -70,3 +77,85 @@ def test_compiles_into_one_graph(world_size: int, operator: str) -> None:
         call = dataclasses.replace(_calls(operator, world_size)[0], impl=impl)
         for eager, graph in interlace.launch(_compile, world_size, call, backend="cuda", timeout_s=200):
             torch.testing.assert_close(graph, eager)
+
+
+def _long_run(calls: list[Call], turns: int) -> int:
+    """Calls in turn, ranks held up at random; elements that differ from the first result."""
+    ready = [(call, call.placed()) for call in calls]
+    expected = [call.make(**tensors) for call, tensors in ready]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for turn in range(turns):
+        if torch.rand((), generator=generator) < 0.2:
+            torch.cuda._sleep(int(torch.randint(0, 1_000_000, (), generator=generator)))
+        for (call, tensors), wanted in zip(ready, expected, strict=True):
+            y = call.make(**tensors)
+            wrong += (y != wanted).sum()
+            if turn % 2:
+                del y
+    interlace.synchronize()
+    return int(wrong)
+
+
+def test_many_calls_with_late_ranks(world_size: int, operator: str) -> None:
+    """Shapes, grids and implementations in turn: a stale slot, signal, epoch or ticket shows here."""
+    rows = 128 * world_size
+    for impl in AT_ONCE[operator]:
+        calls = [
+            Call(operator, rows, 512, 256, "bfloat16", True, impl=impl, seed=1),
+            Call(operator, 2 * world_size, 130, 520, "float16", impl="fused", seed=2),
+            Call(operator, 8 * rows, 256, 512, "bfloat16", impl=impl, seed=3),
+        ]
+        assert interlace.launch(_long_run, world_size, calls, 400, backend="cuda", timeout_s=120) == [0] * world_size
+
+
+def _replay(call: Call) -> list[bool]:
+    """A captured call, replayed back to back on its x and on another, between ordinary calls."""
+    tensors = call.placed()
+    xs = [tensors["x"].clone(), -2 * tensors["x"], tensors["x"] + 1]
+    expected = [call.make(**{**tensors, "x": x}) for x in xs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call.make(**tensors)
+    same = []
+    for turn in range(12):
+        if (turn + dist.get_rank()) % 3 == 0:
+            torch.cuda._sleep(300_000)
+        tensors["x"].copy_(xs[turn % 3])
+        graph.replay()
+        found = y.clone()
+        again = call.make(**tensors)
+        same += [torch.equal(found, expected[turn % 3]), torch.equal(again, expected[turn % 3])]
+    interlace.synchronize()
+    return same
+
+
+def test_graphs(world_size: int, operator: str) -> None:
+    for impl in AT_ONCE[operator]:
+        call = Call(operator, 128 * world_size, 512, 256, "bfloat16", True, impl=impl)
+        assert all(all(same) for same in interlace.launch(_replay, world_size, call, backend="cuda", timeout_s=60))
+
+
+def _absent_peer(call: Call) -> Any:
+    tensors = call.placed()
+    call.make(**tensors)
+    interlace.synchronize()
+    interlace.set_deadline(1.0)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    start = time.monotonic()
+    y = call.make(**tensors)
+    try:
+        interlace.synchronize()
+    except PeerTimeoutError as error:
+        outcome = error.peer, bool(y.isnan().any()), time.monotonic() - start < 10
+    dist.barrier()
+    return outcome
+
+
+def test_a_peer_that_never_calls(world_size: int, operator: str) -> None:
+    """What needs the peer is NaN, the error names it, and the GPU is free again."""
+    for impl in AT_ONCE[operator]:
+        call = Call(operator, 256, 512, 256, "bfloat16", impl=impl)
+        assert interlace.launch(_absent_peer, 2, call, backend="cuda", timeout_s=60)[0] == (1, True, True)

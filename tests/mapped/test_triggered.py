@@ -193,6 +193,32 @@ def test_a_kernel_that_never_comes(ranks: Any) -> None:
     assert ranks(2).run(_kernel_that_never_comes) == [(True, False)] * 2
 
 
+def _failing_once(settings: dict[str, Any]) -> tuple[bool, list[list[float]]]:
+    """A producer that raises after it has sent or counted half of its parts: that call fails, and the next one is right."""
+    rank, failures = dist.get_rank(), [ZeroDivisionError()]
+
+    def produce(*, out: torch.Tensor, send: Any = None, counters: Any = None) -> None:
+        for part in range(2):
+            out[part] = 10.0 * rank + part
+            if send is not None:
+                send(part)
+            if counters is not None:
+                counters[part] += 1
+            if failures:
+                raise failures.pop()
+
+    run = interlace.fuse(produce, "all_to_all", shape=(2, 1, 4), dtype=torch.float32, **settings)
+    with pytest.raises(ZeroDivisionError):
+        run()
+    return _copying(), run().flatten(1)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, {"transport": "copy_engine"}, {"transport": "copy_engine", "tiles": 1}])
+def test_a_producer_that_fails(ranks: Any, settings: dict[str, Any]) -> None:
+    outcomes = ranks(2).run(_failing_once, settings)
+    assert outcomes == [(False, [0.0, 10.0]), (False, [1.0, 11.0])]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

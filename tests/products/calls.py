@@ -214,6 +214,7 @@ def opcheck(call: Call, arguments: tuple[Any, ...]) -> dict[str, str]:
 
 def compiled(call: Call) -> list[Any]:
     """On a rank: results and gradients in eager mode, and as one graph with its gradients."""
+    torch._dynamo.reset()  # it counts how often one function was compiled
     operator = getattr(interlace, call.operator)
     options = call.options()
 

@@ -145,6 +145,19 @@ class TransferQueue:
         self._start: torch.cuda.Event | None = None
         self._thread: _CopyThread | None = None
 
+    def require_queues(self) -> None:
+        """Refuse what would hang.
+
+        Raises:
+            BackendError: a CUDA graph is being captured, and one queue leads to the device.
+        """
+        one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        if one and self._group.backend == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
+                "put a wait before the kernel that it is for. Unset it, or call outside a graph."
+            )
+
     def arm(self, owner: object) -> None:
         """Counters are zero from here on, in the order of the current stream; the kernel that counts comes next.
 
@@ -175,17 +188,19 @@ class TransferQueue:
                 self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
         if self._start is None or not self._queue:
             return
-        if torch.cuda.is_current_stream_capturing() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            raise BackendError(
-                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
-                "put a wait before the kernel that it is for. Unset it, or call outside a graph."
-            )
         side = self._group.side_stream(False)
         side.wait_event(self._start)
         for each in self._queue:
             _wait_value(each.counter, each.value, side)
             _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
         self._start = None
+
+    def disarm(self) -> None:
+        """No kernel will count: nothing is transferred."""
+        if self._thread is not None:
+            self._thread.wanted = False
+            self._thread.join()
+        self._start = self._thread = None
 
 
 def supports_triggers(device: torch.device) -> bool:
@@ -214,13 +229,14 @@ class _CopyThread(threading.Thread):
     def __init__(self, queue: Sequence[Triggered], owner: object) -> None:
         super().__init__(name="interlace copies", daemon=True)
         self._queue, self._owner = queue, weakref.ref(owner)
+        self.wanted = True
         self.failure: BaseException | None = None
 
     def run(self) -> None:
         try:
             for each in self._queue:
                 while not self._carry(each):
-                    if self._owner() is None:  # the kernel failed, or never came
+                    if not self.wanted or self._owner() is None:  # the kernel failed, or never came
                         return
                     time.sleep(_LOOK_S)
         except BaseException as error:

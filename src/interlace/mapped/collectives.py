@@ -87,7 +87,11 @@ class Fused:
             counts = self.output.counters.numel() > 0
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         if self.collective != "scatter" or group.rank == self.root:
-            self.producer(*args, **kwargs, out=target)
+            try:
+                self.producer(*args, **kwargs, out=target)
+            except BaseException:  # the next call is another epoch
+                self.output.abandon()
+                raise
         received = self.output.exchange()
         match self.collective:
             case "gather":

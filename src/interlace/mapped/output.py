@@ -159,6 +159,14 @@ class MappedOutput:
         self._half = 1 - self._half
         return received
 
+    def abandon(self) -> None:
+        """Give up the epoch that has begun, if one has: whoever was to write has failed.
+
+        Nothing is exchanged. Peers that exchange wait for this rank until the deadline; where all ranks abandon the epoch, the
+        next one begins as if it had never been.
+        """
+        self._writing = False
+
     def meet(self) -> None:
         """Wait, on the current stream, until every rank's stream is here. Collective."""
         self._meet()

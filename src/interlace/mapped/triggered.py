@@ -122,7 +122,13 @@ class TriggeredTransfers(MappedOutput):
         """The tensor to write in this epoch, and :attr:`counters` at zero; see :meth:`MappedOutput.begin`.
 
         Hand both to a kernel, or to several, on the current stream.
+
+        Raises:
+            BackendError: a CUDA graph is being captured, and might wait before the kernel: ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1.
+            As :meth:`MappedOutput.begin`.
         """
+        for queue in self._queues:
+            queue.require_queues()
         target = super().begin()
         with self.group.running():  # the last epoch's copies, maybe awaited by another stream, read the same memory
             self.counters.zero_()
@@ -152,8 +158,8 @@ class TriggeredTransfers(MappedOutput):
         """End the epoch, and send what was not sent yet; see :meth:`MappedOutput.exchange`. On the stream of the kernels.
 
         Raises:
-            MiscountError: kernels did not count every tile once. On CUDA the next call on the group, or
-                :func:`interlace.synchronize`, raises; peers raise :class:`PeerTimeoutError`.
+            MiscountError: kernels did not count every tile once. On CUDA this call may raise, or the next one on the group, or
+                :func:`interlace.synchronize`; peers raise :class:`PeerTimeoutError`.
             As for :class:`MappedOutput`.
         """
         if self._writing and self._queues:
@@ -166,6 +172,14 @@ class TriggeredTransfers(MappedOutput):
         if self._writing and self.group.world_size > 1:
             join(self.group)
         return super().exchange()
+
+    def abandon(self) -> None:
+        """See :meth:`MappedOutput.abandon`. Parts that were sent have gone; nobody takes them for a result."""
+        if self._writing and self._queues:
+            self._queues[self.half].disarm()
+        elif self._writing and self._sent:
+            join(self.group)
+        super().abandon()
 
     def _settle(self) -> None:
         require(self.group.backend)

@@ -164,21 +164,24 @@ def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
     figure, axes = canvas(96, 74.5)
     label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
-    box(axes, 2, 63.5, 44, 6, "cli\ndoctor   demo   bench   tune   sim", fill=SHADES[3])
-    box(axes, 2, 56, 26, 6, "bench\nfused, unfused, parts, floor", fill=SHADES[3])
-    box(axes, 29, 56, 17, 6, "models\nDLRM, training", fill=SHADES[3])
-    box(axes, 2, 48.5, 16, 6, "nn, optim\nmodules, plans", fill=SHADES[3])
-    box(axes, 19, 48.5, 15, 6, "compile\nfuses unasked", fill=SHADES[3])
-    box(axes, 35, 48.5, 11, 6, "data\nclick logs", fill=SHADES[3])
-    box(axes, 2, 41, 26, 6, "ops\none folder per operator", fill=SHADES[0], bold=True)
-    box(axes, 29, 41, 17, 6, "sim\nmany nodes; no torch", fill=SHADES[1])
-    box(axes, 2, 33.5, 44, 6, "products\nmatrix products and their tiles", fill=SHADES[0])
-    box(axes, 2, 26, 44, 6, "mapped\noutputs on peers, and copies to them", fill=SHADES[0])
-    box(axes, 2, 18.5, 26, 6, "language\nTriton primitives", fill=SHADES[0])
-    box(axes, 29, 18.5, 17, 6, "tuning\nshape → config", fill=SHADES[0])
-    box(axes, 2, 11, 26, 6, "comm\ngroups, memory, launch", fill=SHADES[2])
-    box(axes, 29, 11, 17, 6, "costs\npure Python", fill=SHADES[1])
-    box(axes, 2, 3.5, 44, 6, "units   errors", fill=PALE)
+    layers = (
+        ((44, "cli\ndoctor   demo   bench   tune   sim", SHADES[3]),),
+        ((26, "bench\nfused, unfused, parts, floor", SHADES[3]), (17, "models\nDLRM, training", SHADES[3])),
+        ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses unasked", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
+        ((44, "optim\nupdates applied in the backward pass", SHADES[3]),),
+        ((26, "ops\none folder per operator", SHADES[0]), (17, "sim\nmany nodes; no torch", SHADES[1])),
+        ((44, "products\nmatrix products and their tiles", SHADES[0]),),
+        ((44, "mapped\noutputs on peers, and copies to them", SHADES[0]),),
+        ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nshape → config", SHADES[0])),
+        ((44, "comm\ngroups, memory, launch", SHADES[2]),),
+        ((44, "costs\npure Python", SHADES[1]),),
+        ((21.5, "units", PALE), (21.5, "errors", PALE)),
+    )
+    for row, parts in enumerate(layers):
+        x = 2.0
+        for width, text, fill in parts:
+            box(axes, x, 64.5 - 6.2 * row, width, 5, text, fill=fill, bold=text.startswith("ops"))
+            x += width + 1
 
     label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (
@@ -293,7 +296,12 @@ def mixture_of_experts() -> None:
         _rows(axes, 86, top - 2, [(shade, f"y{i}") for i in range(3)])
         arrow(axes, (71.5, top - 6), (85.5, top - 6), color=SUM)
         label(axes, 78.5, top - 4.6, "weighted sum", ha="center", size=7.5, color=GREY)
-    for start, end in (((17.5, 47.6), (28.5, 50.0)), ((17.5, 46.4), (28.5, 24.0)), ((17.5, 20.4), (28.5, 47.0)), ((17.5, 19.6), (28.5, 19.5))):
+    for start, end in (
+        ((17.5, 47.6), (28.5, 50.0)),
+        ((17.5, 46.4), (28.5, 24.0)),
+        ((17.5, 20.4), (28.5, 47.0)),
+        ((17.5, 19.6), (28.5, 19.5)),
+    ):
         arrow(axes, start, end, color=SEND)
     # One tile of expert 2's rows, from both ranks.
     axes.add_patch(Rectangle((28.6, 17.3), 13.8, 8.8, fill=False, edgecolor=INK, linewidth=1.3))
@@ -329,15 +337,29 @@ def mapped_output() -> None:
             label(axes, 48 + 13 * source, y + 3.8, f"from rank {source}", ha="center", size=8)
         place = 35.0 - 8.6 * ((2, 3, 0, 1).index(rank))
         arrow(axes, (21.5, place + 3.8), (41.3, y + 3.8), color=RANKS[rank])
-    label(axes, 2, 5.2, "Ordinary stores. The kernel knows nothing of it: page tables say whose memory a page of its output is (2 MiB pages on a GPU,", size=8.5)
-    label(axes, 2, 2.8, "4 KiB on the CPU). exchange() then waits until all ranks have written; a second set of slots takes the next epoch's stores.", size=8.5)
+    label(
+        axes,
+        2,
+        5.2,
+        "Ordinary stores. The kernel knows nothing of it: page tables say whose memory a page of its output is (2 MiB pages on a GPU,",
+        size=8.5,
+    )
+    label(
+        axes,
+        2,
+        2.8,
+        "4 KiB on the CPU). exchange() then waits until all ranks have written; a second set of slots takes the next epoch's stores.",
+        size=8.5,
+    )
     save(figure, "mapped-output")
 
 
 def triggered_transfers() -> None:
     """One rank of four over time: parts of its product, their counters, the copies that follow, and what is left at the end."""
     figure, axes = canvas(104, 44)
-    label(axes, 2, 41.5, "Triggered transfers on rank 0: each part leaves when it is complete, by a copy engine", bold=True, size=10)
+    label(
+        axes, 2, 41.5, "Triggered transfers on rank 0: each part leaves when it is complete, by a copy engine", bold=True, size=10
+    )
     left, width, copied = 16.0, 17.0, 14.5
     for x, y, text in ((15, 34.6, "processors"), (15, 25.0, "counters"), (15, 15.4, "copy engine")):
         label(axes, x, y, text, ha="right", color=GREY)

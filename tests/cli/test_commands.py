@@ -42,6 +42,24 @@ for module in ("torch", "triton", "matplotlib", "numpy"):
         assert command in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        (("bench", "gemv_all_reduce"), "seven"),
+        (("bench", "mixture_of_experts"), "two"),
+        (("tune", "gemm_all_reduce"), "eight"),
+        (("sim", "dlrm"), "the machine's"),
+        (("sim", "validate"), "those of the package"),
+    ],
+)
+def test_help_shows_defaults_in_words(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], default: str) -> None:
+    """In brackets, which are markup unless they are escaped."""
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run(*command, "--help")
+    assert done.exit_code == 0, done.output
+    assert f" [default: {default}]" in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
+
+
 def test_module_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "interlace", "--version"], check=True, capture_output=True, text=True)
     assert done.stdout == f"interlace {interlace.__version__}\n"

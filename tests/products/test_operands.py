@@ -1,5 +1,6 @@
 """What all operators around a product refuse, with its message; what they make of odd layouts; their configurations."""
 
+import importlib
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import interlace
 from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
+from interlace.products.choice import Choice
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 
 OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
@@ -159,3 +161,73 @@ def test_explain_names_the_choice(operator):
     assert "because" in text
     with pytest.raises(ArgumentError, match="same last dimension"):
         interlace.explain(operator, _t(2, 7), _t(5, 8))
+
+
+EVEN = "rows that are split evenly"
+SAME = "a result of the dtype of x"
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows", "options", "unmet"),
+    [
+        *((operator, 4, {}, "") for operator in OPERATORS),
+        ("gemm_reduce_scatter", 4, {"bias": _t(5)}, "no bias"),
+        ("gemm_reduce_scatter", 4, {"out_dtype": bf16}, SAME),
+        ("gemm_reduce_scatter", 4, {"splits": [1, 3]}, EVEN),
+        ("gemm_reduce_scatter", 4, {"splits": [2, 2]}, ""),
+        ("gemm_reduce_scatter", 5, {"bias": _t(5, dtype=bf16), "out_dtype": bf16}, f"{EVEN} and {SAME} and no bias"),
+        ("gemm_all_reduce", 5, {}, EVEN),
+        ("gemm_all_reduce", 4, {"out_dtype": f32}, ""),
+        ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [2, 2]}, ""),
+        ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [3, 1]}, EVEN),
+        ("gemm_all_to_all", 4, {"input_splits": [1, 3], "output_splits": [2, 2]}, EVEN),
+        ("all_gather_gemm", 4, {"splits": [4, 9]}, ""),
+    ],
+)  # fmt: skip
+def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, options, unmet):
+    """Two ranks, and a table that says mapped: ``resolve`` decides, as it does for a call."""
+    launch = importlib.import_module(f"interlace.ops.{operator}.launch")
+    asked = []
+
+    def choose(**call):
+        asked.append(call["rows"])
+        return Choice("mapped", None, "measured")
+
+    monkeypatch.setattr(launch, "choose", choose)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    text = interlace.explain(operator, _t(rows, 8), _t(5, 8), **options)
+    expected = f"unfused, because mapped must have {unmet}; measured." if unmet else "mapped, because measured."
+    assert text.endswith(f" on 2 ranks: {expected}")
+    assert asked == [{"all_gather_gemm": sum(options.get("splits", [rows, rows]))}.get(operator, rows)]
+
+
+@pytest.mark.parametrize("options", [{"bias": _t(5)}, {"out_dtype": bf16}, {}])
+@pytest.mark.parametrize("operator", ["gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"])
+def test_a_call_runs_what_explain_says(monkeypatch, operator, options):
+    """One rank, and a table that says mapped."""
+    launch, ran = importlib.import_module(f"interlace.ops.{operator}.launch"), []
+    config = launch.choose(rows=4, columns=5, inner=8, dtype=f32, device=torch.device("cpu"), world_size=1).config
+    unfused = getattr(launch.reference, operator)
+    monkeypatch.setattr(launch, "choose", lambda **_: Choice("mapped", config, "measured"))
+    monkeypatch.setattr(launch, "run_into_output", lambda how, *_, **__: ran.append(how) or _t(4, 5))
+    monkeypatch.setattr(launch.reference, operator, lambda *a: ran.append("unfused") or unfused(*a))
+    getattr(interlace, operator)(_t(4, 8), _t(5, 8), **options)
+    assert f": {ran[0]}, because" in interlace.explain(operator, _t(4, 8), _t(5, 8), **options)
+    assert ran == ["unfused" if options else "mapped"]
+
+
+@pytest.mark.parametrize(
+    ("operator", "options", "message"),
+    [
+        ("gemm_all_reduce", {"splits": [2]}, "explain: arguments of gemm_all_reduce must be x, w, bias, out_dtype; got splits."),
+        ("gemv_all_reduce", {"out_dtype": bf16}, "explain: arguments of gemv_all_reduce must be x, w, bias; got out_dtype."),
+        ("gemm_reduce_scatter", {"splits": [1]}, "gemm_reduce_scatter: splits must sum to 2, the rows of x; got [1], which is 1."),
+        ("gemm_reduce_scatter", {"bias": _t(4)}, "gemm_reduce_scatter: bias must be [N] with N = 5; got shape [4]."),
+        ("gemm_all_to_all", {"input_splits": [2]}, "gemm_all_to_all: input_splits and output_splits must be given together; "
+            "got input_splits only. Pass output_splits too, or neither for an even split."),
+    ],
+)  # fmt: skip
+def test_explain_refuses_what_the_call_refuses(operator, options, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        interlace.explain(operator, _t(2, 8), _t(5, 8), **options)

@@ -41,7 +41,7 @@ Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by co
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", metavar="NxK", help="Rows and columns of one rank's weight, say 8192x2048; several times. [default: seven]"
+        "--shape", metavar="NxK", help="Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]"
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
@@ -136,7 +136,7 @@ def bench_embedding_all_to_all(
 LayerShapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", metavar="ExHxFxK", help="Experts of all ranks, hidden, FFN and experts a token; several times. [default: two]"
+        "--shape", metavar="ExHxFxK", help="Experts of all ranks, hidden, FFN and experts a token; several times. \\[default: two]"
     ),
 ]
 
@@ -163,7 +163,7 @@ def bench_mixture_of_experts(
 
 ProductShapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", metavar="MxNxK", help="One rank's product, say 8192x8192x2048; several times. [default: eight]"),
+    typer.Option("--shape", metavar="MxNxK", help="One rank's product, say 8192x8192x2048; several times. \\[default: eight]"),
 ]
 _PRODUCTS = {
     "gemm_all_to_all": "GEMM + All-to-All",

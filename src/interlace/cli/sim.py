@@ -18,13 +18,13 @@ reproduce_app = typer.Typer(
 )
 sim_app.add_typer(reproduce_app, name="reproduce")
 
-Nodes = Annotated[int, typer.Option(min=0, help="Nodes of the machine's GPUs. [default: the workload's]", show_default=False)]
+Nodes = Annotated[int, typer.Option(min=0, help="Nodes of the machine's GPUs. \\[default: the workload's]", show_default=False)]
 Machine = Annotated[str, typer.Option(help="A machine preset or YAML file; see `interlace sim presets`.", show_default=False)]
 Model = Annotated[str, typer.Option(help="A model preset or YAML file; see `interlace sim presets`.", show_default=False)]
 Network = Annotated[
     str | None,
     typer.Option(
-        "--topology", help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. [default: the machine's]"
+        "--topology", help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. \\[default: the machine's]"
     ),
 ]
 Fused = Annotated[str, typer.Option(help="Passes with fused operators: none, forward or both.")]
@@ -33,7 +33,7 @@ AllReduce = Annotated[str, typer.Option(help="The AllReduce: ring, direct, halvi
 Slices = Annotated[
     int,
     typer.Option(
-        min=0, help="Slices in which a fused kernel's output for a rank leaves. [default: the workload's]", show_default=False
+        min=0, help="Slices in which a fused kernel's output for a rank leaves. \\[default: the workload's]", show_default=False
     ),
 ]
 Set = Annotated[
@@ -49,11 +49,11 @@ PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Draw the timelines, and bars beside them (FILE-bars).")
 ]
 TraceFile = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes. [default: all processors]", show_default=False)]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes. \\[default: all processors]", show_default=False)]
 CacheFolder = Annotated[
     Path | None,
     typer.Option(
-        "--cache", metavar="FOLDER", help="Where outcomes are remembered. [default: the user's cache]", show_default=False
+        "--cache", metavar="FOLDER", help="Where outcomes are remembered. \\[default: the user's cache]", show_default=False
     ),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")]
@@ -193,7 +193,7 @@ def moe(
 def collective(
     kind: Annotated[str, typer.Argument(help="all_to_all, all_reduce, reduce_scatter or all_gather.")],
     size: Annotated[str, typer.Option(help="Bytes of each rank's whole buffer, say 16MiB.")] = "16MiB",
-    algorithm: Annotated[str | None, typer.Option(help="One algorithm. [default: all of them]")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="One algorithm. \\[default: all of them]")] = None,
     nodes: Nodes = 0,
     machine: Machine = "",
     topology: Network = None,
@@ -351,7 +351,7 @@ def sweep(
 
 @sim_app.command()
 def validate(
-    cases: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded runs. [default: those of the package]")] = None,
+    cases: Annotated[Path | None, typer.Option(metavar="FILE", help="Recorded runs. \\[default: those of the package]")] = None,
     out: OutFolder = Path("interlace-sim-validate"),
     brief: Annotated[bool, typer.Option("--brief", help="Show a summary and what differs, not every case.")] = False,
 ) -> None:
@@ -369,7 +369,7 @@ def calibrate(
     gpus: Annotated[int | None, typer.Option(help="Use collectives of this many GPUs only.")] = None,
     name: Annotated[str, typer.Option(help="The machine's name.")] = "calibrated",
     source: Annotated[
-        str, typer.Option(help="Where the measurements come from. [default: the files' names]", show_default=False)
+        str, typer.Option(help="Where the measurements come from. \\[default: the files' names]", show_default=False)
     ] = "",
 ) -> None:
     """Fit a machine file to measurements, and say how well it predicts points that it has not seen."""

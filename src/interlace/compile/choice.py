@@ -79,6 +79,10 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
     if choice.impl == "mapped" and product.bias is not None:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
+    if choice.impl == "mapped" and rows % ranks:
+        raise LeftAlone(
+            f"{operator} would be faster by a mapped output, whose rows are split evenly; {rows} over {ranks} ranks are not"
+        )
     return str(choice.reason)
 
 

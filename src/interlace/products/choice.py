@@ -104,13 +104,7 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
         ArgumentError: ``impl`` was asked for and cannot run these operands.
     """
     wanted = choice.impl if impl == "auto" else impl
-    if wanted not in tuning.CARRIED:
-        return wanted
-    missing = [] if even else ["rows that are split evenly"]
-    if wanted != "triggered" and operands.out_dtype != operands.x.dtype:
-        missing.append("a result of the dtype of x")
-    if wanted == "mapped" and operands.bias is not None:
-        missing.append("no bias")
+    missing = unmet(wanted, operands, even)
     if not missing:
         return wanted
     if impl == "auto":
@@ -118,6 +112,18 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
     raise ArgumentError(
         f"{operator}: impl={impl!r} must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'."
     )  # fmt: skip
+
+
+def unmet(impl: str, operands: Operands, even: bool) -> list[str]:
+    """What an implementation needs and these operands are not; empty where it can run them."""
+    if impl not in tuning.CARRIED:
+        return []
+    missing = [] if even else ["rows that are split evenly"]
+    if impl != "triggered" and operands.out_dtype != operands.x.dtype:
+        missing.append("a result of the dtype of x")
+    if impl == "mapped" and operands.bias is not None:
+        missing.append("no bias")
+    return missing
 
 
 def group_for(operator: str, group_name: str, operands: Operands) -> Group:

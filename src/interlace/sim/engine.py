@@ -78,21 +78,19 @@ class Server:
         busy_ns: how long it worked in all.
     """
 
-    __slots__ = ("busy_ns", "free_ns", "kind", "name", "served")
+    __slots__ = ("busy_ns", "free_ns", "kind", "name")
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
         self.kind = kind
         self.free_ns = 0
         self.busy_ns = 0
-        self.served = 0
 
     def reserve(self, now_ns: int, duration_ns: int) -> int:
         """Ask at ``now_ns`` for ``duration_ns`` of work; the time at which that work begins."""
         start = self.free_ns if self.free_ns > now_ns else now_ns
         self.free_ns = start + duration_ns
         self.busy_ns += duration_ns
-        self.served += 1
         return start
 
 

@@ -60,9 +60,10 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
     entry = best[1]
     sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
     others = "".join(f"{way} {entry[f'{way}_us']} us, " for way in CARRIED if f"{way}_us" in entry)
+    pair = f" ({entry['unfused']})" if "unfused" in entry else ""
     reason = (
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
-        f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us"
+        f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us{pair}"
     )
     return Entry(str(entry["impl"]), str(entry["config"]), reason)
 

@@ -71,11 +71,16 @@ def test_compute_bound_product() -> None:
     assert part.product_ns == pytest.approx(stages * steps * step_ns, rel=1e-2)
 
 
+def _input_bytes(product: Product) -> int:
+    """Both inputs, fp16."""
+    return 2 * product.depth * (product.rows + product.columns)
+
+
 def test_memory_bound_product() -> None:
     """Inputs once at the DRAM's bandwidth, or all that the 80 tiles load and store at the cache's; computing takes nothing."""
     product = Product("a stage", rows=1024, columns=1280, depth=4096)
     machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14})
-    assert simulate(machine, product, 8, "sequential").parts[0].time_ns == pytest.approx(product.input_bytes / 1000, rel=0.03)
+    assert simulate(machine, product, 8, "sequential").parts[0].time_ns == pytest.approx(_input_bytes(product) / 1000, rel=0.03)
     machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14, "memory.cache_bytes_per_s": 1e12})
     loaded = 80 * 2 * 128 * 4096 * 2
     part = simulate(machine, product, 8, "sequential").parts[0]
@@ -95,10 +100,10 @@ def test_collectives_of_fast_memory() -> None:
 def test_inputs_are_read_once_where_they_fit_and_outputs_may_take_their_place() -> None:
     small_cache = load_t3_machine("t3-paper", {"memory.cache_bytes": 4 << 20})
     product = Product("wide", rows=2048, columns=4096, depth=256)
-    assert product.input_bytes < 4 << 20 < product.output_bytes
+    assert _input_bytes(product) < 4 << 20 < product.output_bytes
     kept, lost = (simulate(small_cache, product, 8, name).moved("product", "read") for name in ("t3", "sequential"))
-    assert kept == product.input_bytes < lost
-    assert simulate(load_t3_machine(), product, 8, "sequential").moved("product", "read") == product.input_bytes
+    assert kept == _input_bytes(product) < lost
+    assert simulate(load_t3_machine(), product, 8, "sequential").moved("product", "read") == _input_bytes(product)
 
 
 # Configurations.
@@ -340,6 +345,11 @@ def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     assert one.measured_ns["product"] < one.corrected_ns("t3-mca") < one.measured_ns["fused"] < one.measured_ns["unfused"]
     assert one.software_ns == one.measured_ns["fused"]
     assert one.gain == pytest.approx(one.software_ns / one.corrected_ns("t3-mca"))
+    document = json.loads((tmp_path / "bench.json").read_text())
+    document["results"][0]["auto"] = "mapped"
+    document["results"][0]["times"]["mapped"] = {"median_us": 210.0}
+    (tmp_path / "mapped.json").write_text(json.dumps(document))
+    assert compare(machine, [tmp_path / "mapped.json"])[0][0].software_ns == 210_000
     (tmp_path / "empty.json").write_text('{"results": []}')
     with pytest.raises(ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"):
         compare(machine, [tmp_path / "empty.json"])

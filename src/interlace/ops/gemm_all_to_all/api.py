@@ -56,8 +56,8 @@ def gemm_all_to_all(
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
             ``"split"`` (``torch.mm`` for each rank's rows, and copy engines that take them; rows split evenly),
             ``"triggered"`` (a kernel that counts its tiles, and copy engines; rows split evenly),
-            ``"unfused"`` (``F.linear``, then ``all_to_all_single``), or ``"auto"``: what was measured to be
-            faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
+            ``"unfused"`` (``F.linear``, then ``all_to_all_single``), or ``"auto"``: which of these was measured to be the fastest;
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 
     Returns:
@@ -80,14 +80,7 @@ def gemm_all_to_all(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
     validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllToAllConfig, IMPLS)
-    for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
-        validate_list(OPERATOR, name, splits)
-    if (input_splits is None) != (output_splits is None):
-        given, missing = ("input", "output") if output_splits is None else ("output", "input")
-        raise ArgumentError(
-            f"{OPERATOR}: input_splits and output_splits must be given together; got {given}_splits only. "
-            f"Pass {missing}_splits too, or neither for an even split."
-        )
+    validate_splits(input_splits, output_splits)
     y: torch.Tensor = torch.ops.interlace.gemm_all_to_all(
         x,
         w,
@@ -102,3 +95,19 @@ def gemm_all_to_all(
         "" if config is None else str(config),
     )
     return y
+
+
+def validate_splits(input_splits: object, output_splits: object) -> None:
+    """Refuse what are no lists of rows, and one list without the other.
+
+    Raises:
+        ArgumentError: as said.
+    """
+    for name, splits in (("input_splits", input_splits), ("output_splits", output_splits)):
+        validate_list(OPERATOR, name, splits)
+    if (input_splits is None) != (output_splits is None):
+        given, missing = ("input", "output") if output_splits is None else ("output", "input")
+        raise ArgumentError(
+            f"{OPERATOR}: input_splits and output_splits must be given together; got {given}_splits only. "
+            f"Pass {missing}_splits too, or neither for an even split."
+        )

@@ -78,6 +78,19 @@ def run_gradient(
     return reference.send_back(grad, input_splits, output_splits, process_group_named(group_name))
 
 
+def check_even(rows: int, ranks: int) -> None:
+    """Refuse rows that cannot be split evenly.
+
+    Raises:
+        ArgumentError: as said.
+    """
+    if rows % ranks:
+        raise ArgumentError(
+            f"{OPERATOR}: rows of x must divide evenly over {ranks} ranks unless splits are given; got {rows}. "
+            f"Pass input_splits and output_splits, or pad x to {balanced(rows, ranks)[0] * ranks} rows."
+        )
+
+
 def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None) -> list[list[int]]:
     """``sent[s][d]``: rows from rank s to rank d, checked.
 
@@ -89,11 +102,7 @@ def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_sp
     """
     ranks = group.world_size
     if input_splits is None or output_splits is None:
-        if rows % ranks:
-            raise ArgumentError(
-                f"{OPERATOR}: rows of x must divide evenly over {ranks} ranks unless splits are given; got {rows}. "
-                f"Pass input_splits and output_splits, or pad x to {balanced(rows, ranks)[0] * ranks} rows."
-            )
+        check_even(rows, ranks)
         return [[rows // ranks] * ranks] * ranks
     answers = group.exchange(f"{OPERATOR} (splits)", [rows, list(input_splits), list(output_splits)])
     for rank, (its_rows, sends, receives) in enumerate(answers):

@@ -53,8 +53,8 @@ def gemm_reduce_scatter(
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
             ``"split"`` (``torch.mm`` for each rank's rows, and copy engines that take them; rows split evenly),
             ``"triggered"`` (a kernel that counts its tiles, and copy engines; rows split evenly),
-            ``"unfused"`` (``F.linear``, then ``reduce_scatter``), or ``"auto"``: what was measured to be
-            faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
+            ``"unfused"`` (``F.linear``, then ``reduce_scatter``), or ``"auto"``: which of these was measured to be the fastest;
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 
     Returns:

@@ -33,8 +33,8 @@ def gemv_all_reduce(
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: what was measured to be faster;
-            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
+        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: which of the two was measured to
+            be faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 
     Returns:

@@ -44,9 +44,10 @@ def mixture_of_experts(
         capacity: rows that an expert takes from each rank at most. Further slots, by token and then by j, are dropped: they add
             nothing to y. None: no limit.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (torch and all-to-all; waits for the device), or ``"auto"``: what was measured to be
-            faster; :func:`interlace.explain` says which and why.
-        config: how the fused kernels cut their work; default: from the tuned table. The same on every rank.
+        impl: ``"fused"``, ``"unfused"`` (torch and all-to-all; waits for the device), or ``"auto"``: the fused kernels, as
+            ``"unfused"`` has not been measured; :func:`interlace.explain` says so.
+        config: how the fused kernels cut their work; default: from the tuned table of this GPU, if ``interlace tune`` has made
+            one. None comes with the package: then it is the default configuration. The same on every rank.
 
     Returns:
         ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in and w_out. Those of w_in and w_out are sums over the tokens

@@ -20,7 +20,7 @@ MAX_TOP_K: Final = 8
 MAX_TOKENS: Final = 1 << 17
 
 # int32 signals of a rank, the same in the forward and the backward pass.
-GRANTED: Final = 0  # [source]: that rank is in this call, its numbers are here, its memory may be written
+GRANTED: Final = 0  # [source]: that rank is in this call, its numbers are here, its memory may be written. Kernels leave it out
 DONE: Final = MAX_RANKS  # [source]: all results of that rank are here
 FINISHED: Final = 2 * MAX_RANKS  # programs that have stored their results; local
 HEADER: Final = 4 * MAX_RANKS
@@ -28,7 +28,7 @@ HEADER: Final = 4 * MAX_RANKS
 SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
 
 # The plan, int32, for R ranks and E experts: three tables [R, E], then a list [E] and a flag.
-COUNTS: Final = 0  # rows of expert e from source s
+COUNTS: Final = 0  # rows of expert e from source s. Kernels leave out the 0
 ARRIVALS: Final = 1  # the row at which they begin where e lives
 RETURNS: Final = 2  # the row at which they begin where s gets its results
 TABLES: Final = 3  # then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0

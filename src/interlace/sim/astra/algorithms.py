@@ -30,7 +30,6 @@ class _Packets:
     messages: int
     window: int
     message_bytes: int
-    final_bytes: int
 
     def __init__(self, npu: Npu, stream: Stream, collective: str, endpoint_ns: int) -> None:
         self.npu, self.stream, self.collective = npu, stream, collective
@@ -109,7 +108,6 @@ class Ring(_Packets):
         self.window = 1
         self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(collective, count - 1)
         self.message_bytes = size if collective == "all_gather" else size // count
-        self.final_bytes = {"all_gather": size * count, "reduce_scatter": size // count}.get(collective, size)
 
     def _round_rest(self) -> int:
         return (len(self.members) - 1) * self.window
@@ -177,7 +175,6 @@ class HalvingDoubling(_Packets):
         self.messages = 2 * self.levels if collective == "all_reduce" else self.levels
         gather = collective == "all_gather"
         self.message_bytes = size if gather else size // 2
-        self.final_bytes = {"all_gather": size * count, "reduce_scatter": size // count}.get(collective, size)
         self._distance = count // 2 if gather else 1
         self._growing = not gather
 
@@ -207,7 +204,6 @@ class Tree:
     def __init__(self, npu: Npu, stream: Stream, links: tuple[int, int, int], size: int, endpoint_ns: int) -> None:
         self.npu, self.stream, self.size, self.endpoint_ns = npu, stream, size, endpoint_ns
         self.parent, self.left, self.right = links
-        self.final_bytes = size
         self._arrived = 0
 
     def start(self) -> None:

@@ -23,8 +23,8 @@ class Comparison:
     """One shape: measured, and on a simulated machine; nanoseconds, without an all-gather.
 
     Attributes:
-        auto: what our operator picks by itself, ``fused`` or ``unfused``.
-        measured_ns: ``unfused``, ``fused``, ``product`` and ``collective``.
+        auto: what our operator picked by itself in that run: ``fused``, ``unfused``, or another implementation.
+        measured_ns: ``unfused``, ``fused``, ``product`` and ``collective``; and ``auto``'s, if that is another one.
         modelled_ns: ``sequential``, ``t3-mca``, ``ideal``, ``product`` and ``collective``.
         floor_ns: the links, or the product at the measured ceilings.
     """
@@ -83,7 +83,9 @@ def _rows(file: Path) -> Sequence[dict[str, Any]]:
         known = [
             row
             for row in rows
-            if row["operator"] in OPERATORS and row["auto"] and {_UNFUSED, _FUSED, _PRODUCT} <= row["times"].keys()
+            if row["operator"] in OPERATORS
+            and {_UNFUSED, _FUSED, _PRODUCT} <= row["times"].keys()
+            and row["auto"] in {"unfused", *row["times"]}
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} must be a document of interlace bench; {type(error).__name__}: {error}.") from error
@@ -97,6 +99,7 @@ def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Compa
     runs = {name: simulate(machine, product, ranks, name, collective) for name in ("sequential", "t3-mca", "ideal")}
     parts = runs["sequential"].parts
     measured = {"unfused": _UNFUSED, "fused": _FUSED, "product": _PRODUCT, "collective": _COLLECTIVE}
+    measured.setdefault(row["auto"], row["auto"])
     return Comparison(
         operator=row["operator"],
         product=product,

@@ -40,10 +40,6 @@ class Product:
         return 2.0 * self.rows * self.columns * self.depth
 
     @property
-    def input_bytes(self) -> int:
-        return ELEMENT_BYTES * self.depth * (self.rows + self.columns)
-
-    @property
     def gathered_bytes(self) -> int:
         """Of the first input."""
         return ELEMENT_BYTES * self.depth * self.rows

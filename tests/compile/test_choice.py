@@ -70,7 +70,7 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     assert ", mapped " in choose("gemm_reduce_scatter", product, 256, 4)
     with pytest.raises(LeftAlone, match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$"):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
-    with pytest.raises(LeftAlone, match=r"^gemm_all_reduce would be faster by a mapped output, .*; 250 over 4 ranks are not$"):
+    with pytest.raises(LeftAlone, match=r"^gemm_all_reduce would be faster by impl='mapped', .*; 250 over 4 ranks are not$"):
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 
 

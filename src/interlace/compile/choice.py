@@ -15,6 +15,7 @@ from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
 from interlace.products.choice import MAX_RANKS
+from interlace.tuning import CARRIED
 
 
 def usable_ranks(group_name: str, device: torch.device) -> int:
@@ -52,7 +53,7 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
 
 
 def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
-    """Why ``operator`` is the faster way to compute this product: its fused kernel, or a mapped output.
+    """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
     Of a batch each product becomes an operator of its own, as was measured: against a pair of its own, where the program has one
@@ -79,9 +80,9 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
     if choice.impl == "mapped" and product.bias is not None:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
-    if choice.impl == "mapped" and rows % ranks:
+    if choice.impl in CARRIED and operator != "all_gather_gemm" and rows % ranks:
         raise LeftAlone(
-            f"{operator} would be faster by a mapped output, whose rows are split evenly; {rows} over {ranks} ranks are not"
+            f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; {rows} over {ranks} ranks are not"
         )
     return str(choice.reason)
 

@@ -195,7 +195,7 @@ def architecture() -> None:
         y = 63 - 8.2 * i
         box(axes, 52, y, 10, 4.2, name, fill=fill, bold=True)
         label(axes, 63.5, y + 2.1, text, size=8.5)
-        arrow(axes, (57, y), (57, y - 4.0), color=GREY)
+        arrow(axes, (57, y), (57, y - 4.0 if name != "language" else 19.3), color=GREY)
     label(axes, 52, 17.7, "the group's memory", size=8.5, color=GREY)
     for r in range(4):
         box(axes, 52 + 9.6 * r, 11.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)

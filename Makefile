@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml
 		$(BIN)/python -m pip install --quiet triton==3.9.0; \
 	fi
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@# Only its schema is used: what it asks for beside that is a notebook server with a hundred packages.
+	$(BIN)/python -m pip install --quiet --no-deps 'mlc-chakra>=1.0'
 	@touch $(STAMP)
 
 demo: setup

@@ -35,8 +35,8 @@ class Compiler:
 
 def start(folder: Path) -> list[Compiler]:
     """Start them all; logs and caches go below ``folder``."""
-    parts = [(target, part, 2 if target == THOROUGH else 1) for target in TARGETS for part in range(2 if target == THOROUGH else 1)]
-    return [_start(folder / f"{target}.{part}", target, part, count) for target, part, count in parts]
+    parts = {target: 2 if target == THOROUGH else 1 for target in TARGETS}
+    return [_start(folder / f"{target}.{part}", target, part, count) for target, count in parts.items() for part in range(count)]
 
 
 def _start(folder: Path, target: str, part: int, parts: int) -> Compiler:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.errors import PeerTimeoutError
+from tests.gpu.absent import call_without
 from tests.products.calls import IMPLS, Call, check_all, check_gradients, compiled, differentiate, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
@@ -136,26 +134,16 @@ def test_graphs(world_size: int, operator: str) -> None:
         assert all(all(same) for same in interlace.launch(_replay, world_size, call, backend="cuda", timeout_s=60))
 
 
-def _absent_peer(call: Call) -> Any:
+def _absent_peer(call: Call) -> tuple[str, int, float, bool] | None:
     tensors = call.placed()
     call.make(**tensors)
-    interlace.synchronize()
-    interlace.set_deadline(1.0)
-    if dist.get_rank() == 1:
-        dist.barrier()
-        return None
-    start = time.monotonic()
-    y = call.make(**tensors)
-    try:
-        interlace.synchronize()
-    except PeerTimeoutError as error:
-        outcome = error.peer, bool(y.isnan().any()), time.monotonic() - start < 10
-    dist.barrier()
-    return outcome
+    return call_without(1, lambda: call.make(**tensors))
 
 
 def test_a_peer_that_never_calls(world_size: int, operator: str) -> None:
     """What needs the peer is NaN, the error names it, and the GPU is free again."""
     for impl in AT_ONCE[operator]:
         call = Call(operator, 256, 512, 256, "bfloat16", impl=impl)
-        assert interlace.launch(_absent_peer, 2, call, backend="cuda", timeout_s=60)[0] == (1, True, True)
+        kind, peer, spoilt, soon = interlace.launch(_absent_peer, 2, call, backend="cuda", timeout_s=60)[0]
+        assert (kind, peer, soon) == ("PeerTimeoutError", 1, True)
+        assert spoilt > 0

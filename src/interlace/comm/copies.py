@@ -168,7 +168,7 @@ class TransferQueue:
             self._thread = _CopyThread(self._queue, owner)
             self._thread.start()
         else:
-            self._start = torch.cuda.current_stream(self._group.device).record_event()
+            self._start = so_far(self._group)
 
     def release(self) -> None:
         """Enqueue the transfers. To be called after the kernel was launched; end with :func:`join`.

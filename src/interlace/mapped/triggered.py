@@ -127,8 +127,8 @@ class TriggeredTransfers(MappedOutput):
             BackendError: a CUDA graph is being captured, and might wait before the kernel: ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1.
             As :meth:`MappedOutput.begin`.
         """
-        for queue in self._queues:
-            queue.require_queues()
+        if self._queues:
+            self._queues[self.half].require_queues()
         target = super().begin()
         with self.group.running():  # the last epoch's copies, maybe awaited by another stream, read the same memory
             self.counters.zero_()

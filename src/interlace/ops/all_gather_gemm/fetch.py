@@ -39,11 +39,13 @@ class Fetching:
     """Copies that have been enqueued beside the current stream.
 
     Attributes:
+        workspace: of the operator.
         notes: int32 ``[2]``: this call's epoch; its stamp once every peer's rows may be fetched, and no call's if one did not come.
         arrived: by rank: behind the copy of its rows, for :func:`interlace.comm.copies.wait_for`.
         first: they were given priority.
     """
 
+    workspace: Workspace
     notes: torch.Tensor
     arrived: list[torch.cuda.Event | None]
     first: bool
@@ -66,7 +68,7 @@ def begin(
     workspace = workspace_for(group, splits, whole)
     context, signals = group.context(OPERATOR), workspace.signals.address
     offset, align = scale_offset([max(splits), whole.shape[1]], x.dtype), ALIGNMENT_BYTES // x.dtype.itemsize
-    fetching = Fetching(torch.empty(2, dtype=torch.int32, device=group.device), [None] * ranks, first)
+    fetching = Fetching(workspace, torch.empty(2, dtype=torch.int32, device=group.device), [None] * ranks, first)
     with copies.beside(group, first=first):
         kernel.stage_rows[(2 if group.backend == "cpu" else _STAGERS,)](
             x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, fetching.notes, mark,

@@ -90,7 +90,7 @@ def _fused(
             )  # fmt: skip
             launch()
             fetch.end(group, fetching)
-    return y[:, : operands.columns].contiguous(), _result(operands, whole, gather, group)
+    return y[:, : operands.columns].contiguous(), _result(operands, whole if group.world_size > 1 else None, gather)
 
 
 def _split(
@@ -100,14 +100,14 @@ def _split(
     if contiguous_dimension(operands.x) != 1:
         operands = dataclasses.replace(operands, x=operands.x.contiguous())
     y = operands.x.new_empty([sum(splits), operands.columns])
-    parts, whole = y.split(splits), _gathered(operands, splits)
     if group.world_size == 1:
-        multiply_into(parts[0], operands.x, operands.w, operands.bias)
-        return y, _result(operands, whole, gather, group)
+        multiply_into(y, operands.x, operands.w, operands.bias)
+        return y, _result(operands, None, gather)
     require(group.backend)
     from interlace.ops.all_gather_gemm import kernel
 
-    arriving = whole[:, : operands.inner].split(splits)
+    whole = _gathered(operands, splits)
+    parts, arriving = y.split(splits), whole[:, : operands.inner].split(splits)
     with group.running():
         # First: cuBLAS would leave staging no processor, and peers wait for it.
         fetching = fetch.begin(group, operands, splits, whole, mark, gather=gather, first=True, signal=False)
@@ -116,13 +116,12 @@ def _split(
             source = (group.rank + step) % group.world_size
             copies.wait_for(group, fetching.arrived[source])
             multiply_into(parts[source], arriving[source], operands.w, operands.bias)
-        workspace = fetch.workspace_for(group, splits, whole)
         blocks = ceil_div(y.numel(), _SETTLED)
         kernel.settle_products[(2 if group.backend == "cpu" else min(blocks, _SETTLERS),)](
-            y, workspace.epochs, fetching.notes, mark, blocks, y.numel(), BLOCK=_SETTLED
+            y, fetching.workspace.epochs, fetching.notes, mark, blocks, y.numel(), BLOCK=_SETTLED
         )  # fmt: skip
         fetch.end(group, fetching)
-    return y, _result(operands, whole, gather, group)
+    return y, _result(operands, whole, gather)
 
 
 def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
@@ -132,11 +131,11 @@ def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
     return view_as(x.new_empty(scale_offset(shape, x.dtype) + 4 * shape[0], dtype=torch.uint8), shape, x.dtype)
 
 
-def _result(operands: Operands, whole: torch.Tensor, gather: bool, group: Group) -> torch.Tensor:
-    """The gathered x as callers get it: ``[M, K]``, or no rows unless it was asked for."""
+def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> torch.Tensor:
+    """The gathered x as callers get it, ``[M, K]``, or no rows unless it was asked for; ``whole`` is None where x is all of it."""
     if not gather:
         return operands.x.new_empty([0, operands.inner])
-    if group.world_size == 1:
+    if whole is None:
         return operands.x.clone(memory_format=torch.contiguous_format)
     return whole[:, : operands.inner].contiguous()
 

@@ -17,6 +17,7 @@ rank stand for all of them (:mod:`interlace.sim.fabric`), and the tests check it
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import math
@@ -52,7 +53,7 @@ Hop = tuple[int, int]
 """Index of a link's class, and of the link in its class."""
 
 
-class Topology:
+class Topology(abc.ABC):
     """A network of ``ranks``.
 
     Attributes:
@@ -112,9 +113,9 @@ class Topology:
     def ranks(self) -> int:
         return math.prod(self.shape)
 
+    @abc.abstractmethod
     def path(self, source: int, destination: int) -> list[Hop]:
         """The links from one rank to another, in order; empty for a rank to itself."""
-        raise NotImplementedError
 
     def paths(self, source: int, destination: int) -> list[list[Hop]]:
         """The ways that a message takes, in equal parts; one, but for ties on a torus that splits them."""
@@ -147,9 +148,9 @@ class Topology:
         """How many ranks share a link of this class; below 1 where a rank has several."""
         return self.ranks / self.classes[index].count
 
+    @abc.abstractmethod
     def injection_bytes_per_s(self) -> float:
         """The most that can leave a rank, through all links that start at it."""
-        raise NotImplementedError
 
     def bisection_bytes_per_s(self) -> float:
         """The least capacity, in one direction, between two halves of the ranks that the topology suggests; inf if none counts."""

@@ -7,6 +7,7 @@ packet. An algorithm is over when it has sent all its messages and all its credi
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ LOCAL_DELAY_NS = 10
 """The endpoint's delay inside a communicator group, whatever ``endpoint-delay`` says."""
 
 
-class _Packets:
+class _Packets(abc.ABC):
     """The rhythm that the ring, direct and halving-doubling algorithms share.
 
     Attributes:
@@ -44,13 +45,13 @@ class _Packets:
         for _ in range(self.window):
             self._insert()
 
+    @abc.abstractmethod
     def _round_rest(self) -> int:
         """Packets of a round after the first ``window``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _next(self) -> tuple[int, int, int]:
         """Receiver, sender and bytes of the next packet; and the step to the one after."""
-        raise NotImplementedError
 
     def _insert(self) -> None:
         if self._plain == 0 and self._rest == 0:

@@ -22,12 +22,15 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
+        "await_partial": lambda: [(_FETCHING | {"index": "i32"}, {"WORLD_SIZE": 4, "num_warps": 1})],
+        "begin_ring": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
+        "finish_ring": _finish_ring,
         "gemm_all_reduce": _products,
         "gemm_all_to_all": _products,
         "gemm_reduce_scatter": _products,
@@ -50,6 +53,13 @@ def _cases(kernel):
 _MEETING = {"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}
 _SETTLING = dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"}
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
+
+
+def _finish_ring():
+    """Two dtypes."""
+    for dtype in ("*bf16", "*fp32"):
+        types = _FETCHING | dict.fromkeys(("y", "last", "summed"), dtype) | dict.fromkeys(("cells", "last_cells"), "i32")
+        yield types, {"WORLD_SIZE": 4, "BLOCK": 4096}
 
 
 def _stage_rows():

@@ -86,8 +86,9 @@ class Call:
         return found
 
     def make(self, group: dist.ProcessGroup | None = None, **more: Any) -> Any:
-        """On a rank: make the call on its device; ``more`` replaces arguments."""
-        arguments = self.placed(group) | self.options(group) | more
+        """On a rank: make the call on its device; ``more`` replaces arguments, all tensors where it has x and w."""
+        tensors = {} if {"x", "w"} <= more.keys() else self.placed(group)  # copies to a GPU cannot be captured in a graph
+        arguments = tensors | self.options(group) | more
         return getattr(interlace, self.operator)(**arguments)
 
     def placed(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:

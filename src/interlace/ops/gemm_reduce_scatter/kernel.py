@@ -57,3 +57,68 @@ def gemm_reduce_scatter(
         if program == programs - 1:
             il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
     il.advance_epoch(epochs, epoch)
+
+
+# Small launches between the products of a ring
+
+
+@triton.jit(do_not_specialize=["signals", "call"])
+def begin_ring(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
+    """Wait until the next rank may be sent to again.
+
+    Protocol: its signal ``[DONE]`` here is the last call's epoch once it has read all that this rank sent it then. ``notes``, for
+    what follows: this call's epoch; its stamp, which partial sums carry, or what no call waits for if something has not come.
+
+    Example: on rank 0 of two the third call finds 2 in the signal that rank 1 sets, and notes 3 and its stamp.
+    """
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    lanes = tl.arange(0, 1)
+    following = (il.rank(group) + 1) % WORLD_SIZE + lanes
+    free = il.wait(il.pointer(signals, tl.int32) + _DONE + following, il.previous_epoch(epoch), following, 0, group, lanes == 0)
+    tl.store(notes, epoch)
+    tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["signals", "call", "index"])
+def await_partial(signals, ctx, notes, call, index, WORLD_SIZE: tl.constexpr):
+    """Wait for one partial sum from the rank before. If it does not come, nothing that this rank sends counts any more.
+
+    Protocol: ``signals[index]`` is this call's stamp once the copy before it has ended.
+
+    Example: rank 2 waits for rank 1, which died; it notes 0, sends that as its own signals, and rank 3 takes nothing for a result.
+    """
+    group = il.join(ctx)
+    lanes = tl.arange(0, 1)
+    before = (il.rank(group) + WORLD_SIZE - 1) % WORLD_SIZE + lanes
+    stamp = il.mark(tl.load(notes), call)
+    if not il.wait(il.pointer(signals, tl.int32) + index + lanes, stamp, before, 0, group, lanes == 0):
+        tl.store(notes + 1, 0)
+
+
+@triton.jit(do_not_specialize=["cells", "last_cells", "signals", "call"])
+def finish_ring(y, last, summed, cells, last_cells, signals, ctx, notes, call, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy ``last``, the end of y, from where it was summed, and tell the rank before that it may send again.
+
+    Where something had not come, all of y becomes NaN.
+
+    Example: y has 10 elements; copy engines took the first 5 from their slot, and the other 5 are copied here.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    group = il.join(ctx)
+    me = il.rank(group)
+    flags = il.pointer(signals, tl.int32)
+    epoch = tl.load(notes)
+    if tl.load(notes + 1) == il.mark(epoch, call):
+        for block in range(program, (last_cells + BLOCK - 1) // BLOCK, programs):
+            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(last + place, tl.load(summed + place, mask=place < last_cells), mask=place < last_cells)
+    else:
+        for block in range(program, (cells + BLOCK - 1) // BLOCK, programs):
+            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(y + place, tl.full([BLOCK], float("nan"), tl.float32).to(y.dtype.element_ty), mask=place < cells)
+    if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+        lanes = tl.arange(0, 1)
+        before = (me + WORLD_SIZE - 1) % WORLD_SIZE + lanes
+        il.signal(flags + _DONE + me + lanes, epoch, before, group, lanes == 0)

@@ -22,15 +22,13 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
-        "await_partial": lambda: [(_FETCHING | {"index": "i32"}, {"WORLD_SIZE": 4, "num_warps": 1})],
-        "begin_ring": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
+        "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
-        "finish_ring": _finish_ring,
         "gemm_all_reduce": _products,
         "gemm_all_to_all": _products,
         "gemm_reduce_scatter": _products,
@@ -39,6 +37,7 @@ def _cases(kernel):
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
         "meet": lambda: [(_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}), (_MEETING, {"WORLD_SIZE": 4, "sound": None})],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
+        "multiply_and_sum": lambda: _products({"PIECES": 2}),
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
         "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
@@ -53,13 +52,6 @@ def _cases(kernel):
 _MEETING = {"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}
 _SETTLING = dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"}
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
-
-
-def _finish_ring():
-    """Two dtypes."""
-    for dtype in ("*bf16", "*fp32"):
-        types = _FETCHING | dict.fromkeys(("y", "last", "summed"), dtype) | dict.fromkeys(("cells", "last_cells"), "i32")
-        yield types, {"WORLD_SIZE": 4, "BLOCK": 4096}
 
 
 def _stage_rows():
@@ -138,9 +130,10 @@ def _products(more=None):
 
     names = ("slot_address", "half_bytes", "outputs", "buffers", "buffer_bytes", "gathered_address", "y_address", "signals")
     sizes = ("call", "taken", "per_source", "most_rows", "own_rows", "M", "N", "row_groups", "inner_groups", "spread_ns")
+    sizes += ("rows", "piece_rows")
     strides = ("x_stride", "w_stride", "x_scale_stride", "w_scale_stride")
     types = {**dict.fromkeys((*names, "scale_offset"), "i64"), **dict.fromkeys((*sizes, *strides, "K"), "i32"), "routes": "*i64"}
-    types |= {"epochs": "*i32", "ctx": "*i64", **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32")}
+    types |= {"epochs": "*i32", "notes": "*i32", "ctx": "*i64", **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32")}
     blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "INTERLEAVE": 8, "ALIGN": 8, "WORLD_SIZE": 4}
     flags = {"OUT": tl.bfloat16, "PRECISION": "ieee", "EVEN": True, "TILES": True, "DESCRIPTORS": True, "W_ALONG_K": True}
     plain = flags | blocks | (more or {})

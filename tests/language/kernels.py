@@ -114,7 +114,8 @@ def four_puts_and_a_signal(
 
 
 @triton.jit
-def next_of_every_program(epochs, out):
+def next_of_every_program(epochs, out, before):
     epoch = il.next_epoch(epochs)
     tl.store(out + tl.program_id(0), epoch)
+    tl.store(before + tl.program_id(0), il.previous_epoch(epoch))
     il.advance_epoch(epochs, epoch)

@@ -252,15 +252,24 @@ def _epochs(start):
     epochs = torch.full((MAX_PROGRAMS,), start, dtype=torch.int32)
     seen = []
     for programs in (3, 1, 5):
-        out = torch.zeros(programs, dtype=torch.int32)
-        kernels.next_of_every_program[(programs,)](epochs, out)
-        seen.append(set(out.tolist()))
+        out = torch.zeros(2, programs, dtype=torch.int32)
+        kernels.next_of_every_program[(programs,)](epochs, out[0], out[1])
+        seen.append([set(numbers) for numbers in out.tolist()])
     return seen, len(epochs.unique())
 
 
-@pytest.mark.parametrize(("start", "expected"), [(1, [1, 2, 3]), ((1 << 24) - 1, [(1 << 24) - 1, (1 << 24) + 2, (1 << 24) + 3])])
-def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, start, expected):
-    """And those whose low 24 bits are zero are left out with their successor, so that parity goes on alternating."""
-    [(seen, distinct)] = ranks(1).run(_epochs, start)
-    assert seen == [{epoch} for epoch in expected]
+_WRAP = 1 << 24
+
+
+@pytest.mark.parametrize(
+    "expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, _WRAP + 1], [_WRAP - 2, _WRAP + 1, _WRAP + 2], [-2, 1, 2]]
+)
+def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
+    """And those whose low 24 bits are zero are left out with the one before, so that parity goes on alternating.
+
+    Each knows the one before it.
+    """
+    [(seen, distinct)] = ranks(1).run(_epochs, expected[0])
+    assert [epochs for epochs, _ in seen] == [{epoch} for epoch in expected]
+    assert [before for _, before in seen[1:]] == [{epoch} for epoch in expected[:2]]
     assert distinct == 1

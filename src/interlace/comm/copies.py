@@ -21,27 +21,28 @@ _LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
 
 
 @contextlib.contextmanager
-def beside(group: Group, *, first: bool = False) -> Iterator[None]:
+def beside(group: Group, *, first: bool = False, lane: int = 0) -> Iterator[None]:
     """What is enqueued within runs beside what the current stream gets later, and after what it got before.
 
-    End with :func:`join`. The CPU backend runs it at once.
+    End with :func:`join` of the same ``first`` and ``lane``. The CPU backend runs it at once.
 
     Args:
-        first: let its launches have processors before the current stream's; for the whole of one ``beside`` and ``join``.
+        first: let its launches have processors before the current stream's.
+        lane: what is in one lane runs in order, beside other lanes.
     """
     if group.backend == "cpu":
         yield
         return
-    side = group.side_stream(first)
+    side = group.side_stream(first, lane)
     side.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(side):
         yield
 
 
-def join(group: Group, *, first: bool = False) -> None:
+def join(group: Group, *, first: bool = False, lane: int = 0) -> None:
     """Let the current stream go on once all that ran :func:`beside` it is done."""
     if group.backend == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
+        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first, lane))
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
@@ -90,8 +91,11 @@ class Transfer:
     peer: int
 
 
-def push(group: Group, transfers: Sequence[Transfer]) -> None:
-    """Copy what the current stream has made so far, beside what it gets next. End with :func:`join`.
+def push(group: Group, transfers: Sequence[Transfer], *, lane: int = 0) -> None:
+    """Copy what the current stream has made so far, one after another, beside what it gets next. End with :func:`join`.
+
+    Args:
+        lane: see :func:`beside`.
 
     Raises:
         BackendError: the driver refuses.
@@ -103,7 +107,7 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
         return
     if not transfers:
         return
-    with beside(group):
+    with beside(group, lane=lane):
         for transfer in transfers:
             _copy(transfer.target, transfer.source, transfer.nbytes, torch.cuda.current_stream(group.device))
 
@@ -188,7 +192,7 @@ class TransferQueue:
                 self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
         if self._start is None or not self._queue:
             return
-        side = self._group.side_stream(False)
+        side = self._group.side_stream(False, 0)
         side.wait_event(self._start)
         for each in self._queue:
             _wait_value(each.counter, each.value, side)

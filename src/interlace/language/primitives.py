@@ -100,8 +100,8 @@ def next_epoch(epochs):
 
 @triton.jit
 def previous_epoch(epoch):
-    """The number of the call before this one; 0 for the first."""
-    return epoch - tl.where(((epoch - 2) & _EPOCH_MASK) == 0, 3, 1)
+    """The number of the call before this one; for the first, one that no signal is behind."""
+    return epoch - tl.where(((epoch - 1) & _EPOCH_MASK) == 0, 3, 1)
 
 
 @triton.jit
@@ -123,10 +123,10 @@ def advance_epoch(epochs, epoch):
 
     The programs of a launch share out all cells, so that a later launch of any grid finds them equal: no atomic, no
     second launch, and no program can see a cell change before it has read its own. Numbers whose low 24 bits are zero are
-    left out, in pairs, so that parity goes on alternating: with a call's mark in the high bits they could equal memory
-    that was never written.
+    left out, for with a call's mark in the high bits they could equal memory that was never written; and those before them, so
+    that parity goes on alternating.
     """
-    following = epoch + tl.where(((epoch + 1) & _EPOCH_MASK) == 0, 3, 1)
+    following = epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)
     programs = tl.num_programs(0)
     for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * _CELLS):
         cells = first + programs * tl.arange(0, _CELLS)

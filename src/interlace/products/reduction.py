@@ -15,6 +15,30 @@ _PART_STAGES = tl.constexpr(3)  # parts in flight
 
 
 @triton.jit
+def add_parts(
+    total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """``total``, a float32 tile of this rank's own rows, and the peers' parts of it, which are here; in rank order.
+
+    Args:
+        slots, parts: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under ``TILES``; else a pointer to
+            rank 0's ``[source, row, column]``.
+    """
+    me = il.rank(group)
+    m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    for each in tl.range(0, WORLD_SIZE - 1, num_stages=_PART_STAGES):
+        source = tl.where(me <= each, each + 1, each)
+        if TILES:  # the addresses of a tile do not fit in registers beside it
+            part = tl.reshape(slots.load([me, half, source, row, column]), total.shape)
+        else:
+            here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
+            part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
+        total += part.to(tl.float32)
+    return total
+
+
+@triton.jit
 def send_and_sum(
     x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers, buffer_bytes, routes, flags, per_source,
     stamp, group, half, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride,
@@ -91,15 +115,9 @@ def send_and_sum(
                     arrived_all = arrived_all * arrived
                     if TILES:
                         il.accept_tiles()
-                    for each in tl.range(0, WORLD_SIZE - 1, num_stages=_PART_STAGES):
-                        source = tl.where(me <= each, each + 1, each)
-                        if TILES:  # the addresses of a tile do not fit in registers beside it
-                            part = tl.reshape(slots.load([me, half, source, row, column]), [BLOCK_M, BLOCK_N])
-                        else:
-                            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                            here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
-                            part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
-                        total += part.to(tl.float32)
+                    total = add_parts(
+                        total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE, TILES
+                    )
                     total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
                 if bias is not None:
                     total = add_bias(total, bias, column, N)

@@ -5,8 +5,8 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import start_in_turn
-from interlace.products.reduction import send_and_sum
+from interlace.products.kernel import add_bias, multiply_tile, start_in_turn, tile_place
+from interlace.products.reduction import add_parts, send_and_sum
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
@@ -59,66 +59,89 @@ def gemm_reduce_scatter(
     il.advance_epoch(epochs, epoch)
 
 
-# Small launches between the products of a ring
+# Around the products of a call in parts
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
-def begin_ring(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
-    """Wait until the next rank may be sent to again.
+def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
+    """Wait until parts may be sent: every peer has read those of the last call. One program.
 
-    Protocol: its signal ``[DONE]`` here is the last call's epoch once it has read all that this rank sent it then. ``notes``, for
-    what follows: this call's epoch; its stamp, which partial sums carry, or what no call waits for if something has not come.
+    Protocol: a peer's signal ``[DONE]`` here is then the last call's epoch. ``notes``, for what follows: this call's epoch, and its
+    stamp, which copies set as the parts' signals; or what nobody waits for, if a peer is missing.
 
-    Example: on rank 0 of two the third call finds 2 in the signal that rank 1 sets, and notes 3 and its stamp.
+    Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its stamp.
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    lanes = tl.arange(0, 1)
-    following = (il.rank(group) + 1) % WORLD_SIZE + lanes
-    free = il.wait(il.pointer(signals, tl.int32) + _DONE + following, il.previous_epoch(epoch), following, 0, group, lanes == 0)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    free = il.wait(il.pointer(signals, tl.int32) + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["signals", "call", "index"])
-def await_partial(signals, ctx, notes, call, index, WORLD_SIZE: tl.constexpr):
-    """Wait for one partial sum from the rank before. If it does not come, nothing that this rank sends counts any more.
+@triton.jit(
+    do_not_specialize=[
+        "slot_address", "y_address", "signals", "call", "rows", "piece_rows", "N", "K", "x_stride", "w_stride", "row_groups",
+    ]
+)
+def multiply_and_sum(
+    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, rows, piece_rows, N, K, x_stride, w_stride,
+    row_groups,
+    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have come.
 
-    Protocol: ``signals[index]`` is this call's stamp once the copy before it has ended.
+    Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and this call's stamp into
+    the signal ``[source][piece]`` behind each. A tile is added up when all peers' pieces of its rows are here. The last program to
+    have read everything sets DONE at every peer.
 
-    Example: rank 2 waits for rank 1, which died; it notes 0, sends that as its own signals, and rank 3 takes nothing for a result.
-    """
-    group = il.join(ctx)
-    lanes = tl.arange(0, 1)
-    before = (il.rank(group) + WORLD_SIZE - 1) % WORLD_SIZE + lanes
-    stamp = il.mark(tl.load(notes), call)
-    if not il.wait(il.pointer(signals, tl.int32) + index + lanes, stamp, before, 0, group, lanes == 0):
-        tl.store(notes + 1, 0)
-
-
-@triton.jit(do_not_specialize=["cells", "last_cells", "signals", "call"])
-def finish_ring(y, last, summed, cells, last_cells, signals, ctx, notes, call, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy ``last``, the end of y, from where it was summed, and tell the rank before that it may send again.
-
-    Where something had not come, all of y becomes NaN.
-
-    Example: y has 10 elements; copy engines took the first 5 from their slot, and the other 5 are copied here.
+    Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other rank's first piece only.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     group = il.join(ctx)
     me = il.rank(group)
     flags = il.pointer(signals, tl.int32)
     epoch = tl.load(notes)
-    if tl.load(notes + 1) == il.mark(epoch, call):
-        for block in range(program, (last_cells + BLOCK - 1) // BLOCK, programs):
-            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(last + place, tl.load(summed + place, mask=place < last_cells), mask=place < last_cells)
-    else:
-        for block in range(program, (cells + BLOCK - 1) // BLOCK, programs):
-            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(y + place, tl.full([BLOCK], float("nan"), tl.float32).to(y.dtype.element_ty), mask=place < cells)
+    stamp = il.mark(epoch, call)
+    row_stride = row_groups * ALIGN
+    parts = il.pointer(slot_address, OUT)
+    lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
+    sources, pieces = lanes // PIECES, lanes % PIECES
+    others = (sources < WORLD_SIZE) & (sources != me)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    here, arrived = 0, 1  # pieces of every peer
+    for tile in tl.range(program, tiles_m * tiles_n, programs):
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        total = multiply_tile(
+            x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
+        if needed > here:
+            came = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, others & (pieces < needed))
+            arrived = arrived * came.to(tl.int32)
+            here = needed
+            if TILES:
+                il.accept_tiles()
+        total = add_parts(
+            total, slots, parts, 0, row, column, rows, N, rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES
+        )
+        total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
+        if bias is not None:
+            total = add_bias(total, bias, column, N)
+        if TILES:
+            results.store([0, 0, 0, row, column], tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N]))
+        else:
+            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+            cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
+            tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=(m < rows)[:, None] & (n < N)[None, :])
     if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-        lanes = tl.arange(0, 1)
-        before = (me + WORLD_SIZE - 1) % WORLD_SIZE + lanes
-        il.signal(flags + _DONE + me + lanes, epoch, before, group, lanes == 0)
+        peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+        mask = (peers < WORLD_SIZE) & (peers != me)
+        il.signal(flags + _DONE + me + tl.zeros_like(peers), epoch, peers, group, mask)

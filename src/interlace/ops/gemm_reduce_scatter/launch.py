@@ -11,7 +11,7 @@ from interlace import tuning
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.ops.gemm_reduce_scatter import reference, ring
+from interlace.ops.gemm_reduce_scatter import reference, split
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import (
@@ -57,7 +57,7 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     if how == "fused":
         return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
     if how == "split":
-        return ring.run(operands, group, mark)
+        return split.run(operands, group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
             how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"

@@ -1,0 +1,75 @@
+"""``impl="split"``: cuBLAS for the peers' rows, copy engines that take them there, a product that adds what came."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from interlace.comm import Group, copies
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import describe_ranks
+from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
+from interlace.products import record
+from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.products.outputs import multiply_into
+from interlace.units import ceil_div, round_up
+
+_LANES = 2  # of copies: one's signal goes while another's rows do
+_PIECES = 2  # of the rows for one rank: the last one's copy, which no other product hides, is half as long
+
+
+def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
+    """``[M/R, N]``. Rows are split evenly; the result has x's dtype. Collective when the workspace must grow."""
+    if contiguous_dimension(operands.x) != 1:
+        operands = dataclasses.replace(operands, x=operands.x.contiguous())
+    rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
+    rows, columns, stride = operands.rows // ranks, operands.columns, padded_columns(operands.columns, dtype)
+    y = operands.x.new_empty([rows, stride])
+    if ranks == 1:
+        multiply_into(y[:, :columns], operands.x, operands.w, operands.bias)
+        return y[:, :columns].contiguous()
+    require(group.backend)
+    from interlace.ops.gemm_reduce_scatter import kernel
+
+    piece_rows = min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))
+    row_bytes = stride * dtype.itemsize
+    # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves of the workspace.
+    workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * y.nbytes, 2), record.HEADER + ranks * _PIECES)
+    context, signals, address = group.context(OPERATOR), workspace.signals.address, workspace.data.address
+    parts = operands.x.chunk(ranks)
+    sent = operands.x.new_empty([ranks - 1, rows, stride])
+    notes = torch.empty(2, dtype=torch.int32, device=group.device)
+
+    own = dataclasses.replace(operands, x=parts[rank]).for_kernel()
+    tiles = has_descriptors(group)
+    x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
+    slots = results = None
+    if tiles:
+        whole = 2 * workspace.half_bytes // dtype.itemsize
+        sizes = [(1, whole), (ranks, rows * stride), (rows, stride), (columns, 1)]
+        slots = describe_ranks(group, address, dtype, sizes, [config.block_m, config.block_n])
+        results = describe_own(y, columns, [config.block_m, config.block_n])
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    with group.running():
+        kernel.admit_parts[(1,)](signals, workspace.epochs, context, notes, mark, WORLD_SIZE=ranks, num_warps=1)
+        for piece, first in enumerate(range(0, rows, piece_rows)):
+            for step in range(ranks - 1):
+                to = (rank + 1 + step) % ranks
+                part = sent[step, first : first + piece_rows]
+                multiply_into(part[:, :columns], parts[to][first : first + piece_rows], operands.w, None)
+                there = to * group.stride
+                slot = address + there + (rank * rows + first) * row_bytes
+                flag = signals + there + 4 * (record.HEADER + rank * _PIECES + piece)
+                part_there = copies.Transfer(slot, part.data_ptr(), part.nbytes, to)
+                stamp_there = copies.Transfer(flag, notes.data_ptr() + 4, 4, to)
+                copies.push(group, [part_there, stamp_there], lane=(piece * (ranks - 1) + step) % _LANES)
+        kernel.multiply_and_sum[(programs(group, config),)](
+            x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, piece_rows, columns, own.inner,
+            x_stride, w_stride, stride // align,
+            **options(own, config, group, tiles), TILES=tiles, ALIGN=align, PIECES=_PIECES,
+        )  # fmt: skip
+        for lane in range(_LANES):
+            copies.join(group, lane=lane)
+    return y[:, :columns].contiguous()

@@ -24,7 +24,7 @@ from interlace.language.primitives import (
     wait,
     world_size,
 )
-from interlace.language.tiles import accept_tiles, complete_tiles, prefetch, put_tile
+from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
     "accept_tiles",
@@ -42,7 +42,6 @@ __all__ = [
     "next_epoch",
     "peer_pointer",
     "pointer",
-    "prefetch",
     "previous_epoch",
     "put",
     "put_packed",

@@ -53,21 +53,3 @@ def accept_tiles():
     """After a :func:`wait`: what peers have stored may be loaded through a tensor descriptor, too, from here on."""
     if is_cuda():
         _accept()
-
-
-@core.extern
-def _prefetch(ptr, mask, _semantic=None):
-    core.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r", [ptr, mask], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic,
-    )  # fmt: skip
-
-
-@triton.jit
-def prefetch(ptr, mask):
-    """Bring the lines of this rank's memory that a tile of pointers points to into the second-level cache; nothing waits for it.
-
-    What peers store there later is in that cache, too: a prefetch may come before the data.
-    """
-    if is_cuda():
-        _prefetch(ptr, mask.to(tl.int32))

@@ -12,22 +12,6 @@ _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
 _ROWS = tl.constexpr(record.ROWS)
 _ROUTE = tl.constexpr(record.ROUTE)
 _PART_STAGES = tl.constexpr(3)  # parts in flight
-_LINE_BITS = tl.constexpr(1024)  # of the second-level cache
-
-
-@triton.jit
-def prefetch_parts(
-    parts, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Have the memory that :func:`add_parts` loads in the cache by then. Programs add up at the same time, and would all wait for it."""
-    LINE: tl.constexpr = max(1, min(BLOCK_N, _LINE_BITS // parts.dtype.element_ty.primitive_bitwidth))
-    me = il.rank(group)
-    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N // LINE) * LINE
-    for each in tl.static_range(WORLD_SIZE - 1):
-        source = tl.where(me <= each, each + 1, each)
-        here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
-        il.prefetch(il.peer_pointer(here, me, group), (m < rows)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -105,9 +89,6 @@ def send_and_sum(
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
-            if TILES:
-                if dest == me:
-                    prefetch_parts(parts, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE, BLOCK_M, BLOCK_N)
             total = multiply_tile(
                 x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
                 DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,

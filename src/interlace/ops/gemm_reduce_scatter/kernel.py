@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.products import record
 from interlace.products.kernel import add_bias, multiply_tile, start_in_turn, tile_place
-from interlace.products.reduction import add_parts, prefetch_parts, send_and_sum
+from interlace.products.reduction import add_parts, send_and_sum
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
@@ -109,7 +109,6 @@ def multiply_and_sum(
     epoch = tl.load(notes)
     stamp = il.mark(epoch, call)
     row_stride = row_groups * ALIGN
-    slot_stride = rows.to(tl.int64) * row_stride
     parts = il.pointer(slot_address, OUT)
     lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
     sources, pieces = lanes // PIECES, lanes % PIECES
@@ -120,8 +119,6 @@ def multiply_and_sum(
     for tile in tl.range(program, tiles_m * tiles_n, programs):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        if TILES:
-            prefetch_parts(parts, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE, BLOCK_M, BLOCK_N)
         total = multiply_tile(
             x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
         )
@@ -132,7 +129,9 @@ def multiply_and_sum(
             here = needed
             if TILES:
                 il.accept_tiles()
-        total = add_parts(total, slots, parts, 0, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE, TILES)
+        total = add_parts(
+            total, slots, parts, 0, row, column, rows, N, rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES
+        )
         total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
         if bias is not None:
             total = add_bias(total, bias, column, N)

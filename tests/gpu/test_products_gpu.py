@@ -18,7 +18,8 @@ from tests.products.calls import IMPLS, Call, check_all, check_gradients, compil
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
 
-AT_ONCE = {operator: ["fused", "split"] if operator == "all_gather_gemm" else ["fused"] for operator in IMPLS}
+_BY_COPIES = {"all_gather_gemm": ["split"], "gemm_reduce_scatter": ["split"]}  # signals are set by copies behind the data
+AT_ONCE = {operator: ["fused", *_BY_COPIES.get(operator, [])] for operator in IMPLS}
 """Implementations with protocols of their own; tests of triggered transfers and mapped outputs have the others."""
 
 # Columns, inner, dtype, bias, given splits, what w is contiguous along. Even, odd, and larger than a tile.

@@ -52,9 +52,11 @@ def test_triggered_matches_float64(ranks, world_size, operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_split_matches_float64(ranks, world_size, operator):
-    """Biases; rows that would have to be padded."""
+    """Biases; rows that would have to be padded; rows for a rank in two pieces, the second one shorter."""
+    config = CONFIGS[operator](block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0)
     calls = [
         Call(operator, 16, 24, 20, bias=True, impl="split"),
+        Call(operator, 80 * world_size, 24, 20, bias=True, impl="split", config=config, seed=4),
         Call(operator, 36, 100, 12, "bfloat16", True, w_along="N", impl="split", seed=1),
         Call(operator, 8, 1024, 5, "float16", impl="split", seed=2),
         Call(operator, 16, 24, 20, bias=True, impl="split", seed=3),
@@ -71,16 +73,16 @@ def test_gradients(ranks, operator, impl):
 
 def _memory_of_many_sizes(impl):
     """Sizes come and go; what is kept is bounded, and ``release`` gives it back."""
-    group, config = interlace.group_of(), interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16)
+    group, config = interlace.group_of(), interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16)
     w = torch.ones(512, 4)
     for rows in range(2, 28, 2):
-        Call("gemm_reduce_scatter", rows, 512, 4, impl=impl, config=config).make()
+        Call("gemm_all_reduce", rows, 512, 4, impl=impl, config=config).make()
     kept = len(group.kept)
     # Nobody has asked for an output of these sizes: the ones that are used stay.
     unasked = []
     for rows in (40, 26):
         operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
-        y = run_into_output(impl, "reduce_scatter", operands, group, dist.group.WORLD, config, replace=False)
+        y = run_into_output(impl, "all_reduce", operands, group, dist.group.WORLD, config, replace=False)
         unasked.append(y is None)
     interlace.synchronize()
     group.release()

@@ -21,28 +21,27 @@ _LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
 
 
 @contextlib.contextmanager
-def beside(group: Group, *, first: bool = False, lane: int = 0) -> Iterator[None]:
+def beside(group: Group, *, first: bool = False) -> Iterator[None]:
     """What is enqueued within runs beside what the current stream gets later, and after what it got before.
 
-    End with :func:`join` of the same ``first`` and ``lane``. The CPU backend runs it at once.
+    End with :func:`join`. The CPU backend runs it at once.
 
     Args:
-        first: let its launches have processors before the current stream's.
-        lane: what is in one lane runs in order, beside other lanes.
+        first: let its launches have processors before the current stream's; for the whole of one ``beside`` and ``join``.
     """
     if group.backend == "cpu":
         yield
         return
-    side = group.side_stream(first, lane)
+    side = group.side_stream(first)
     side.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(side):
         yield
 
 
-def join(group: Group, *, first: bool = False, lane: int = 0) -> None:
+def join(group: Group, *, first: bool = False) -> None:
     """Let the current stream go on once all that ran :func:`beside` it is done."""
     if group.backend == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first, lane))
+        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
@@ -91,11 +90,8 @@ class Transfer:
     peer: int
 
 
-def push(group: Group, transfers: Sequence[Transfer], *, lane: int = 0) -> None:
-    """Copy what the current stream has made so far, one after another, beside what it gets next. End with :func:`join`.
-
-    Args:
-        lane: see :func:`beside`.
+def push(group: Group, transfers: Sequence[Transfer]) -> None:
+    """Copy what the current stream has made so far, beside what it gets next. End with :func:`join`.
 
     Raises:
         BackendError: the driver refuses.
@@ -107,7 +103,7 @@ def push(group: Group, transfers: Sequence[Transfer], *, lane: int = 0) -> None:
         return
     if not transfers:
         return
-    with beside(group, lane=lane):
+    with beside(group):
         for transfer in transfers:
             _copy(transfer.target, transfer.source, transfer.nbytes, torch.cuda.current_stream(group.device))
 
@@ -192,7 +188,7 @@ class TransferQueue:
                 self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
         if self._start is None or not self._queue:
             return
-        side = self._group.side_stream(False, 0)
+        side = self._group.side_stream(False)
         side.wait_event(self._start)
         for each in self._queue:
             _wait_value(each.counter, each.value, side)

@@ -86,7 +86,7 @@ class Group:
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
         self._last_stream: torch.cuda.Stream | None = None
-        self._side_streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
+        self._side_streams: dict[bool, torch.cuda.Stream] = {}
         self._deadline_s = _default_deadline()
         if process_group is None:
             self.name, self.rank, self.world_size = "", 0, 1
@@ -339,11 +339,11 @@ class Group:
                 yield
             self.check()
 
-    def side_stream(self, first: bool, lane: int) -> torch.cuda.Stream:
+    def side_stream(self, first: bool) -> torch.cuda.Stream:
         """A stream for copies beside a kernel, of high priority if ``first``; see ``interlace.comm.copies``."""
-        if (first, lane) not in self._side_streams:
-            self._side_streams[first, lane] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
-        return self._side_streams[first, lane]
+        if first not in self._side_streams:
+            self._side_streams[first] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
+        return self._side_streams[first]
 
     # Internals
 

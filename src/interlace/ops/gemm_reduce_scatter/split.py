@@ -11,13 +11,13 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import describe_ranks
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products import record
-from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs
+from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs, tile_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.products.outputs import multiply_into
 from interlace.units import ceil_div, round_up
 
-_LANES = 2  # of copies: one's signal goes while another's rows do
-_PIECES = 2  # of the rows for one rank: the last one's copy, which no other product hides, is half as long
+_PIECES = 2  # of the rows for one rank, at most
+_LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
 def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
@@ -33,8 +33,8 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
     require(group.backend)
     from interlace.ops.gemm_reduce_scatter import kernel
 
-    piece_rows = min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))
     row_bytes = stride * dtype.itemsize
+    piece_rows = _piece_rows(rows, row_bytes, operands.inner, config)
     # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves of the workspace.
     workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * y.nbytes, 2), record.HEADER + ranks * _PIECES)
     context, signals, address = group.context(OPERATOR), workspace.signals.address, workspace.data.address
@@ -53,7 +53,9 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
         results = describe_own(y, columns, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
     with group.running():
-        kernel.admit_parts[(1,)](signals, workspace.epochs, context, notes, mark, WORLD_SIZE=ranks, num_warps=1)
+        with copies.beside(group):  # only copies have to wait for it
+            kernel.admit_parts[(1,)](signals, workspace.epochs, context, notes, mark, WORLD_SIZE=ranks, num_warps=1)
+            admitted = copies.so_far(group)
         for piece, first in enumerate(range(0, rows, piece_rows)):
             for step in range(ranks - 1):
                 to = (rank + 1 + step) % ranks
@@ -64,12 +66,23 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
                 flag = signals + there + 4 * (record.HEADER + rank * _PIECES + piece)
                 part_there = copies.Transfer(slot, part.data_ptr(), part.nbytes, to)
                 stamp_there = copies.Transfer(flag, notes.data_ptr() + 4, 4, to)
-                copies.push(group, [part_there, stamp_there], lane=(piece * (ranks - 1) + step) % _LANES)
+                copies.push(group, [part_there, stamp_there])
+        copies.wait_for(group, admitted)
         kernel.multiply_and_sum[(programs(group, config),)](
             x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, piece_rows, columns, own.inner,
             x_stride, w_stride, stride // align,
             **options(own, config, group, tiles), TILES=tiles, ALIGN=align, PIECES=_PIECES,
         )  # fmt: skip
-        for lane in range(_LANES):
-            copies.join(group, lane=lane)
+        copies.join(group)
     return y[:, :columns].contiguous()
+
+
+def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:
+    """Rows that are multiplied and copied at a time.
+
+    The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make it shorter; else they would only
+    make cuBLAS's products smaller.
+    """
+    if rows * row_bytes < tile_ns(config.block_m, config.block_n, inner) * _LINK_BYTES_PER_NS:
+        return rows
+    return min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))

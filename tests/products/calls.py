@@ -17,7 +17,7 @@ DTYPES = {
 
 IMPLS = {
     "gemm_all_to_all": ["unfused", "fused"],
-    "gemm_reduce_scatter": ["unfused", "fused"],
+    "gemm_reduce_scatter": ["unfused", "fused", "split"],
     "gemm_all_reduce": ["unfused", "fused"],
     "all_gather_gemm": ["unfused", "fused", "split"],
 }

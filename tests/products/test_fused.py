@@ -13,6 +13,8 @@ import torch.distributed as dist
 import interlace
 from interlace import AllGatherGemmConfig, Faults, GemmAllReduceConfig, GemmAllToAllConfig, GemmReduceScatterConfig
 from interlace.comm import MAX_PROGRAMS
+from interlace.products.splits import balanced
+from interlace.units import ceil_div
 from tests.errors import error_of
 from tests.products.calls import DTYPES, Call, check_all
 
@@ -85,12 +87,13 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
     check_all(calls, [[y for y, _, _ in answer] for answer in answers])
     for rank, answer in enumerate(answers):
         for i, (call, (_, put, fetched)) in enumerate(zip(calls, answer, strict=True)):
-            besides = 0 if operator in ("gemm_reduce_scatter", "all_gather_gemm") else _GRANT_BYTES
-            if (operator, impl) == ("gemm_reduce_scatter", "split"):
-                besides += _STAMP_BYTES
+            besides = 0 if operator in ("gemm_reduce_scatter", "all_gather_gemm") else _GRANT_BYTES * (world_size - 1)
+            if (operator, impl) == ("gemm_reduce_scatter", "split"):  # in pieces of as many rows as a tile has
+                owned = call.splits or balanced(call.rows, world_size)
+                besides = _STAMP_BYTES * sum(ceil_div(rows, 16) for peer, rows in enumerate(owned) if peer != rank)
             if operator == "all_gather_gemm" and call.dtype == "float8":
-                besides += _SCALE_BYTES * call.rows_of(rank)
-            expected = _cost(call, rank, world_size).link_bytes + besides * (world_size - 1)
+                besides = _SCALE_BYTES * call.rows_of(rank) * (world_size - 1)
+            expected = _cost(call, rank, world_size).link_bytes + besides
             taken = sum(other[i][2].get(rank, 0) for other in answers)
             assert (sum(put.values()), taken) == ((0, expected) if operator == "all_gather_gemm" else (expected, 0)), (rank, call)
             assert rank not in put | fetched

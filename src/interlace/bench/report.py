@@ -8,7 +8,7 @@ it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us, p90_us, skew_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import ArgumentError
@@ -96,11 +96,12 @@ def summarise(result: Result) -> Summary:
     )
 
 
-def fastest_impl(result: Result) -> tuple[str, float]:
+def fastest_impl(result: Result, among: Collection[str] = ("fused", *CARRIED, "unfused")) -> tuple[str, float]:
     """What ``impl="auto"`` takes where the tuned table holds this result, and its time in microseconds."""
     unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
     ways = {**{way: way for way in ("fused", *CARRIED)}, "unfused": unfused}
-    times = {impl: float(result["times"][name]["median_us"]) for impl, name in ways.items() if name in result["times"]}
+    medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
+    times = {impl: medians[name] for impl, name in ways.items() if impl in among and name in medians}
     impl = min(times, key=lambda each: times[each])
     return impl, times[impl]
 

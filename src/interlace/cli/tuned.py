@@ -1,8 +1,8 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl, config; fused_us, mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its
-name).
+sizes; impl; otherwise, the faster one of fused and unfused, for operands that impl cannot take; config; fused_us, mapped_us and the
+like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: result[name] for name in ("world_size", "dtype", *SIZES[operator])},
         "impl": fastest_impl(result)[0],
+        "otherwise": fastest_impl(result, among=("fused", "unfused"))[0],
         "config": result["config"],
         "fused_us": summary.fused_us,
         **{f"{way}_us": result["times"][way]["median_us"] for way in CARRIED if way in result["times"]},

@@ -14,7 +14,7 @@ from interlace.comm.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
-from interlace.products.choice import MAX_RANKS
+from interlace.products.choice import ANY_ROWS, MAX_RANKS
 from interlace.tuning import CARRIED
 
 
@@ -80,7 +80,7 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
     if choice.impl == "mapped" and product.bias is not None:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
-    if choice.impl in CARRIED and operator != "all_gather_gemm" and rows % ranks:
+    if choice.impl in CARRIED and (operator, choice.impl) not in ANY_ROWS and rows % ranks:
         raise LeftAlone(
             f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; {rows} over {ranks} ranks are not"
         )

@@ -116,7 +116,7 @@ def _product(
     choice = launch.choose(**operands.sizes(rows), world_size=world_size)
     impl, reason = resolve(operator, "auto", choice, operands, even), choice.reason
     if impl != choice.impl:
-        reason = f"{choice.impl} must have {' and '.join(unmet(choice.impl, operands, even))}; {reason}"
+        reason = f"{choice.impl} must have {' and '.join(unmet(operator, choice.impl, operands, even))}; {reason}"
     how = f"fused ({choice.config})" if impl == "fused" else impl
     what = f"{operator} of x {list(x.shape)} and w {list(w.shape)}, {_name(x.dtype)}"
     return f"{what}, on {_ranks(world_size)}: {how}, because {reason}."

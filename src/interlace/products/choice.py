@@ -28,11 +28,17 @@ _CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interle
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[Config]):
-    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than a default."""
+    """What ``impl="auto"`` chose, and why.
+
+    Attributes:
+        otherwise: what is run where ``impl`` cannot: the faster one of those that take any operands.
+        measured: the tuned table says so, rather than a default.
+    """
 
     impl: str
     config: Config
     reason: str
+    otherwise: str = "unfused"
     measured: bool = False
 
 
@@ -62,7 +68,7 @@ def choose_product(
     if found is None:
         config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
-    return Choice(found.impl, config_type.parse(found.config), found.reason, measured=True)
+    return Choice(found.impl, config_type.parse(found.config), found.reason, found.otherwise, measured=True)
 
 
 def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:
@@ -93,6 +99,9 @@ def _shared_bytes(device: torch.device) -> int:
 IMPLS = ("auto", "fused", *tuning.CARRIED, "unfused")
 """Implementations of the operators whose product travels."""
 
+ANY_ROWS = {("all_gather_gemm", "split"), ("gemm_reduce_scatter", "split")}
+"""Those of :data:`interlace.tuning.CARRIED` that do not need rows to be split evenly."""
+
 
 def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands, even: bool) -> str:
     """Which implementation runs a call: ``impl``, or what was chosen where it can run.
@@ -104,21 +113,21 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
         ArgumentError: ``impl`` was asked for and cannot run these operands.
     """
     wanted = choice.impl if impl == "auto" else impl
-    missing = unmet(wanted, operands, even)
+    missing = unmet(operator, wanted, operands, even)
     if not missing:
         return wanted
     if impl == "auto":
-        return "unfused"
+        return choice.otherwise
     raise ArgumentError(
         f"{operator}: impl={impl!r} must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'."
     )  # fmt: skip
 
 
-def unmet(impl: str, operands: Operands, even: bool) -> list[str]:
+def unmet(operator: str, impl: str, operands: Operands, even: bool) -> list[str]:
     """What an implementation needs and these operands are not; empty where it can run them."""
     if impl not in tuning.CARRIED:
         return []
-    missing = [] if even else ["rows that are split evenly"]
+    missing = [] if even or (operator, impl) in ANY_ROWS else ["rows that are split evenly"]
     if impl != "triggered" and operands.out_dtype != operands.x.dtype:
         missing.append("a result of the dtype of x")
     if impl == "mapped" and operands.bias is not None:

@@ -24,9 +24,16 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One measured point: the fastest implementation there, and the fused kernel's best configuration."""
+    """One measured point.
+
+    Attributes:
+        impl: the fastest implementation there.
+        otherwise: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
+        config: the fused kernel's best.
+    """
 
     impl: str
+    otherwise: str
     config: str
     reason: str
 
@@ -65,7 +72,7 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
         f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us{pair}"
     )
-    return Entry(str(entry["impl"]), str(entry["config"]), reason)
+    return Entry(str(entry["impl"]), str(entry.get("otherwise", "unfused")), str(entry["config"]), reason)
 
 
 def file_name(operator: str, device_name: str) -> str:

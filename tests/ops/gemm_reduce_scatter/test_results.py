@@ -50,6 +50,7 @@ def test_matches_float64(ranks, world_size, impl):
     ]
     calls.append(Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl))
     calls.append(Call(OPERATOR, 9, 8, 16, "bfloat16", True, out_dtype="float32", impl=impl))
+    calls = [call for call in calls if call.can_run]
     check_all(calls, ranks(world_size).run(run, calls))
 
 
@@ -61,15 +62,16 @@ def test_gradients(ranks, world_size, impl):
         Call(OPERATOR, 11, 9, 6, bias=True, splits=SPLITS[world_size], w_along="N", impl=impl),
         Call(OPERATOR, 6, 9, 7, "bfloat16", bias=True, out_dtype="float32", impl=impl),
     ):
-        check_gradients(call, ranks(world_size).run(differentiate, call))
+        if call.can_run:
+            check_gradients(call, ranks(world_size).run(differentiate, call))
 
 
 @st.composite
 def _calls(draw, world_size, impl):
     splits = draw(st.none() | st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size))
-    size = st.integers(1, 40)
+    size, dtypes = st.integers(1, 40), [dtype for dtype in DTYPES if impl != "split" or dtype != "float8"]
     rows = draw(size) if splits is None else sum(splits)
-    return Call(OPERATOR, rows, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), splits, impl=impl)
+    return Call(OPERATOR, rows, draw(size), draw(size), draw(st.sampled_from(dtypes)), draw(st.booleans()), splits, impl=impl)
 
 
 def test_any_call_is_right(ranks, impl):

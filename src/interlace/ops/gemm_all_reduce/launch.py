@@ -35,14 +35,15 @@ def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Te
     choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
     chosen = GemmAllReduceConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
-    if how == "fused":
-        return _fused(operands.for_kernel(), group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
             how, "all_reduce", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
+        how = choice.otherwise
+    if how == "fused":
+        return _fused(operands.for_kernel(), group, chosen, mark)
     group.check()
     return reference.gemm_all_reduce(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

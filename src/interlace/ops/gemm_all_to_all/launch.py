@@ -56,14 +56,15 @@ def run(
     choice = choose(**operands.sizes(max(map(sum, sent))), world_size=group.world_size)
     chosen = GemmAllToAllConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
-    if how == "fused":
-        return _fused(operands.for_kernel(), sent, group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
             how, "all_to_all", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
+        how = choice.otherwise
+    if how == "fused":
+        return _fused(operands.for_kernel(), sent, group, chosen, mark)
     group.check()
     return reference.gemm_all_to_all(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

@@ -84,12 +84,12 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "y_address", "signals", "call", "rows", "piece_rows", "N", "K", "x_stride", "w_stride", "row_groups",
+        "slot_address", "y_address", "signals", "call", "most_rows", "rows", "piece_rows", "N", "K", "x_stride", "w_stride", "row_groups",
     ]
 )
 def multiply_and_sum(
-    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, rows, piece_rows, N, K, x_stride, w_stride,
-    row_groups,
+    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows, piece_rows, N, K, x_stride,
+    w_stride, row_groups,
     WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
     PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -130,7 +130,7 @@ def multiply_and_sum(
             if TILES:
                 il.accept_tiles()
         total = add_parts(
-            total, slots, parts, 0, row, column, rows, N, rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES
+            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES
         )
         total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
         if bias is not None:

@@ -54,16 +54,17 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
     chosen = GemmReduceScatterConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(splits)) == 1)
-    if how == "fused":
-        return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
     if how == "split":
-        return split.run(operands, group, chosen, mark)
+        return split.run(operands, splits, group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
             how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
+        how = choice.otherwise
+    if how == "fused":
+        return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
     group.check()
     return reference.gemm_reduce_scatter(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,

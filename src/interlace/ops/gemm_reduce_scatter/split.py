@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -20,13 +21,15 @@ _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
-def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
-    """``[M/R, N]``. Rows are split evenly; the result has x's dtype. Collective when the workspace must grow."""
+def run(
+    operands: Operands, splits: Sequence[int], group: Group, config: GemmReduceScatterConfig, mark: int
+) -> torch.Tensor:  # fmt: skip
+    """``[splits[rank], N]`` of x's dtype. Collective when the workspace must grow."""
     if contiguous_dimension(operands.x) != 1:
         operands = dataclasses.replace(operands, x=operands.x.contiguous())
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
-    rows, columns, stride = operands.rows // ranks, operands.columns, padded_columns(operands.columns, dtype)
-    y = operands.x.new_empty([rows, stride])
+    rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
+    y = operands.x.new_empty([splits[rank], stride])
     if ranks == 1:
         multiply_into(y[:, :columns], operands.x, operands.w, operands.bias)
         return y[:, :columns].contiguous()
@@ -36,15 +39,15 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
     row_bytes = stride * dtype.itemsize
     piece_rows = _piece_rows(rows, row_bytes, operands.inner, config)
     # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves of the workspace.
-    workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * y.nbytes, 2), record.HEADER + ranks * _PIECES)
+    workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), record.HEADER + ranks * _PIECES)
     context, signals, address = group.context(OPERATOR), workspace.signals.address, workspace.data.address
-    parts = operands.x.chunk(ranks)
+    parts = operands.x.split(list(splits))
     sent = operands.x.new_empty([ranks - 1, rows, stride])
     notes = torch.empty(2, dtype=torch.int32, device=group.device)
 
     own = dataclasses.replace(operands, x=parts[rank]).for_kernel()
     tiles = has_descriptors(group)
-    x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
+    own_x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
     slots = results = None
     if tiles:
         whole = 2 * workspace.half_bytes // dtype.itemsize
@@ -59,8 +62,11 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
         for piece, first in enumerate(range(0, rows, piece_rows)):
             for step in range(ranks - 1):
                 to = (rank + 1 + step) % ranks
-                part = sent[step, first : first + piece_rows]
-                multiply_into(part[:, :columns], parts[to][first : first + piece_rows], operands.w, None)
+                x = parts[to][first : first + piece_rows]
+                if not len(x):
+                    continue
+                part = sent[step, first : first + len(x)]
+                multiply_into(part[:, :columns], x, operands.w, None)
                 there = to * group.stride
                 slot = address + there + (rank * rows + first) * row_bytes
                 flag = signals + there + 4 * (record.HEADER + rank * _PIECES + piece)
@@ -69,8 +75,8 @@ def run(operands: Operands, group: Group, config: GemmReduceScatterConfig, mark:
                 copies.push(group, [part_there, stamp_there])
         copies.wait_for(group, admitted)
         kernel.multiply_and_sum[(programs(group, config),)](
-            x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, piece_rows, columns, own.inner,
-            x_stride, w_stride, stride // align,
+            own_x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, len(y), piece_rows, columns,
+            own.inner, x_stride, w_stride, stride // align,
             **options(own, config, group, tiles), TILES=tiles, ALIGN=align, PIECES=_PIECES,
         )  # fmt: skip
         copies.join(group)

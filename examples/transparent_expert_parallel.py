@@ -195,6 +195,7 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
     for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     allowed: dict[str, float] = {}
+    failures = []
     for ways in zip(*(rank["ways"] for rank in ranks), strict=True):
         name, _, times = ways[0]  # times are the slowest rank's, on all ranks
         errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
@@ -204,8 +205,9 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
         wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
-        assert not wrong, f"{name}: {wrong}, where eager allows {[allowed[key] for key in wrong]}"
+        failures += [f"{name}: {key} {error:.1e}, allowed {allowed[key]:.1e}" for key, error in wrong.items()]
     console.print(table)
+    assert not failures, failures
     if ranks[0]["device"] == "cpu":  # where every pair that can be fused is
         fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"] if finding.operator]
         assert fused == [("forward", "gemm_all_to_all"), ("backward", "gemm_all_to_all")], fused

@@ -45,6 +45,7 @@ from interlace.compile import Finding
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
+PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}  # with sequence parallelism, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Settings:
     dtype: str = "float32"
     times: bool = False
     steps: int = 20
+    plan: str = "both"
 
 
 # The block, as anybody would write it, batch first
@@ -146,7 +148,7 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
         torch._inductor.config.force_disable_caches = True  # what comes from Inductor's cache is not recorded
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     results = []
-    for sequence_parallel in (False, True):
+    for sequence_parallel in PLANS[settings.plan]:
         torch.manual_seed(0)  # the same block and data on every rank
         block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
         x = torch.randn(settings.batch, settings.sequence, settings.width, device=device, dtype=dtype)
@@ -257,6 +259,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
     times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
+    plan: Annotated[str, typer.Option(help="tensor: activations whole between layers; sequence: sharded; both.")] = Settings.plan,
 ) -> None:
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager execution."""
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
@@ -267,7 +270,9 @@ def main(
     for name, size in (("kv-heads", kv_heads), ("hidden", hidden), ("sequence", sequence)):
         if size % ranks:
             raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
-    settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps)
+    if plan not in PLANS:
+        raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {plan}.")
+    settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps, plan)
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:

@@ -95,6 +95,12 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(3, 2, K), (4, K), (N, K)],
         ["all_gather_gemm"],
     ),
+    # One sequence, gathered along it: DTensor's views of what it waited for.
+    "gathered along 1 for two products": (
+        lambda x, v, w: (lambda all_x: (all_x @ v.t(), all_x @ w.t()))(all_gather(x.transpose(0, 1)).view(1, -1, K).view(-1, K)),
+        [(1, 3, K), (N, K), (N, K)],
+        ["all_gather_gemm"],
+    ),
     "two pairs": (
         lambda x, v, w: reduce_scatter((all_gather(x) @ v.t()).relu() @ w.t()),
         [(FEW, K), (N, K), (K, N)],

@@ -76,8 +76,10 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl == "unfused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
-    if choice.impl != "fused" and product.batch > 1:
+    if choice.impl == "mapped" and product.batch > 1:
         raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
+    if choice.impl in CARRIED and choice.otherwise == "fused":
+        return str(choice.reason)  # whatever the operands
     if choice.impl == "mapped" and product.bias is not None:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
     if choice.impl in CARRIED and (operator, choice.impl) not in ANY_ROWS and rows % ranks:

@@ -272,8 +272,8 @@ def _put_gathered(collective: Collective, product: Product, writer: Writer, y: N
     used = [node for node in kept if any(user not in nodes for user in node.users)]
     if len(used) == 1:  # several may have been copies of each other, and must not become views
         used[0].replace_all_uses_with(writer.reshape(gathered, value(used[0]).shape))
+    whole = writer.reshape(gathered, value(wait).shape)  # before nodes go: the writer's place is at one of them
     erase_unused(nodes)
-    whole = writer.reshape(gathered, value(wait).shape)
     collective.replace(whole)
     erase_unused([whole, gathered])
 

@@ -50,11 +50,6 @@ class Summary:
     floor_us: float
 
     @property
-    def over_compute(self) -> float:
-        """Fused time as a multiple of the fastest compute alone: 1.0 is communication for free."""
-        return self.fused_us / self.compute[1]
-
-    @property
     def hidden_percent(self) -> float:
         """How much of the communication's own time disappears behind the compute."""
         return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])
@@ -96,10 +91,13 @@ def summarise(result: Result) -> Summary:
     )
 
 
-def fastest_impl(result: Result, among: Collection[str] = ("fused", *CARRIED, "unfused")) -> tuple[str, float]:
+_OURS = ("fused", *CARRIED)
+
+
+def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -> tuple[str, float]:
     """What ``impl="auto"`` takes where the tuned table holds this result, and its time in microseconds."""
     unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
-    ways = {**{way: way for way in ("fused", *CARRIED)}, "unfused": unfused}
+    ways = {**{way: way for way in _OURS}, "unfused": unfused}
     medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
     times = {impl: medians[name] for impl, name in ways.items() if impl in among and name in medians}
     impl = min(times, key=lambda each: times[each])
@@ -196,31 +194,37 @@ def transports_table(operator: str, result: Result) -> Table:
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
-    """All results of several files as one Markdown table, with a line on each machine; for README and documentation."""
+    """All results of several files as one Markdown table, with a line on each machine; for README and documentation.
+
+    Operators with several implementations are shown by the fastest one that is not the unfused pair.
+    """
+    documents = list(documents)
     lines, machines, named = [], [], False
+    several = any(way in result["times"] for document in documents for result in document["results"] for way in CARRIED)
+    ours = "Interlace" if several else "fused"
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
         if machine not in machines:
             machines.append(machine)
         for result in document["results"]:
-            summary, (impl, impl_us) = summarise(result), fastest_impl(result)
+            summary, (impl, impl_us), (own, own_us) = summarise(result), fastest_impl(result), fastest_impl(result, _OURS)
             named = named or "shape" in result
             cells = [
                 shape(result),
                 str(result["world_size"]),
                 str(result["dtype"]),
-                f"**{summary.fused_us:.1f}**",
+                f"**{own_us:.1f}**" + (f" ({own})" if several else ""),
                 f"{summary.unfused[1]:.1f} ({summary.unfused[0]})",
-                _against(summary.fused_us, summary.unfused[1]),
+                _against(own_us, summary.unfused[1]),
                 f"{summary.compute[1]:.1f}",
-                f"{summary.over_compute:.2f}",
+                f"{own_us / summary.compute[1]:.2f}",
                 f"{summary.floor_us:.1f}",
-                impl if impl == "fused" else f"{impl}, {impl_us:.1f}",
+                impl if impl == own else f"{impl}, {impl_us:.1f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     heading = [
-        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | fused us | best unfused us | fused is "
-        "| compute alone us | fused / compute | floor us | auto |",
+        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | {ours} us | best unfused us | {ours} is "
+        f"| compute alone us | {ours} / compute | floor us | auto |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     return "\n".join([*heading, *lines, "", *machines]) + "\n"

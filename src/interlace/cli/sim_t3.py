@@ -135,7 +135,9 @@ def run_measured(
     found, left_out = compare(machine, files)
     console = make_console()
     console.print(f"{machine.name}; measured: {', '.join(file.name for file in files)}")
-    table = _table("operator", "shape", "unfused", "modelled", "error", "our operator", "T3", "T3 faster", "ideal overlap", "floor")
+    table = _table(
+        "operator", "shape", "unfused", "modelled", "error", "ours", "which", "T3", "T3 faster", "ideal overlap", "floor"
+    )
     for one in found:
         table.add_row(
             one.operator,
@@ -144,6 +146,7 @@ def run_measured(
             format_ns(one.modelled_ns["sequential"]),
             f"{100 * one.error:+.1f} %",
             format_ns(round(one.software_ns)),
+            one.software,
             format_ns(round(one.corrected_ns("t3-mca"))),
             f"{one.gain:.2f}x",
             format_ns(round(one.corrected_ns("ideal"))),
@@ -153,7 +156,10 @@ def run_measured(
     if left_out:
         console.print(f"Left out, with fewer tiles than compute units: {', '.join(left_out)}.")
     if json_file is not None:
-        write_json(json_file, [{**dataclasses.asdict(one), "error": one.error, "gain": one.gain} for one in found])
+        write_json(
+            json_file,
+            [{**dataclasses.asdict(one), "error": one.error, "software": one.software, "gain": one.gain} for one in found],
+        )
     if plot_file is not None:
         draw_measured(found, plot_file)
     say_written(console, json_file, plot_file)

@@ -336,25 +336,37 @@ def _named(cases: list[Case], model: str) -> list[Case]:
 
 
 def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
-    """Its sequential time lies within 7 % of cuBLAS + NCCL; few rows are left out."""
+    """Its sequential time lies within 6 % of cuBLAS + NCCL; few rows are left out."""
     machine = load_t3_machine("t3-h200")
     found, left_out = compare(machine, [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))])
     (one,) = found
     assert left_out == ["gemm_reduce_scatter 256 x 8192 x 7168"]
-    assert abs(one.error) < 0.07
+    assert abs(one.error) < 0.06
     assert one.measured_ns["product"] < one.corrected_ns("t3-mca") < one.measured_ns["fused"] < one.measured_ns["unfused"]
-    assert one.software_ns == one.measured_ns["fused"]
     assert one.gain == pytest.approx(one.software_ns / one.corrected_ns("t3-mca"))
-    document = json.loads((tmp_path / "bench.json").read_text())
-    document["results"][0]["auto"] = "mapped"
-    document["results"][0]["times"]["mapped"] = {"median_us": 210.0}
-    (tmp_path / "mapped.json").write_text(json.dumps(document))
-    assert compare(machine, [tmp_path / "mapped.json"])[0][0].software_ns == 210_000
     (tmp_path / "empty.json").write_text('{"results": []}')
     with pytest.raises(ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"):
         compare(machine, [tmp_path / "empty.json"])
     with pytest.raises(ConfigError, match="must be a document of interlace bench"):
         compare(machine, [tmp_path / "none.json"])
+
+
+@pytest.mark.parametrize("fastest", ["fused", "mapped", "split", "triggered"])
+def test_t3_is_compared_with_the_fastest_of_our_implementations(fastest: str, tmp_path: Path) -> None:
+    """Whatever ``auto`` took in that run, and whatever was measured beside them."""
+    file = _some_shapes(tmp_path / "bench.json", ("1024 x 8192 x 7168",))
+    document = json.loads(file.read_text())
+    times = document["results"][0]["times"]
+    assert {"fused", "mapped", "split", "triggered"} < times.keys()
+    times[fastest]["median_us"] = 180.0
+    times["torch async-TP (cuBLAS + copies)"]["median_us"] = 170.0
+    file.write_text(json.dumps(document))
+    (one,), _ = compare(load_t3_machine("t3-h200"), [file])
+    assert (one.software, one.software_ns) == (fastest, 180_000)
+    for name in {"mapped", "split", "triggered"} - {fastest}:  # an implementation may be missing
+        del times[name]
+    file.write_text(json.dumps(document))
+    assert compare(load_t3_machine("t3-h200"), [file])[0][0].software == fastest
 
 
 def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
@@ -454,5 +466,8 @@ def test_other_commands(tmp_path: Path) -> None:
     bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
     output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
     assert "4096 x 8192 x 2048" in output
-    assert json.loads((tmp_path / "m.json").read_text())[0]["gain"] > 1
+    (one,) = json.loads((tmp_path / "m.json").read_text())
+    assert one["gain"] > 1
+    assert one["software"] == "split"
+    assert "split" in output
     assert (tmp_path / "m.png").stat().st_size > 0

@@ -274,8 +274,7 @@ def main(
         )
         result = interlace.launch(train, ranks, settings, backend=backend)[0]
     except interlace.InterlaceError as error:
-        reason = str(error).strip().splitlines()[-1]  # of a rank's traceback, the line that says what failed
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {reason}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
         raise typer.Exit(1) from None
     if json_file is not None and is_first_rank():
         json_file.write_text(json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n")

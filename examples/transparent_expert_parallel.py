@@ -245,8 +245,7 @@ def main(
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:
-        reason = str(error).strip().splitlines()[-1]  # of a rank's traceback, the line that says what failed
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {reason}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
         raise typer.Exit(1) from None
 
 

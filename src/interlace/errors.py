@@ -24,6 +24,11 @@ from __future__ import annotations
 class InterlaceError(Exception):
     """Base of every error that Interlace raises on purpose."""
 
+    @property
+    def line(self) -> str:
+        """The message in one line."""
+        return " ".join(str(self).split())
+
 
 class ArgumentError(InterlaceError, ValueError):
     """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
@@ -70,6 +75,18 @@ class LaunchError(InterlaceError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+    @property
+    def line(self) -> str:
+        """The message in one line; of a traceback the line that says what the rank raised."""
+        first, *others = [line for line in str(self).splitlines() if line.strip()] or [type(self).__name__]
+        if not others:
+            return first
+        # What was raised comes after the last frame, and may go on for many lines.
+        frames = [i for i, line in enumerate(others) if line.startswith('  File "')]
+        after = others[frames[-1] + 1 :] if frames else []
+        raised = next((line for line in after if not line.startswith(" ")), others[-1].strip())
+        return f"{first.rstrip('.')}: {raised}"
 
 
 class PeerTimeoutError(InterlaceError, TimeoutError):

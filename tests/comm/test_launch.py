@@ -61,7 +61,7 @@ def _fail_on_rank_1(folder):
     with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
         file.write(str(os.getpid()))
     if dist.get_rank() == 1:
-        raise ValueError("a very particular failure")
+        raise ValueError("a very particular failure\n\nfrom user code:\n   File nowhere\nand what to do about it")
     time.sleep(120)
 
 
@@ -70,6 +70,7 @@ def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_p
     with pytest.raises(LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure") as caught:
         interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=60)
     assert caught.value.rank == 1
+    assert caught.value.line == "launch: rank 1 failed: ValueError: a very particular failure"
     assert not any(_alive(file.read_text()) for file in folder.iterdir())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, InterlaceError
 
 
 def is_first_rank() -> bool:
@@ -29,13 +29,11 @@ def make_console() -> Console:
     return Console(quiet=not is_first_rank(), highlight=False)
 
 
-def print_error(error: Exception) -> None:
+def print_error(error: InterlaceError) -> None:
     """One red line. Of a failed rank's traceback, the line that says what failed."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    text = lines[0] if len(lines) == 1 else f"{lines[0].rstrip('.')}: {lines[-1].strip()}"
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"Error: {text}", style="bold red", markup=False)
-    if len(lines) > 1:
+    console.print(f"Error: {error.line or type(error).__name__}", style="bold red", markup=False)
+    if "\n" in str(error).strip():
         console.print("Run with `interlace --debug ...` for the traceback.", style="dim")
 
 

@@ -51,7 +51,7 @@ def gemm_reduce_scatter(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
-            ``"split"`` (``torch.mm`` for each rank's rows, and copy engines that take them; rows split evenly),
+            ``"split"`` (``torch.mm`` for the peers' rows, copy engines that take them, and a kernel for this rank's own),
             ``"triggered"`` (a kernel that counts its tiles, and copy engines; rows split evenly),
             ``"unfused"`` (``F.linear``, then ``reduce_scatter``), or ``"auto"``: which of these was measured to be the fastest;
             :func:`interlace.explain` says which and why. An explicit choice is never replaced.

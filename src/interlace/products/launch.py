@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,13 @@ def programs(group: Group, config: ProductConfig) -> int:
     """Of a launch: as many as may run at once, one a processor, unless the configuration says less."""
     if group.backend == "cpu":
         return min(config.max_programs or MAX_PROGRAMS, 8)
-    processors = torch.cuda.get_device_properties(group.device).multi_processor_count
+    processors = _processors(group.device)
     return min(config.max_programs or processors, processors, MAX_PROGRAMS)
+
+
+@functools.cache  # the host asks in every call
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def spread_ns(config: ProductConfig, inner: int) -> int:
@@ -41,11 +47,12 @@ def tile_ns(block_m: int, block_n: int, inner: int) -> int:
 
 def has_descriptors(group: Group) -> bool:
     """Whether this GPU moves tiles by tensor descriptors."""
-    return (
-        group.backend == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(group.device) >= _DESCRIPTOR_CAPABILITY
-    )
+    return group.backend == "cuda" and _moves_tiles(group.device)
+
+
+@functools.cache
+def _moves_tiles(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
 
 
 def operand_arguments(operands: Operands, config: ProductConfig, descriptors: bool) -> tuple[Any, ...]:

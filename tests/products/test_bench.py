@@ -41,6 +41,8 @@ def test_every_way_of_an_operator(ranks, operator):
         assert (summary.fused_us, summary.unfused, summary.compute[0]) == (10.0, ("cuBLAS + NCCL", 10.0), "cuBLAS alone")
         assert result["flops"] == 2 * 8 * 16 * 24
         assert tuned == first, "ties keep what was tried first"
+        assert {"fused", "split", "cuBLAS + NCCL"} <= result["host_us"].keys()
+        assert all(us > 0 for us in result["host_us"].values())
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 

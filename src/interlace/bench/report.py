@@ -147,6 +147,9 @@ def table(operator: str, result: Result) -> Table:
         f"{summary.hidden_percent:.0f} % of the communication hidden; relative error {result['relative_error']:.1e}; "
         f"configuration {result['config']}; impl='auto' runs {result['auto']} here"
     )
+    if "host_us" in result:
+        host = ", ".join(f"{name} {us:.0f}" for name, us in result["host_us"].items())
+        view.caption += f"; us that the host takes for a call outside a graph: {host}"
     return view
 
 

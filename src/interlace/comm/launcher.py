@@ -119,7 +119,7 @@ def _child(rank: int, worker: Callable[..., Any], world_size: int, args: tuple[A
     dist.barrier()  # peers may still be reading this rank's memory
     dist.destroy_process_group()
     # The result is kept, nobody needs this process any more. While an interpreter goes down, threads of libraries may outlive what
-    # they use: about one rank of some hundreds ended with SIGABRT ("terminate called without an active exception").
+    # they use: a rank in some thousands ended with SIGABRT ("terminate called without an active exception").
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -35,11 +35,12 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import interlace
 import interlace.compile
-from interlace.bench.timing import Timing, measure_step
+from interlace.bench.timing import Timing, host_us, measure_step
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
+_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, which may be what the step takes."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ def compare(settings: Settings) -> dict[str, Any]:
     exact_layer = copy.deepcopy(layer).to(higher)
     exact = step(exact_layer, exact_layer, x.to(higher))
     del exact_layer
-    ways: list[tuple[str, dict[str, float], list[Timing]]] = []
+    ways: list[tuple[str, dict[str, float], list[str]]] = []
     with interlace.compile.recording() as findings:
         for name, make in ways_to_run(settings).items():
             torch.compiler.reset()
@@ -179,10 +180,11 @@ def asynchronous(layer: MoE) -> Callable[..., Any]:
     return torch.compile(layer, fullgraph=True, options={"_micro_pipeline_tp": True})
 
 
-def times_of(call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings) -> list[Timing]:
-    """Of the forward pass alone, and of a whole step."""
+def times_of(call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings) -> list[str]:
+    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue it."""
     x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    return [measure_step(each, samples=settings.steps) for each in (lambda: call(x), lambda: step(call, layer, x))]
+    found = [milliseconds(measure_step(each, samples=settings.steps)) for each in (lambda: call(x), lambda: step(call, layer, x))]
+    return [*found, f"{host_us(lambda _: step(call, layer, x), device=x.device, calls=2) / 1e3:.2f}"]
 
 
 def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
@@ -191,8 +193,8 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
     console.print(f"[bold]{settings.experts} experts, {len(ranks)} ranks, {settings.capacity} tokens each, {settings.dtype}[/bold]")
     for finding in ranks[0]["findings"]:
         console.print(f"  {str(finding).split(': the cpu backend')[0]}", markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="Times: median (p10 to p90) of the slowest rank.")
-    for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
+    for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms", "host ms"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     allowed: dict[str, float] = {}
     failures = []
@@ -200,7 +202,7 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
         name, _, times = ways[0]  # times are the slowest rank's, on all ranks
         errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
         gradients = max(error for key, error in errors.items() if key != "output")
-        table.add_row(name, f"{errors['output']:.1e}", f"{gradients:.1e}", *map(milliseconds, times))
+        table.add_row(name, f"{errors['output']:.1e}", f"{gradients:.1e}", *times)
         if not allowed:  # eager comes first
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}

@@ -39,12 +39,13 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 import interlace.compile
-from interlace.bench.timing import Timing, measure_step
+from interlace.bench.timing import Timing, host_us, measure_step
 from interlace.compile import Finding
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
+_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, which may be what the step takes."
 PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}  # with sequence parallelism, too
 
 
@@ -200,10 +201,11 @@ def asynchronous(block: Block) -> Callable[..., Any]:
     return torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
 
 
-def times_of(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> list[Timing]:
-    """Of the forward pass alone, and of a whole step."""
+def times_of(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> list[str]:
+    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue it."""
     x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    return [measure_step(each, samples=settings.steps) for each in (lambda: call(x), lambda: step(call, block, x))]
+    found = [milliseconds(measure_step(each, samples=settings.steps)) for each in (lambda: call(x), lambda: step(call, block, x))]
+    return [*found, f"{host_us(lambda _: step(call, block, x), device=x.device, calls=2) / 1e3:.2f}"]
 
 
 def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
@@ -214,16 +216,15 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
         console.print(f"[bold]{name}, {len(ranks)} ranks, {settings.dtype}[/bold]")
         for finding in plan[0]["findings"]:
             console.print(f"  {described(finding)}", markup=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="Times: median (p10 to p90) of the slowest rank.")
-        for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms"):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
+        for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms", "host ms"):
             table.add_column(heading, justify="left" if heading == "way" else "right")
         allowed: dict[str, float] = {}
         failures = []
         for ways in zip(*(rank["ways"] for rank in plan), strict=True):
             errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
             gradients = max(error for key, error in errors.items() if key != "output")
-            times = map(milliseconds, ways[0][2])  # the slowest rank's, on all ranks
-            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *times)
+            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2])  # times are the slowest rank's
             if not allowed:  # eager comes first
                 eps = torch.finfo(DTYPES[settings.dtype]).eps
                 allowed = {key: 4 * max(error, eps) for key, error in errors.items()}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import tuning
-from interlace.bench.timing import Timing, measure
+from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import group_of
 from interlace.costs import all_gather_gemm as all_gather_costs
 from interlace.costs import gemm_all_reduce as all_reduce_costs
@@ -41,7 +39,6 @@ from interlace.units import ceil_div
 
 Step = Callable[[int], object]
 
-_HOST_SAMPLES, _HOST_CALLS = 5, 10
 _SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
 _COSTS: Mapping[str, Callable[..., ProductCost]] = {
     "gemm_all_to_all": all_to_all_costs.fused,
@@ -340,25 +337,6 @@ def timed(case: Case, step: Step, samples: int = 15) -> Timing:
     return timing
 
 
-def host_us(case: Case, step: Step) -> float:
-    """Microseconds that the host takes for one call, whose kernels are enqueued and not awaited; the slowest rank's median.
-
-    A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
-    """
-    times = []
-    for _ in range(_HOST_SAMPLES):
-        case.owner.synchronize()
-        dist.barrier(case.group)
-        start = time.perf_counter()
-        for i in range(_HOST_CALLS):
-            step(i)
-        times.append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
-    case.owner.synchronize()
-    slowest = torch.tensor(statistics.median(times), device=case.owner.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=case.group)
-    return round(slowest.item(), 1)
-
-
 def bench(shape: Shape, config: ProductConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
@@ -374,7 +352,7 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
         check_carried(case, impl, steps[impl])
     steps |= pairs(case)
     times = {name: timed(case, step) for name, step in steps.items()}
-    host = {name: host_us(case, step) for name, step in steps.items()}
+    host = {name: host_us(step, device=case.owner.device, group=case.group) for name, step in steps.items()}
     for name, step in (mapped(case) | split(case) | triggered(case, chosen)).items():
         if not name.endswith(" alone"):
             check_carried(case, name, step)

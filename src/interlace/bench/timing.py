@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -67,6 +68,40 @@ def measure_step(step: Callable[[], object], *, samples: int = 20, group: dist.P
     for _ in range(3):
         step()
     return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)
+
+
+def host_us(
+    call: Callable[[int], object],
+    *,
+    device: torch.device,
+    calls: int = 10,
+    samples: int = 5,
+    group: dist.ProcessGroup | None = None,
+) -> float:
+    """Microseconds that the host takes for ``call(i)``, whose kernels are enqueued and not awaited: the slowest rank's median.
+
+    A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
+
+    Args:
+        calls: in a row, as many as fit in the GPU's queue.
+    """
+    times = []
+    for _ in range(samples):
+        _wait_for(device)
+        dist.barrier(group)
+        start = time.perf_counter()
+        for i in range(calls):
+            call(i)
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    _wait_for(device)
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return round(slowest.item(), 1)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _of_all_ranks(times_us: list[float], group: dist.ProcessGroup | None) -> Timing:

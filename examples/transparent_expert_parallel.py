@@ -40,7 +40,7 @@ from interlace.bench.timing import Timing, host_us, measure_step
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, which may be what the step takes."
+_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, perhaps all of the step."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ from interlace.compile import Finding
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, which may be what the step takes."
+_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, perhaps all of the step."
 PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}  # with sequence parallelism, too
 
 

@@ -37,7 +37,7 @@ def _cases(kernel):
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
         "meet": lambda: [(_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}), (_MEETING, {"WORLD_SIZE": 4, "sound": None})],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
-        "multiply_and_sum": lambda: _products({"PIECES": 2}),
+        "multiply_and_sum": lambda: [case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})],
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
         "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],

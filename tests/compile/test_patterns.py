@@ -61,6 +61,16 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(12, K), (N, K)],
         ["gemm_reduce_scatter"],
     ),
+    "a sum scattered": (
+        lambda x, v, w, u: reduce_scatter(x @ w.t() + v @ u),
+        [(FEW, K), (FEW, 3), (N, K), (3, N)],
+        ["gemm_sum_reduce_scatter"],
+    ),
+    "a sum of three scattered along 1": (
+        lambda x, v, w, u: scatter_along(((x @ w.t()).view(3, 4, N) + (v @ u).view(3, 4, N)) + (v @ (2 * u)).view(3, 4, N), 1),
+        [(12, K), (12, 3), (N, K), (3, N)],
+        ["gemm_sum_reduce_scatter"],
+    ),
     "a batch of one": (lambda x, w: reduce_scatter(torch.bmm(x, w).squeeze(0)), [(1, FEW, K), (1, K, N)], ["gemm_reduce_scatter"]),
     "waited for later": (
         lambda x, w: (lambda sent: (sent, wait(sent)))(c10d.reduce_scatter_tensor(x @ w.t(), "sum", 2, group())),
@@ -238,6 +248,22 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "columns scattered": (lambda x, w: scatter_along(x @ w.t(), 1), W2[:2], "cuts or reorders the columns of mm"),
     "converted": (lambda x, w: all_reduce((x @ w.t()).double()), W2[:2], "what goes into it is _to_copy, not a product"),
     "a sum of products": (lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()), W2, "add is a sum of products"),
+    "a scaled sum": (
+        lambda x, w, v: reduce_scatter(torch.add(x @ w.t(), x @ v.t(), alpha=2)),
+        W2,
+        "add scales or repeats what it adds",
+    ),
+    "a sum, and a part of it": (
+        lambda x, w, v: (lambda y: (reduce_scatter(y + x @ v.t()), y))(x @ w.t()),
+        W2,
+        "output uses a part of the sum, too",
+    ),
+    "a sum with a bias": (
+        lambda x, w, v, b: reduce_scatter(aten.addmm(b, x, w.t()) + x @ v.t()),
+        [*W2, (N,)],
+        "addmm adds a bias to a part of the sum",
+    ),
+    "a sum of a product and more": (lambda x, w, y: reduce_scatter(x @ w.t() + y), [*W2[:2], (FEW, N)], "is add, not a product"),
     "not a product": (lambda x: all_reduce(x.exp()), [(FEW, K)], "what goes into it is exp, not a product"),
     "an argument": (lambda x: all_reduce(x), [(FEW, K)], "what goes into it is x_1, not a product"),
     "scaled": (lambda x, w, b: all_reduce(aten.addmm(b, x, w.t(), beta=2)), [*W2[:2], (N,)], "addmm scales what it adds"),

@@ -89,6 +89,26 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     return str(choice.reason)
 
 
+def choose_sum(products: list[Product], rows: int, ranks: int) -> str:
+    """Why the reduce-scatter of a sum of products is faster as one operator: in parts, which products can be added up in.
+
+    Args:
+        rows: M.
+
+    Raises:
+        LeftAlone: a product of all their K would be faster in another way, or nothing was measured.
+    """
+    from interlace.ops.gemm_reduce_scatter import launch
+
+    first, inner = products[0], sum(product.inner for product in products)
+    choice = launch.choose(
+        rows=rows, columns=first.columns, inner=inner, dtype=first.dtype, world_size=ranks, device=first.device
+    )  # fmt: skip
+    if first.device.type == "cuda" and (not choice.measured or choice.impl != "split"):
+        raise LeftAlone(f"it is a sum of products, which are added up where parts are the fastest way; {choice.reason}")
+    return f"a sum of {len(products)} products: {choice.reason}"
+
+
 def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:
     """The operator of ``product`` and all-reduce: for few tokens the one that reads the weight fastest."""
     return "gemv_all_reduce" if rows < FEW_TOKENS and rows_contiguous else "gemm_all_reduce"

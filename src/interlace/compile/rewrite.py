@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Graph, Node
 
 import interlace.ops  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, rows
-from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
+from interlace.compile.choice import all_reduce_operator, choose, choose_sum, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, aten, between, changes_memory, erase_unused, evaluate, is_static, value
@@ -173,13 +174,20 @@ def _rows_before(collective: Collective, batches: bool = False) -> tuple[Product
     product = _product_before(collective, batches)
     nodes = rows.region(product.node, collective.input)
     ranks = usable_ranks(collective.group_name, product.device)
+    _require_even(collective, ranks)
+    return product, nodes, ranks, Writer(collective.node, collective.node)
+
+
+def _require_even(collective: Collective, ranks: int) -> None:
     if value(collective.input).dim() < 2 or value(collective.input).shape[0] % ranks:
         raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
-    return product, nodes, ranks, Writer(collective.node, collective.node)
 
 
 def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     collective.require_sum()
+    *_, first = rows.upstream(collective.input)
+    if first.target is aten.add.Tensor and _sums_products(first):
+        return _reduce_scatter_of_sum(collective)
     product, nodes, ranks, writer = _rows_before(collective)
     reason = choose("gemm_reduce_scatter", product, _tokens(product), ranks)
     x = _moved(collective, product, writer, nodes)
@@ -190,6 +198,72 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     )  # fmt: skip
     _put(collective, product, nodes, writer, y)
     return "gemm_reduce_scatter", reason
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """A product that is added to others before a collective.
+
+    Attributes:
+        moves: from where to where its rows are moved: from the product to the first sum, from there to the next, and so on.
+    """
+
+    product: Product
+    moves: list[tuple[Node, Node]]
+
+    def x(self, writer: Writer) -> Node:
+        """x as ``[M, K]``, its rows in the order in which the sum's go into the collective."""
+        x, inner = self.product.x, self.product.inner
+        for start, end in self.moves:
+            nodes = rows.region(start, end)
+            x = writer.reshape(x, [*value(start).shape[:-1], inner])
+            if end not in rows.in_order(start, nodes):
+                x = rows.replay(writer, nodes, start, x)
+        return writer.reshape(x, [_tokens(self.product), inner])
+
+
+def _terms(end: Node, later: list[tuple[Node, Node]]) -> Iterator[_Term]:
+    """The products whose sum ``end`` is; ``later`` is what happens to it."""
+    *_, first = rows.upstream(end)
+    moves = [(first, end), *later]
+    if first.target is aten.add.Tensor:
+        for term in first.args[:2]:
+            assert isinstance(term, Node)  # a sum of products, all of them nodes
+            if first.kwargs.get("alpha", 1) != 1 or value(term).shape != value(first).shape:
+                raise LeftAlone(f"{first.name} scales or repeats what it adds")
+            yield from _terms(term, moves)
+        return
+    product = product_of(first)
+    assert product is not None
+    yield _Term(product, moves)
+
+
+def _reduce_scatter_of_sum(collective: Collective) -> tuple[str, str]:
+    """What the gradient of several column-parallel layers with one input is, under sequence parallelism."""
+    terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # the kernel multiplies the first one
+    products = [term.product for term in terms]
+    nodes = {node for term in terms for start, end in term.moves for node in (start, *rows.region(start, end))}
+    for node in nodes:
+        outside = [user for user in node.users if user is not collective.node and user not in nodes]
+        if outside and not _reaches(node, collective, list(nodes)):
+            raise LeftAlone(f"{outside[0].name} uses a part of the sum, too")
+    for product in products:
+        require_suitable(product)
+        if product.bias is not None:
+            raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
+    if len({product.dtype for product in products}) > 1:
+        raise LeftAlone("it is a sum of products of several dtypes")
+    collective.require_waiting()
+    _require_unchanged(min(product.node for product in products), collective.node)
+    ranks = usable_ranks(collective.group_name, products[0].device)
+    _require_even(collective, ranks)
+    reason = choose_sum(products, _tokens(products[0]), ranks)
+    writer = Writer(collective.node, collective.node)
+    xs, ws = [term.x(writer) for term in terms], [product.weight(writer) for product in products]
+    y = writer.call(torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name)
+    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
+    erase_unused(nodes)
+    return "gemm_sum_reduce_scatter", reason
 
 
 def _all_to_all(collective: Collective) -> tuple[str, str]:

@@ -17,18 +17,19 @@ _PART_STAGES = tl.constexpr(3)  # parts in flight
 @triton.jit
 def add_parts(
     total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, OWN_PART: tl.constexpr = False,
 ):  # fmt: skip
     """``total``, a float32 tile of this rank's own rows, and the peers' parts of it, which are here; in rank order.
 
     Args:
+        OWN_PART: this rank's slot holds a part, too.
         slots, parts: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under ``TILES``; else a pointer to
             rank 0's ``[source, row, column]``.
     """
     me = il.rank(group)
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    for each in tl.range(0, WORLD_SIZE - 1, num_stages=_PART_STAGES):
-        source = tl.where(me <= each, each + 1, each)
+    for each in tl.range(0, WORLD_SIZE if OWN_PART else WORLD_SIZE - 1, num_stages=_PART_STAGES):
+        source = each if OWN_PART else tl.where(me <= each, each + 1, each)
         if TILES:  # the addresses of a tile do not fit in registers beside it
             part = tl.reshape(slots.load([me, half, source, row, column]), total.shape)
         else:

@@ -91,14 +91,14 @@ def multiply_and_sum(
     x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows, piece_rows, N, K, x_stride,
     w_stride, row_groups,
     WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, OWN_PART: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have come.
 
     Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and this call's stamp into
     the signal ``[source][piece]`` behind each. A tile is added up when all peers' pieces of its rows are here. The last program to
-    have read everything sets DONE at every peer.
+    have read everything sets DONE at every peer. Of a sum of products (``OWN_PART``) the others' own rows are in this rank's slot.
 
     Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other rank's first piece only.
     """
@@ -130,8 +130,9 @@ def multiply_and_sum(
             if TILES:
                 il.accept_tiles()
         total = add_parts(
-            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES
-        )
+            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES,
+            OWN_PART,
+        )  # fmt: skip
         total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
         if bias is not None:
             total = add_bias(total, bias, column, N)

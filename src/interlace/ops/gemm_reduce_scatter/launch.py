@@ -55,7 +55,7 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     chosen = GemmReduceScatterConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(splits)) == 1)
     if how == "split":
-        return split.run(operands, splits, group, chosen, mark)
+        return split.run([operands], splits, group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
             how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
@@ -70,6 +70,18 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
         splits, process_group_named(group_name),
     )  # fmt: skip
+
+
+def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
+    """Run one call for the sum of several products, in parts."""
+    first = products[0]
+    group = group_for(OPERATOR, group_name, first)
+    mark = group.agree(f"{OPERATOR}, sum", products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products))
+    if not first.rows or not first.columns:
+        return first.x.new_empty([balanced(first.rows, group.world_size)[group.rank], first.columns])
+    inner = sum(each.inner for each in products)
+    choice = choose(**first.sizes(first.rows) | {"inner": inner}, world_size=group.world_size)
+    return split.run(products, balanced(first.rows, group.world_size), group, choice.config, mark)
 
 
 def _fused(operands: Operands, splits: list[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:

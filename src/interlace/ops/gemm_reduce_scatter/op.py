@@ -71,7 +71,25 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, grad_w, grad_bias, *[None] * 7
 
 
+# What the pass for torch.compile makes of a sum of products, after autograd: it has no gradient.
+_library.define("gemm_sum_reduce_scatter(Tensor[] x, Tensor[] w, str group_name) -> Tensor", tags=OPERATOR_TAGS)
+
+
+def _run_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
+    from interlace.ops.gemm_reduce_scatter.launch import run_sum
+    from interlace.products.operands import Operands
+
+    return run_sum([Operands(*pair, None, None, None, pair[0].dtype) for pair in zip(x, w, strict=True)], group_name)
+
+
+def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
+    rank, world_size = place(group_name)
+    return x[0].new_empty([balanced_rows(x[0].shape[0], rank, world_size), w[0].shape[0]])
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("gemm_reduce_scatter", _run, _key)
+    _library.impl("gemm_sum_reduce_scatter", _run_sum, _key)
+torch.library.register_fake("interlace::gemm_sum_reduce_scatter", _fake_sum, lib=_library)
 torch.library.register_fake("interlace::gemm_reduce_scatter", _fake, lib=_library)
 torch.library.register_autograd("interlace::gemm_reduce_scatter", _backward, setup_context=_setup_context, lib=_library)

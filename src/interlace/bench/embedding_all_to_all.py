@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from interlace.bench.timing import Timing, measure
 from interlace.comm import group_of
 from interlace.comm.group import MAX_PROGRAMS, solo_group
+from interlace.comm.kernels import processors
 from interlace.costs import embedding_all_to_all as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
@@ -358,9 +359,8 @@ def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
     compiled = ready.kernel.warmup(*ready.arguments, grid=ready.grid, **ready.options)
     compiled._init_handles()
     registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
-    properties = torch.cuda.get_device_properties(case.owner.device)
     by_registers = _REGISTERS_PER_SM // registers
-    return int(properties.multi_processor_count * min(_PROGRAMS_PER_SM, _WARPS_PER_SM // config.num_warps, by_registers))
+    return processors(case.owner.device) * int(min(_PROGRAMS_PER_SM, _WARPS_PER_SM // config.num_warps, by_registers))
 
 
 def study(shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:

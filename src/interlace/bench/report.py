@@ -94,7 +94,11 @@ def summarise(result: Result) -> Summary:
 
 
 def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -> tuple[str, float]:
-    """What ``impl="auto"`` takes where the tuned table holds this result, and its time in microseconds."""
+    """The fastest implementation of a result, which ``impl="auto"`` takes where the tuned table holds it; and its microseconds.
+
+    Args:
+        among: implementations to choose from, where they were measured.
+    """
     unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
     ways = {**{way: way for way in _OURS}, "unfused": unfused}
     medians = {name: float(time["median_us"]) for name, time in result["times"].items()}

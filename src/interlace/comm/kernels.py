@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,12 @@ class Launch:
     def __call__(self) -> None:
         """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
         self.kernel[self.grid](*self.arguments, **self.options)
+
+
+@functools.cache  # hosts ask in every call
+def processors(device: torch.device) -> int:
+    """How many processors (streaming multiprocessors) a GPU has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

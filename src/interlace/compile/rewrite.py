@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -65,19 +65,24 @@ def _product_before(collective: Collective, batches: bool = False) -> Product:
     product = product_of(first)
     if product is None:
         raise LeftAlone(_why_no_product(first))
-    for node in (first, *moves):
-        outside = [user for user in node.users if user is not collective.node and user not in moves]
-        if outside and not _reaches(node, collective, moves):
-            raise LeftAlone(f"{outside[0].name} uses the product, too")
+    _require_no_other_use([first, *moves], collective, "the product")
     require_suitable(product, batches)
     collective.require_waiting()
     _require_unchanged(first, collective.node)
     return product
 
 
-def _reaches(node: Node, collective: Collective, moves: list[Node]) -> bool:
+def _require_no_other_use(nodes: Collection[Node], collective: Collective, what: str) -> None:
+    """Raise :class:`LeftAlone` if anything that does not lead to the collective uses one of ``nodes``, which do."""
+    allowed = {collective.node, *nodes}
+    for node in nodes:
+        outside = [user for user in node.users if user not in allowed]
+        if outside and not _reaches(node, allowed):
+            raise LeftAlone(f"{outside[0].name} uses {what}, too")
+
+
+def _reaches(node: Node, allowed: set[Node]) -> bool:
     """Whether every use of ``node`` is a part of the way to the collective, other parts of a split included."""
-    allowed = {collective.node, *moves}
     pending = [user for user in node.users if user not in allowed]
     while pending:
         user = pending.pop()
@@ -205,27 +210,26 @@ class _Term:
     """A product that is added to others before a collective.
 
     Attributes:
-        moves: from where to where its rows are moved: from the product to the first sum, from there to the next, and so on.
+        moves: what moves its rows, and what they are before: from the product to the first sum, from there to the next, and so on.
     """
 
     product: Product
-    moves: list[tuple[Node, Node]]
+    moves: list[tuple[Node, list[Node]]]
 
     def x(self, writer: Writer) -> Node:
         """x as ``[M, K]``, its rows in the order in which the sum's go into the collective."""
         x, inner = self.product.x, self.product.inner
-        for start, end in self.moves:
-            nodes = rows.region(start, end)
+        for start, nodes in self.moves:
             x = writer.reshape(x, [*value(start).shape[:-1], inner])
-            if end not in rows.in_order(start, nodes):
+            if nodes and nodes[-1] not in rows.in_order(start, nodes):
                 x = rows.replay(writer, nodes, start, x)
         return writer.reshape(x, [_tokens(self.product), inner])
 
 
-def _terms(end: Node, later: list[tuple[Node, Node]]) -> Iterator[_Term]:
+def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
     """The products whose sum ``end`` is; ``later`` is what happens to it."""
     *_, first = rows.upstream(end)
-    moves = [(first, end), *later]
+    moves = [(first, rows.region(first, end)), *later]
     if first.target is aten.add.Tensor:
         for term in first.args[:2]:
             assert isinstance(term, Node)  # a sum of products, all of them nodes
@@ -242,11 +246,8 @@ def _reduce_scatter_of_sum(collective: Collective) -> tuple[str, str]:
     """What the gradient of several column-parallel layers with one input is, under sequence parallelism."""
     terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # the kernel multiplies the first one
     products = [term.product for term in terms]
-    nodes = {node for term in terms for start, end in term.moves for node in (start, *rows.region(start, end))}
-    for node in nodes:
-        outside = [user for user in node.users if user is not collective.node and user not in nodes]
-        if outside and not _reaches(node, collective, list(nodes)):
-            raise LeftAlone(f"{outside[0].name} uses a part of the sum, too")
+    nodes = sorted({node for term in terms for start, moved in term.moves for node in (start, *moved)})
+    _require_no_other_use(nodes, collective, "a part of the sum")
     for product in products:
         require_suitable(product)
         if product.bias is not None:

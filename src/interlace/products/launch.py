@@ -12,7 +12,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
-from interlace.comm.kernels import describe_matrix, describe_ranks, triton_dtype
+from interlace.comm.kernels import describe_matrix, describe_ranks, processors, triton_dtype
 from interlace.products import record
 from interlace.products.config import ProductConfig
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -26,13 +26,8 @@ def programs(group: Group, config: ProductConfig) -> int:
     """Of a launch: as many as may run at once, one a processor, unless the configuration says less."""
     if group.backend == "cpu":
         return min(config.max_programs or MAX_PROGRAMS, 8)
-    processors = _processors(group.device)
-    return min(config.max_programs or processors, processors, MAX_PROGRAMS)
-
-
-@functools.cache  # the host asks in every call
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    most = processors(group.device)
+    return min(config.max_programs or most, most, MAX_PROGRAMS)
 
 
 def spread_ns(config: ProductConfig, inner: int) -> int:

@@ -180,6 +180,10 @@ class Operands:
             "dtype": self.x.dtype, "device": self.x.device,
         }  # fmt: skip
 
+    def with_contiguous_rows(self) -> Operands:
+        """With x's rows contiguous: what is cut by rows for cuBLAS. x is copied if its rows are not."""
+        return self if contiguous_dimension(self.x) == 1 else dataclasses.replace(self, x=self.x.contiguous())
+
     def for_kernel(self) -> Operands:
         """With x's rows, and w's rows or columns, contiguous and at multiples of 16 bytes; what is not is copied.
 

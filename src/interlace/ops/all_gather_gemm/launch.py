@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.fetch import scale_offset
 from interlace.products.choice import Choice, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
-from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
 from interlace.products.splits import check_sum
 from interlace.units import ceil_div
@@ -97,8 +96,7 @@ def _split(
     operands: Operands, splits: list[int], gather: bool, group: Group, mark: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same by cuBLAS, a product for each rank's rows once they have come, this rank's own first."""
-    if contiguous_dimension(operands.x) != 1:
-        operands = dataclasses.replace(operands, x=operands.x.contiguous())
+    operands = operands.with_contiguous_rows()
     y = operands.x.new_empty([sum(splits), operands.columns])
     if group.world_size == 1:
         multiply_into(y, operands.x, operands.w, operands.bias)

@@ -14,7 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
@@ -46,8 +46,8 @@ def choose(
         tables, width: of the rank that has most, and of the widest table.
         pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a kernel.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    config = default_config(width=width, itemsize=dtype.itemsize, processors=processors)
+    here = processors(device) if device.type == "cuda" else 1
+    config = default_config(width=width, itemsize=dtype.itemsize, processors=here)
     if device.type == "cpu":
         small = dataclasses.replace(
             config, max_programs=8, block_bags=8, push_programs=2, push_rows=16, update_programs=4, block_runs=8

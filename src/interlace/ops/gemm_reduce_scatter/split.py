@@ -15,7 +15,7 @@ from interlace.comm.kernels import describe_ranks
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products import record
 from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs, tile_ns
-from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
 from interlace.units import ceil_div, round_up
 
@@ -31,7 +31,7 @@ def run(
     Args:
         products: of the same rows, columns and dtypes; only the first one may have a bias.
     """
-    products = [_with_contiguous_rows(product) for product in products]
+    products = [product.with_contiguous_rows() for product in products]
     operands, *others = products
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
     rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
@@ -92,12 +92,6 @@ def run(
         )  # fmt: skip
         copies.join(group)
     return y[:, :columns].contiguous()
-
-
-def _with_contiguous_rows(operands: Operands) -> Operands:
-    if contiguous_dimension(operands.x) == 1:
-        return operands
-    return dataclasses.replace(operands, x=operands.x.contiguous())
 
 
 def _multiply(out: torch.Tensor, products: Sequence[Operands], rows: slice, bias: torch.Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, triton_dtype
+from interlace.comm.kernels import Launch, processors, triton_dtype
 from interlace.comm.outputs import Output
 from interlace.errors import GroupError
 from interlace.ops.mixture_of_experts import layout, reference
@@ -292,10 +292,8 @@ class _Tools:
         self.align = 16 // self.dtype.itemsize
         while sizes.hidden % self.align:
             self.align //= 2
-        device = call.x.device
         cuda = group.backend == "cuda"
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
-        self.programs = min(self.config.programs or processors, MAX_PROGRAMS // 2)
+        self.programs = min(self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2)
         self.tiles = fits_descriptors(call, self.config)
         self.shared = {
             "WORLD_SIZE": ranks,

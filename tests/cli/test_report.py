@@ -103,6 +103,16 @@ def test_markdown_shows_the_fastest_of_several_implementations() -> None:
     assert "| **11.0** (split) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | split |" in text
 
 
+def test_of_two_as_fast_the_one_that_the_host_enqueues_sooner() -> None:
+    times = result()["times"]
+    times["split"] = {**times["fused"], "median_us": 11.9}
+    host = {"fused": 100.0, "split": 300.0, "cuBLAS + NCCL": 50.0}
+    assert report.fastest_impl(result(times=times)) == ("split", 11.9)
+    assert report.fastest_impl(result(times=times, host_us=host)) == ("fused", 12.0)
+    times["split"]["median_us"] = 11.7
+    assert report.fastest_impl(result(times=times, host_us=host)) == ("split", 11.7)
+
+
 def test_not_a_result_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
     done = CliRunner().invoke(app, ["bench", "table", str(tmp_path / "x.json")])

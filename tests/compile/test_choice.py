@@ -12,8 +12,11 @@ from torch.fx import Graph
 from interlace.compile.choice import choose, choose_sum
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
+from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
+from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
 from interlace.ops.gemv_all_reduce import launch as gemv
 from interlace.products import choice as products
+from interlace.products.choice import Choice
 
 
 @pytest.fixture(autouse=True)
@@ -74,15 +77,17 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 
 
-def test_a_sum_is_added_up_where_parts_are_the_fastest_way() -> None:
+def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = choose_sum([_product(8192, 8192, 4096)] * 2, 8192, 4)
-    assert reason.startswith(
-        "a sum of 2 products: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192, inner 7168"
-    )
-    with pytest.raises(
-        LeftAlone, match=r"^it is a sum of products, which are added up where parts are the fastest way; measured on"
-    ):
+    assert reason.startswith("a sum of 2 products, in parts: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192")
+    neither = r"^it is a sum of products, and neither in parts nor side by side is it faster; "
+    with pytest.raises(LeftAlone, match=neither + "measured on"):
         choose_sum([_product(256, 8192, 2048)] * 3, 256, 4)
+    fused = Choice("fused", GemmReduceScatterConfig(), "measured", measured=True)
+    monkeypatch.setattr(reduce_scatter, "choose", lambda **_: fused)
+    assert choose_sum([_product(4096, 8192, 1280)] * 2, 4096, 4) == "a sum of 2 products, side by side: measured"
+    with pytest.raises(LeftAlone, match=neither):  # to put these side by side would take longer than to add
+        choose_sum([_product(4096, 8192, 7168)] * 2, 4096, 4)
 
 
 def test_a_batch_is_fused_where_each_product_would_be() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +35,7 @@ def beside(group: Group, *, first: bool = False) -> Iterator[None]:
         yield
         return
     side = group.side_stream(first)
-    side.wait_stream(torch.cuda.current_stream(group.device))
+    side.wait_event(group.stream().record_event())
     with torch.cuda.stream(side):
         yield
 
@@ -41,18 +43,18 @@ def beside(group: Group, *, first: bool = False) -> Iterator[None]:
 def join(group: Group, *, first: bool = False) -> None:
     """Let the current stream go on once all that ran :func:`beside` it is done."""
     if group.backend == "cuda":
-        torch.cuda.current_stream(group.device).wait_stream(group.side_stream(first))
+        group.stream().wait_event(group.side_stream(first).record_event())
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
     """All that the current stream has got until now, for :func:`wait_for`."""
-    return torch.cuda.current_stream(group.device).record_event() if group.backend == "cuda" else None
+    return group.stream().record_event() if group.backend == "cuda" else None
 
 
 def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
     """Let the current stream go on once what ``event`` stands for is done."""
     if event is not None:
-        torch.cuda.current_stream(group.device).wait_event(event)
+        group.stream().wait_event(event)
 
 
 def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
@@ -66,22 +68,27 @@ def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> Non
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, nbytes)
         return
-    _copy(target, source, nbytes, torch.cuda.current_stream(group.device))
+    _copy(target, source, nbytes, group.stream())
 
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-    from cuda.bindings import driver
-
+    driver = _driver()
     (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise BackendError(f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
 
 
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
 # Copies to peers, beside kernels
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A copy to ``peer``'s memory; addresses are mapped here."""
 
     target: int
@@ -103,9 +110,10 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
         return
     if not transfers:
         return
-    with beside(group):
-        for transfer in transfers:
-            _copy(transfer.target, transfer.source, transfer.nbytes, torch.cuda.current_stream(group.device))
+    side = group.side_stream(False)
+    side.wait_event(group.stream().record_event())
+    for transfer in transfers:
+        _copy(transfer.target, transfer.source, transfer.nbytes, side)
 
 
 def _move(transfer: Transfer) -> None:
@@ -205,8 +213,7 @@ class TransferQueue:
 
 def supports_triggers(device: torch.device) -> bool:
     """Whether the driver has stream memory operations on this GPU."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
     error, number = driver.cuDeviceGet(device.index)
     if error == driver.CUresult.CUDA_SUCCESS:
@@ -215,8 +222,7 @@ def supports_triggers(device: torch.device) -> bool:
 
 
 def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
-    from cuda.bindings import driver
-
+    driver = _driver()
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
     if error != driver.CUresult.CUDA_SUCCESS:

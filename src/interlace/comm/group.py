@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ MAX_PROGRAMS = 4096
 """Programs that one launch of an operator may have: one epoch cell each (see ``interlace.language``)."""
 
 _DEFAULT_DEADLINE_S = 30.0
+_MOST_WORKED_OUT = 4096
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -81,10 +84,12 @@ class Group:
         self._contexts: dict[str, torch.Tensor] = {}
         self._agreed: dict[tuple[Hashable, ...], int] = {}
         self._gathered: dict[tuple[Hashable, ...], list[dict[str, Any]]] = {}
+        self._worked_out: dict[tuple[Hashable, ...], Any] = {}
         self.outputs = OutputPool(self)
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._last_stream: torch.cuda.Stream | None = None
         self._side_streams: dict[bool, torch.cuda.Stream] = {}
         self._deadline_s = _default_deadline()
@@ -155,6 +160,15 @@ class Group:
             mark = (1 + len(self._agreed) % 127) << ctx.EPOCH_BITS
             self._agreed[key] = mark
         return mark
+
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+        """What ``make()`` returned when it was first asked for with ``key``: what calls alike need not work out again."""
+        if key not in self._worked_out:
+            if len(self._worked_out) >= _MOST_WORKED_OUT:
+                self._worked_out.clear()
+            self._worked_out[key] = make()
+        found: T = self._worked_out[key]
+        return found
 
     def gather(self, operator: str, **arguments: Hashable) -> list[dict[str, Any]]:
         """Every rank's ``arguments`` (JSON), in rank order: what ranks may differ in but must know of each other.
@@ -254,6 +268,7 @@ class Group:
         self._retained.clear()
         self._agreed.clear()
         self._gathered.clear()
+        self._worked_out.clear()
         self.kept.clear()
         self.outputs.release()
 
@@ -324,20 +339,30 @@ class Group:
             torch.cuda.synchronize(self.device)
         self.check()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Around the launch of an operator's kernels: refuses a broken group and keeps calls in stream order.
 
         On the CPU backend the kernel has ended when this exits, so an expired wait raises here.
         """
         self.check()
-        if self.backend == "cuda":
-            self._follow_last_stream()
+        if self.backend == "cpu":
+            return self._running_here()
+        self._follow_last_stream()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _running_here(self) -> Iterator[None]:
+        with cpu_faults.counting(self.traffic):
             yield
-        else:
-            with cpu_faults.counting(self.traffic):
-                yield
-            self.check()
+        self.check()
+
+    def stream(self) -> torch.cuda.Stream:
+        """The current stream of the group's GPU: the same object for as long as it is the same stream."""
+        # torch makes a new object in each call, which costs as much as a launch; calls of operators ask many times.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle not in self._streams:
+            self._streams[handle] = torch.cuda.current_stream(self.device)
+        return self._streams[handle]
 
     def side_stream(self, first: bool) -> torch.cuda.Stream:
         """A stream for copies beside a kernel, of high priority if ``first``; see ``interlace.comm.copies``."""
@@ -354,8 +379,8 @@ class Group:
         occupy the processors that the other's peer needs. During a capture, only calls within the same capture
         can be ordered; a graph is ordered by where it is replayed.
         """
-        stream, last = torch.cuda.current_stream(self.device), self._last_stream
-        if last is not None and last != stream:
+        stream, last = self.stream(), self._last_stream
+        if last is not None and last is not stream and last != stream:
             with torch.cuda.stream(last):
                 last_capturing = torch.cuda.is_current_stream_capturing()
             capturing = self._capturing()
@@ -375,7 +400,7 @@ class Group:
         from cuda.bindings import driver
 
         # Error, status, id; what follows differs between versions.
-        answer = driver.cuStreamGetCaptureInfo(torch.cuda.current_stream(self.device).cuda_stream)
+        answer = driver.cuStreamGetCaptureInfo(self.stream().cuda_stream)
         return int(answer[2])
 
     def _capturing(self) -> bool:

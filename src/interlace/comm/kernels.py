@@ -13,6 +13,8 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group
 
 _ALONE = 1 << 20  # a stride between ranks, where there is one
+_MOST_COMPILED = 4096  # calls whose compiled kernel is remembered
+_LARGE = 1 << 31  # integers from here on are 64 bits wide, to Triton; addresses are, and are others in each call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Launch:
     """One kernel launch, ready to go: what an operator runs, and its tuner compiles ahead.
 
     Attributes:
+        arguments: for all parameters but the constants, which come last.
+        options: the constants, and Triton's own.
         keep: tensors whose addresses are among the arguments.
     """
 
@@ -31,7 +35,37 @@ class Launch:
 
     def __call__(self) -> None:
         """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
-        self.kernel[self.grid](*self.arguments, **self.options)
+        # Triton looks at every argument to find the kernel that it has compiled, which takes the host longer than the launch.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        key = (self.kernel, self.grid, device, *map(_kind, self.arguments), *self.options.items())
+        found = _compiled.get(key)
+        if found is not None:
+            launch, constants = found
+            launch(*self.arguments, *constants)
+            return
+        compiled = self.kernel[self.grid](*self.arguments, **self.options)
+        names = getattr(self.kernel, "arg_names", [])[len(self.arguments) :]
+        if compiled is not None and all(name in self.options for name in names):  # None from the interpreter
+            if len(_compiled) >= _MOST_COMPILED:
+                _compiled.clear()
+            _compiled[key] = compiled[(*self.grid, 1, 1)], tuple(self.options[name] for name in names)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _kind(value: Any) -> Any:
+    """All that the kernel which Triton compiles may depend on, of an argument."""
+    if type(value) is int:
+        return value if value < _LARGE else _aligned(value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, _aligned(value.data_ptr())
+    block = getattr(value, "block_shape", None)  # of a tensor descriptor
+    return value if block is None else (value.base.dtype, *block)
+
+
+def _aligned(address: int) -> str:
+    return "anywhere" if address % 16 else "aligned"
 
 
 @functools.cache  # hosts ask in every call
@@ -40,6 +74,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
 def triton_dtype(dtype: torch.dtype) -> Any:
     """Triton's name of an element type; Triton is imported here and not before."""
     import triton.language as tl
@@ -70,8 +105,14 @@ def describe_ranks(group: Group, address: int, dtype: torch.dtype, inner: Sequen
         inner: size and stride, in elements, of each further dimension.
         block: of a tile, in the last two dimensions.
     """
+    outer = (group.world_size, group.stride // dtype.itemsize or _ALONE)
+    return _describe_at(address, group.device, dtype, (outer, *inner), tuple(block))
+
+
+@functools.lru_cache(maxsize=256)  # of the same memory in every call
+def _describe_at(address: int, device: torch.device, dtype: torch.dtype, sizes: Any, block: tuple[int, int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    base = view_as(bytes_at(address, (16,), (1,), group.device, None), (16 // dtype.itemsize,), dtype)
-    shape, strides = zip((group.world_size, group.stride // dtype.itemsize or _ALONE), *inner, strict=True)
-    return TensorDescriptor(base, list(shape), list(strides), [1] * (len(shape) - 2) + block)
+    base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)
+    shape, strides = zip(*sizes, strict=True)
+    return TensorDescriptor(base, list(shape), list(strides), [1] * (len(shape) - 2) + list(block))

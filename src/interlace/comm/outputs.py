@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,13 +33,6 @@ LANDING = BUFFERS
 """The landing's index, after the buffers."""
 
 
-class _Lease:
-    """Owns a buffer for as long as a tensor over it lives."""
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-
 @dataclasses.dataclass
 class _Space:
     """One block of buffers. ``capture`` names the graph capture that a buffer belongs to for good, if any."""
@@ -49,6 +41,17 @@ class _Space:
     buffer_bytes: int
     taken: list[bool]
     capture: list[int | None]
+
+
+class _Lease:
+    """Owns a buffer for as long as a tensor over it lives."""
+
+    def __init__(self, space: _Space, index: int) -> None:
+        self._space, self._index = space, index
+        space.taken[index] = True
+
+    def __del__(self) -> None:
+        self._space.taken[self._index] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +80,9 @@ class Output:
         nbytes = math.prod(shape) * dtype.itemsize
         owner: object = self._space.block
         if self.index != LANDING:
-            owner = _Lease(self._space.block)
-            weakref.finalize(owner, self._give_back).atexit = False
-            self._space.taken[self.index] = True
+            owner = _Lease(self._space, self.index)
         raw = bytes_at(self._mine, (nbytes,), (1,), device, owner)
         return view_as(raw, shape, dtype)
-
-    def _give_back(self) -> None:
-        self._space.taken[self.index] = False
 
 
 class OutputPool:

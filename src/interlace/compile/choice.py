@@ -90,7 +90,7 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
 
 
 def choose_sum(products: list[Product], rows: int, ranks: int) -> str:
-    """Why the reduce-scatter of a sum of products is faster as one operator: in parts, which products can be added up in.
+    """Why the reduce-scatter of a sum of products is faster as one operator.
 
     Args:
         rows: M.
@@ -104,9 +104,10 @@ def choose_sum(products: list[Product], rows: int, ranks: int) -> str:
     choice = launch.choose(
         rows=rows, columns=first.columns, inner=inner, dtype=first.dtype, world_size=ranks, device=first.device
     )  # fmt: skip
-    if first.device.type == "cuda" and (not choice.measured or choice.impl != "split"):
-        raise LeftAlone(f"it is a sum of products, which are added up where parts are the fastest way; {choice.reason}")
-    return f"a sum of {len(products)} products: {choice.reason}"
+    side_by_side = choice.impl == "fused" and launch.pays_side_by_side(rows, first.columns, inner, len(products))
+    if first.device.type == "cuda" and not (choice.measured and (choice.impl == "split" or side_by_side)):
+        raise LeftAlone(f"it is a sum of products, and neither in parts nor side by side is it faster; {choice.reason}")
+    return f"a sum of {len(products)} products, {'side by side' if side_by_side else 'in parts'}: {choice.reason}"
 
 
 def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import triton_dtype
+from interlace.comm.kernels import Launch, triton_dtype
 from interlace.errors import ArgumentError
 from interlace.mapped.output import OPERATOR, MappedOutput
 from interlace.mapped.triggered import TriggeredTransfers
@@ -118,11 +118,15 @@ class Fused:
         block = (4, 1024)
         tiles = ceil_div(rows, block[0]) * ceil_div(columns, block[1])
         with group.running():
-            kernel.sum_slots[(max(1, min(tiles, 8 if group.backend == "cpu" else 2048)),)](
+            arguments = (
                 received, address, group.context(OPERATOR), first, rows, columns, received.stride(0), received.stride(1),
-                result.stride(0), WORLD_SIZE=ranks, BROADCAST=self._sums is not None, DTYPE=triton_dtype(received.dtype),
-                ROWS=block[0], COLS=block[1],
+                result.stride(0),
             )  # fmt: skip
+            constants = {
+                "WORLD_SIZE": ranks, "BROADCAST": self._sums is not None, "DTYPE": triton_dtype(received.dtype),
+                "ROWS": block[0], "COLS": block[1],
+            }  # fmt: skip
+            Launch(kernel.sum_slots, (max(1, min(tiles, 8 if group.backend == "cpu" else 2048)),), arguments, constants)()
         if self._sums is not None:
             self.output.meet()
         return result

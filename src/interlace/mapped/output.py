@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_of
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
@@ -178,10 +179,9 @@ class MappedOutput:
         from interlace.mapped import kernel
 
         with self.group.running():
-            kernel.meet[(1,)](
-                self._workspace.signals.address, self._workspace.epochs, self.group.context(OPERATOR), self._sound, self._mark,
-                WORLD_SIZE=self.group.world_size, num_warps=1,
-            )  # fmt: skip
+            context = self.group.context(OPERATOR)
+            arguments = self._workspace.signals.address, self._workspace.epochs, context, self._sound, self._mark
+            Launch(kernel.meet, (1,), arguments, {"WORLD_SIZE": self.group.world_size, "num_warps": 1})()
 
 
 def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:

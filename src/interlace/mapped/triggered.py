@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from interlace.comm.copies import Transfer, TransferQueue, Triggered, join, push
 from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2
@@ -186,7 +187,5 @@ class TriggeredTransfers(MappedOutput):
         from interlace.mapped import kernel
 
         with self.group.running():
-            kernel.settle[(1,)](
-                self.counters, self._tiles, self._sound, self.group.context(OPERATOR), self.counters.numel(),
-                PIECES=next_power_of_2(self.counters.numel()), num_warps=1,
-            )  # fmt: skip
+            arguments = self.counters, self._tiles, self._sound, self.group.context(OPERATOR), self.counters.numel()
+            Launch(kernel.settle, (1,), arguments, {"PIECES": next_power_of_2(self.counters.numel()), "num_warps": 1})()

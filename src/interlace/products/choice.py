@@ -123,6 +123,24 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision(Generic[Config]):
+    """How calls alike run, agreed on by all ranks; see ``Group.once``.
+
+    Attributes:
+        mark: of ``Group.agree``.
+        how: an implementation.
+        otherwise: what is run where ``how`` turns out to be impossible.
+        rows: of each rank.
+    """
+
+    mark: int
+    how: str
+    otherwise: str
+    config: Config
+    rows: tuple[int, ...] = ()
+
+
 def unmet(operator: str, impl: str, operands: Operands, even: bool) -> list[str]:
     """What an implementation needs and these operands are not; empty where it can run them."""
     if impl not in tuning.CARRIED:

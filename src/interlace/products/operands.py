@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -173,6 +173,10 @@ class Operands:
             "bias": self.bias is not None,
         }
 
+    def signature(self) -> tuple[Hashable, ...]:
+        """All that decides how a call of an operator runs, but for its own arguments: M and what :meth:`agreed` says."""
+        return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
+
     def sizes(self, rows: int) -> dict[str, Any]:
         """What a choice of implementation depends on; ``rows`` the same on every rank."""
         return {
@@ -191,7 +195,8 @@ class Operands:
         """
         # Tensor cores take float8 along K only.
         along = 1 if self.w.dtype == FLOAT8 else contiguous_dimension(self.w) or 0
-        return dataclasses.replace(self, x=_laid_out(self.x, 1), w=_laid_out(self.w, along))
+        x, w = _laid_out(self.x, 1), _laid_out(self.w, along)
+        return self if x is self.x and w is self.w else dataclasses.replace(self, x=x, w=w)
 
     def require_supported(self, operator: str) -> None:
         """Raise :class:`BackendError` if this GPU cannot multiply the operands' dtype."""

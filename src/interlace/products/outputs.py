@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import describe_parts
+from interlace.comm.kernels import Launch, describe_parts
 from interlace.errors import ArgumentError, BackendError
 from interlace.mapped import Fused, fuse
 from interlace.products.config import ProductConfig
@@ -99,19 +99,19 @@ def split_product(
         out: ``[R, M/R, N]``, for rank r at r.
         send: called with each part that is complete.
     """
-    parts = operands.x.chunk(group.world_size)
+    parts, weight = operands.x.chunk(group.world_size), operands.w.T
     for step in range(group.world_size):
         to = (group.rank + 1 + step) % group.world_size
-        multiply_into(out[to], parts[to], operands.w, None if bias_once and to != group.rank else operands.bias)
+        multiply_into(out[to], parts[to], weight, None if bias_once and to != group.rank else operands.bias)
         send(to)
 
 
 def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """``x @ w.T + bias`` into ``out``, by cuBLAS where there is one."""
+    """``x @ w + bias`` into ``out``, by cuBLAS where there is one."""
     if bias is None:
-        torch.mm(x, w.T, out=out)
+        torch.mm(x, w, out=out)
     else:
-        torch.addmm(bias, x, w.T, out=out)
+        torch.addmm(bias, x, w, out=out)
 
 
 def count_product(
@@ -137,4 +137,4 @@ def count_product(
         operands.inner, *strides, out.stride(0), out.stride(1),
     )  # fmt: skip
     constants = options(operands, config, group, descriptors) | {"TILES": tiles, "OWN_BIAS": bias_once}
-    counted_product[(programs(group, config),)](*arguments, **constants)
+    Launch(counted_product, (programs(group, config),), arguments, constants)()

@@ -10,6 +10,7 @@ import torch
 
 from interlace.comm import Group, copies
 from interlace.comm.group import Workspace
+from interlace.comm.kernels import Launch
 from interlace.ops.all_gather_gemm.config import OPERATOR
 from interlace.products import record
 from interlace.products.launch import row_stride
@@ -70,16 +71,18 @@ def begin(
     offset, align = scale_offset([max(splits), whole.shape[1]], x.dtype), ALIGNMENT_BYTES // x.dtype.itemsize
     fetching = Fetching(workspace, torch.empty(2, dtype=torch.int32, device=group.device), [None] * ranks, first)
     with copies.beside(group, first=first):
-        kernel.stage_rows[(2 if group.backend == "cpu" else _STAGERS,)](
+        arguments = (
             x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, fetching.notes, mark,
             len(x), operands.inner, row_stride(x), 0 if operands.x_scale is None or operands.x_scale.numel() == 1 else 1,
-            whole.shape[1] // align, WORLD_SIZE=ranks, INNER_ALIGN=align, ROWS=4, COLS=1024,
+            whole.shape[1] // align,
         )  # fmt: skip
+        constants = {"WORLD_SIZE": ranks, "INNER_ALIGN": align, "ROWS": 4, "COLS": 1024}
+        Launch(kernel.stage_rows, (2 if group.backend == "cpu" else _STAGERS,), arguments, constants)()
         for step in range(1, ranks + gather):  # this rank's own rows last: no product waits for them
             source = (group.rank + step) % ranks
             _fetch(group, workspace, whole, fetching.notes, offset, splits, source, signal)
             fetching.arrived[source] = copies.so_far(group)
-        kernel.release_rows[(1,)](signals, context, fetching.notes, WORLD_SIZE=ranks, num_warps=1)
+        Launch(kernel.release_rows, (1,), (signals, context, fetching.notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
 

@@ -16,7 +16,7 @@ from interlace.errors import ArgumentError
 from interlace.ops.all_gather_gemm import fetch, reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
 from interlace.ops.all_gather_gemm.fetch import scale_offset
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
@@ -36,6 +36,27 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one call whose arguments ``api`` has validated: the product, and the gathered x or, unless asked for, no rows."""
     group = group_for(OPERATOR, group_name, operands)
+    key = (OPERATOR, *operands.signature(), None if splits is None else tuple(splits), gather, impl, config)
+    decision = group.once(key, lambda: _decide(operands, splits, gather, group, impl, config))
+    rows = decision.rows
+    if operands.columns and sum(rows):
+        if decision.how == "fused":
+            return _fused(operands.for_kernel(), rows, gather, group, decision.config, decision.mark)
+        if decision.how == "split":
+            return _split(operands, rows, gather, group, decision.mark)
+    group.check()
+    y, gathered = reference.all_gather_gemm(
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
+        rows, process_group_named(group_name),
+    )  # fmt: skip
+    if not gather:
+        return y, operands.x.new_empty([0, operands.inner])
+    return y, gathered.clone() if gathered is operands.x else gathered  # an operator's result is not its argument
+
+
+def _decide(
+    operands: Operands, splits: Sequence[int] | None, gather: bool, group: Group, impl: str, config: str
+) -> Decision[AllGatherGemmConfig]:
     rows = [operands.rows] * group.world_size if splits is None else list(splits)
     mine = rows[group.rank] if group.rank < len(rows) else 0
     mark = group.agree(
@@ -56,24 +77,11 @@ def run(
         )
     choice = choose(**operands.sizes(sum(rows)), world_size=group.world_size)
     chosen = AllGatherGemmConfig.parse(config) if config else choice.config
-    how = resolve(OPERATOR, impl, choice, operands, even=True)
-    if operands.columns and sum(rows):
-        if how == "fused":
-            return _fused(operands.for_kernel(), rows, gather, group, chosen, mark)
-        if how == "split":
-            return _split(operands, rows, gather, group, mark)
-    group.check()
-    y, gathered = reference.all_gather_gemm(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
-        rows, process_group_named(group_name),
-    )  # fmt: skip
-    if not gather:
-        return y, operands.x.new_empty([0, operands.inner])
-    return y, gathered.clone() if gathered is operands.x else gathered  # an operator's result is not its argument
+    return Decision(mark, resolve(OPERATOR, impl, choice, operands, even=True), choice.otherwise, chosen, tuple(rows))
 
 
 def _fused(
-    operands: Operands, splits: list[int], gather: bool, group: Group, config: AllGatherGemmConfig, mark: int
+    operands: Operands, splits: Sequence[int], gather: bool, group: Group, config: AllGatherGemmConfig, mark: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[M, N]`` by one kernel, and the gathered x ``[M, K]`` if asked for, else ``[0, K]``."""
     x = operands.x
@@ -93,31 +101,31 @@ def _fused(
 
 
 def _split(
-    operands: Operands, splits: list[int], gather: bool, group: Group, mark: int
+    operands: Operands, splits: Sequence[int], gather: bool, group: Group, mark: int
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same by cuBLAS, a product for each rank's rows once they have come, this rank's own first."""
     operands = operands.with_contiguous_rows()
     y = operands.x.new_empty([sum(splits), operands.columns])
     if group.world_size == 1:
-        multiply_into(y, operands.x, operands.w, operands.bias)
+        multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, gather)
     require(group.backend)
     from interlace.ops.all_gather_gemm import kernel
 
-    whole = _gathered(operands, splits)
+    whole, weight = _gathered(operands, splits), operands.w.T
     parts, arriving = y.split(splits), whole[:, : operands.inner].split(splits)
     with group.running():
         # First: cuBLAS would leave staging no processor, and peers wait for it.
         fetching = fetch.begin(group, operands, splits, whole, mark, gather=gather, first=True, signal=False)
-        multiply_into(parts[group.rank], operands.x, operands.w, operands.bias)
+        multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
             copies.wait_for(group, fetching.arrived[source])
-            multiply_into(parts[source], arriving[source], operands.w, operands.bias)
+            multiply_into(parts[source], arriving[source], weight, operands.bias)
         blocks = ceil_div(y.numel(), _SETTLED)
-        kernel.settle_products[(2 if group.backend == "cpu" else min(blocks, _SETTLERS),)](
-            y, fetching.workspace.epochs, fetching.notes, mark, blocks, y.numel(), BLOCK=_SETTLED
-        )  # fmt: skip
+        settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
+        arguments = y, fetching.workspace.epochs, fetching.notes, mark, blocks, y.numel()
+        Launch(kernel.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
         fetch.end(group, fetching)
     return y, _result(operands, whole, gather)
 

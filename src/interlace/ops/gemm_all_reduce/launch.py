@@ -13,7 +13,7 @@ from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.ops.gemm_all_reduce import reference
 from interlace.ops.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, slots_for, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import run_into_output
@@ -28,27 +28,32 @@ def choose(**call: Any) -> Choice[GemmAllReduceConfig]:
 def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
     group = group_for(OPERATOR, group_name, operands)
-    mark = group.agree(OPERATOR, the_shape_of_x=tuple(operands.x.shape), **operands.agreed(), impl=impl, config=config)
-    operands.require_supported(OPERATOR)
+    decision = group.once((OPERATOR, *operands.signature(), impl, config), lambda: _decide(operands, group, impl, config))
     if not operands.rows or not operands.columns:
         return operands.x.new_empty([operands.rows, operands.columns], dtype=operands.out_dtype)
-    choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
-    chosen = GemmAllReduceConfig.parse(config) if config else choice.config
-    how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
+    how = decision.how
     if how in tuning.CARRIED:
         y = run_into_output(
-            how, "all_reduce", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+            how, "all_reduce", operands, group, process_group_named(group_name), decision.config, replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
-        how = choice.otherwise
+        how = decision.otherwise
     if how == "fused":
-        return _fused(operands.for_kernel(), group, chosen, mark)
+        return _fused(operands.for_kernel(), group, decision.config, decision.mark)
     group.check()
     return reference.gemm_all_reduce(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
         process_group_named(group_name),
     )  # fmt: skip
+
+
+def _decide(operands: Operands, group: Group, impl: str, config: str) -> Decision[GemmAllReduceConfig]:
+    mark = group.agree(OPERATOR, the_shape_of_x=tuple(operands.x.shape), **operands.agreed(), impl=impl, config=config)
+    operands.require_supported(OPERATOR)
+    choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
+    how = resolve(OPERATOR, impl, choice, operands, even=operands.rows % group.world_size == 0)
+    return Decision(mark, how, choice.otherwise, GemmAllReduceConfig.parse(config) if config else choice.config)
 
 
 def _fused(operands: Operands, group: Group, config: GemmAllReduceConfig, mark: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from interlace.errors import ArgumentError, RankMismatchError
 from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import run_into_output
@@ -40,6 +40,40 @@ def run(
 ) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
     group = group_for(OPERATOR, group_name, operands)
+    if input_splits is None:
+        key = (OPERATOR, *operands.signature(), impl, config)
+        sent, decision = group.once(key, lambda: _decide(operands, None, None, group, impl, config))
+    else:
+        sent, decision = _decide(operands, input_splits, output_splits, group, impl, config)
+    received = [counts[group.rank] for counts in sent]
+    if not operands.columns or not any(map(sum, sent)):
+        return operands.x.new_empty([sum(received), operands.columns], dtype=operands.out_dtype)
+    how = decision.how
+    if how in tuning.CARRIED:
+        y = run_into_output(
+            how, "all_to_all", operands, group, process_group_named(group_name), decision.config, replace=impl != "auto"
+        )  # fmt: skip
+        if y is not None:
+            return y
+        how = decision.otherwise
+    if how == "fused":
+        return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark)
+    group.check()
+    return reference.gemm_all_to_all(
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
+        sent[group.rank], received, process_group_named(group_name),
+    )  # fmt: skip
+
+
+def _decide(
+    operands: Operands,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group: Group,
+    impl: str,
+    config: str,
+) -> tuple[list[list[int]], Decision[GemmAllToAllConfig]]:
+    """``sent[s][d]``: rows from rank s to rank d; and how they are sent."""
     mark = group.agree(
         OPERATOR,
         splits=f"even, of {operands.rows} rows" if input_splits is None else "given",
@@ -49,27 +83,10 @@ def run(
     )
     operands.require_supported(OPERATOR)
     sent = _sent(group, operands.rows, input_splits, output_splits)
-    received = [counts[group.rank] for counts in sent]
-    if not operands.columns or not any(map(sum, sent)):
-        return operands.x.new_empty([sum(received), operands.columns], dtype=operands.out_dtype)
     # Rows of the rank that has most: the same choice on every rank.
     choice = choose(**operands.sizes(max(map(sum, sent))), world_size=group.world_size)
-    chosen = GemmAllToAllConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
-    if how in tuning.CARRIED:
-        y = run_into_output(
-            how, "all_to_all", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
-        )  # fmt: skip
-        if y is not None:
-            return y
-        how = choice.otherwise
-    if how == "fused":
-        return _fused(operands.for_kernel(), sent, group, chosen, mark)
-    group.check()
-    return reference.gemm_all_to_all(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
-        sent[group.rank], received, process_group_named(group_name),
-    )  # fmt: skip
+    return sent, Decision(mark, how, choice.otherwise, GemmAllToAllConfig.parse(config) if config else choice.config)
 
 
 def run_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.ops.gemm_reduce_scatter import reference, split
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
-from interlace.products.choice import Choice, choose_product, group_for, resolve
+from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import (
     describe_own,
     has_descriptors,
@@ -24,7 +25,7 @@ from interlace.products.launch import (
     slots_for,
     spread_ns,
 )
-from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced, check_sum
 
@@ -37,6 +38,32 @@ def choose(**call: Any) -> Choice[GemmReduceScatterConfig]:
 def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
     group = group_for(OPERATOR, group_name, operands)
+    key = (OPERATOR, *operands.signature(), None if splits is None else tuple(splits), impl, config)
+    decision = group.once(key, lambda: _decide(operands, splits, group, impl, config))
+    rows, how, chosen, mark = decision.rows, decision.how, decision.config, decision.mark
+    if not operands.rows or not operands.columns:
+        return operands.x.new_empty([rows[group.rank], operands.columns], dtype=operands.out_dtype)
+    if how == "split":
+        return split.run([operands], rows, group, chosen, mark)
+    if how in tuning.CARRIED:
+        y = run_into_output(
+            how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+        )  # fmt: skip
+        if y is not None:
+            return y
+        how = decision.otherwise
+    if how == "fused":
+        return _fused(operands.for_kernel(), rows, group, chosen, mark)
+    group.check()
+    return reference.gemm_reduce_scatter(
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
+        rows, process_group_named(group_name),
+    )  # fmt: skip
+
+
+def _decide(
+    operands: Operands, splits: Sequence[int] | None, group: Group, impl: str, config: str
+) -> Decision[GemmReduceScatterConfig]:  # fmt: skip
     mark = group.agree(
         OPERATOR,
         the_shape_of_x=tuple(operands.x.shape),
@@ -49,42 +76,54 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
     if splits is None:
         splits = balanced(operands.rows, group.world_size)
     check_sum(f"{OPERATOR}: splits", splits, group.world_size, operands.rows, "the rows of x")
-    if not operands.rows or not operands.columns:
-        return operands.x.new_empty([splits[group.rank], operands.columns], dtype=operands.out_dtype)
     choice = choose(**operands.sizes(operands.rows), world_size=group.world_size)
-    chosen = GemmReduceScatterConfig.parse(config) if config else choice.config
     how = resolve(OPERATOR, impl, choice, operands, even=len(set(splits)) == 1)
-    if how == "split":
-        return split.run([operands], splits, group, chosen, mark)
-    if how in tuning.CARRIED:
-        y = run_into_output(
-            how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
-        )  # fmt: skip
-        if y is not None:
-            return y
-        how = choice.otherwise
-    if how == "fused":
-        return _fused(operands.for_kernel(), list(splits), group, chosen, mark)
-    group.check()
-    return reference.gemm_reduce_scatter(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
-        splits, process_group_named(group_name),
-    )  # fmt: skip
+    chosen = GemmReduceScatterConfig.parse(config) if config else choice.config
+    return Decision(mark, how, choice.otherwise, chosen, tuple(splits))
 
 
 def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
-    """Run one call for the sum of several products, in parts."""
+    """Run one call for the sum of several products."""
     first = products[0]
     group = group_for(OPERATOR, group_name, first)
-    mark = group.agree(f"{OPERATOR}, sum", products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products))
+    key = (f"{OPERATOR}, sum", *(each.signature() for each in products))
+    decision = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:
-        return first.x.new_empty([balanced(first.rows, group.world_size)[group.rank], first.columns])
+        return first.x.new_empty([decision.rows[group.rank], first.columns])
+    if decision.how == "split":
+        return split.run(products, decision.rows, group, decision.config, decision.mark)
+    return _fused(_side_by_side(products), decision.rows, group, decision.config, decision.mark)
+
+
+def _decide_sum(products: Sequence[Operands], group: Group) -> Decision[GemmReduceScatterConfig]:
+    first, ranks = products[0], group.world_size
+    mark = group.agree(f"{OPERATOR}, sum", products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products))
     inner = sum(each.inner for each in products)
-    choice = choose(**first.sizes(first.rows) | {"inner": inner}, world_size=group.world_size)
-    return split.run(products, balanced(first.rows, group.world_size), group, choice.config, mark)
+    choice = choose(**first.sizes(first.rows) | {"inner": inner}, world_size=ranks)
+    sizes = first.rows, first.columns, inner, len(products)
+    how = "fused" if choice.impl == "fused" and pays_side_by_side(*sizes) else "split"
+    return Decision(mark, how, choice.otherwise, choice.config, tuple(balanced(first.rows, ranks)))
 
 
-def _fused(operands: Operands, splits: list[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
+def pays_side_by_side(rows: int, columns: int, inner: int, count: int) -> bool:
+    """Whether putting operands side by side, for one product, moves less memory than the sum of ``count`` products does.
+
+    Args:
+        inner: of all products together.
+    """
+    return 2 * inner * (rows + columns) <= (count + 1) * rows * columns
+
+
+def _side_by_side(products: Sequence[Operands]) -> Operands:
+    """One product that is the sum of all."""
+    first = products[0]
+    x, weights = torch.cat([product.x for product in products], 1), [product.w for product in products]
+    along_k = contiguous_dimension(first.w) == 1
+    w = torch.cat(weights, 1) if along_k else torch.cat([weight.T for weight in weights]).T  # contiguous as they are
+    return dataclasses.replace(first, x=x, w=w).for_kernel()
+
+
+def _fused(operands: Operands, splits: Sequence[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
     """``[splits[rank], N]`` by one kernel."""
     stride = padded_columns(operands.columns, operands.out_dtype)
     y = operands.x.new_empty([splits[group.rank], stride], dtype=operands.out_dtype)

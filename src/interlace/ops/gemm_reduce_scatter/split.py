@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from interlace.comm import Group, copies
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import describe_ranks
+from interlace.comm.kernels import Launch, describe_ranks
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products import record
 from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs, tile_ns
@@ -36,8 +36,9 @@ def run(
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
     rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
     y = operands.x.new_empty([splits[rank], stride])
+    weights = [product.w.T for product in products]
     if ranks == 1:
-        _multiply(y[:, :columns], products, slice(None), operands.bias)
+        _multiply(y[:, :columns], [product.x for product in products], weights, operands.bias)
         return y[:, :columns].contiguous()
     require(group.backend)
     from interlace.ops.gemm_reduce_scatter import kernel
@@ -47,12 +48,16 @@ def run(
     # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves of the workspace.
     workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), record.HEADER + ranks * _PIECES)
     context, signals, address = group.context(OPERATOR), workspace.signals.address, workspace.data.address
-    starts = list(itertools.accumulate(splits, initial=0))
-    sent = operands.x.new_empty([ranks - 1, rows, stride])
+    key = (f"{OPERATOR}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
+    pieces = group.once(key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals))
+    sent = operands.x.new_empty([sum(pieces.sent), stride])
     notes = torch.empty(2, dtype=torch.int32, device=group.device)
+    # Of views each one costs the host as much as a copy that it enqueues.
+    inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
+    parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
+    sent_address, stamp = sent.data_ptr(), notes.data_ptr() + 4
 
-    mine = slice(starts[rank], starts[rank + 1])
-    own = dataclasses.replace(operands, x=operands.x[mine]).for_kernel()
+    own = dataclasses.replace(operands, x=inputs[pieces.own][0]).for_kernel()
     tiles = has_descriptors(group)
     own_x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
     slots = results = None
@@ -64,42 +69,87 @@ def run(
     align = ALIGNMENT_BYTES // dtype.itemsize
     with group.running():
         with copies.beside(group):  # only copies have to wait for it
-            kernel.admit_parts[(1,)](signals, workspace.epochs, context, notes, mark, WORLD_SIZE=ranks, num_warps=1)
+            admission = signals, workspace.epochs, context, notes, mark
+            Launch(kernel.admit_parts, (1,), admission, {"WORLD_SIZE": ranks, "num_warps": 1})()
             admitted = copies.so_far(group)
-        for piece, first in enumerate(range(0, rows, piece_rows)):
-            for step in range(ranks - 1):
-                to = (rank + 1 + step) % ranks
-                last = min(first + piece_rows, splits[to])
-                if first >= last:
-                    continue
-                part = sent[step, first:last]
-                _multiply(part[:, :columns], products, slice(starts[to] + first, starts[to] + last))
-                there = to * group.stride
-                slot = address + there + (rank * rows + first) * row_bytes
-                flag = signals + there + 4 * (record.HEADER + rank * _PIECES + piece)
-                part_there = copies.Transfer(slot, part.data_ptr(), part.nbytes, to)
-                stamp_there = copies.Transfer(flag, notes.data_ptr() + 4, 4, to)
-                copies.push(group, [part_there, stamp_there])
+        for piece in pieces.order:
+            _multiply(parts[piece.part], inputs[piece.input], weights)
+            part_there = copies.Transfer(piece.slot, sent_address + piece.offset, piece.nbytes, piece.to)
+            copies.push(group, [part_there, copies.Transfer(piece.signal, stamp, 4, piece.to)])
         if others and len(y):  # in the place of a peer's part, which is added like it
             here = address + rank * group.stride + rank * rows * row_bytes
             part = view_as(bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype)
-            _multiply(part[:, :columns], others, mine)
+            _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
         copies.wait_for(group, admitted)
-        kernel.multiply_and_sum[(programs(group, config),)](
+        arguments = (
             own_x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, len(y), piece_rows, columns,
             own.inner, x_stride, w_stride, stride // align,
-            **options(own, config, group, tiles), TILES=tiles, ALIGN=align, PIECES=_PIECES, OWN_PART=bool(others),
         )  # fmt: skip
+        constants = options(own, config, group, tiles)
+        constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": bool(others)}
+        Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)()
         copies.join(group)
-    return y[:, :columns].contiguous()
+    return y if stride == columns else y[:, :columns].contiguous()
 
 
-def _multiply(out: torch.Tensor, products: Sequence[Operands], rows: slice, bias: torch.Tensor | None = None) -> None:
-    """These rows of the sum of products into ``out``."""
-    first, *others = products
-    multiply_into(out, first.x[rows], first.w, bias)
-    for other in others:
-        out.addmm_(other.x[rows], other.w.T)
+def _multiply(
+    out: torch.Tensor, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+) -> None:
+    """The sum of products into ``out``."""
+    multiply_into(out, inputs[0], weights[0], bias)
+    for x, w in zip(inputs[1:], weights[1:], strict=True):
+        out.addmm_(x, w)
+
+
+class _Piece(NamedTuple):
+    """Rows for a peer: which of the inputs' and the products' pieces, where they lie among the products, where they go."""
+
+    input: int
+    part: int
+    offset: int
+    nbytes: int
+    slot: int
+    signal: int
+    to: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """How rows are cut, which is the same in every call.
+
+    Attributes:
+        rows: of each piece of x, in order; this rank's own rows are one.
+        own: which one that is.
+        sent: of each piece of what is sent.
+        order: the pieces in the order of their products: first ones of all peers, from the neighbour on, then second ones.
+    """
+
+    rows: list[int]
+    own: int
+    sent: list[int]
+    order: list[_Piece]
+
+    @staticmethod
+    def of(group: Group, splits: Sequence[int], piece_rows: int, row_bytes: int, slots: int, signals: int) -> _Pieces:
+        """For slots and signals at these addresses (rank 0's copies)."""
+        rank, ranks, most = group.rank, group.world_size, max(splits)
+        rows: list[int] = []
+        sent: list[int] = []
+        own, found = 0, {}
+        for to, count in enumerate(splits):
+            if to == rank:
+                own = len(rows)
+                rows.append(count)
+                continue
+            for index, first in enumerate(range(0, count, piece_rows)):
+                there, size = to * group.stride, min(piece_rows, count - first)
+                slot = slots + there + (rank * most + first) * row_bytes
+                signal = signals + there + 4 * (record.HEADER + rank * _PIECES + index)
+                offset, nbytes = sum(sent) * row_bytes, size * row_bytes
+                found[index, (to - rank) % ranks] = _Piece(len(rows), len(sent), offset, nbytes, slot, signal, to)
+                rows.append(size)
+                sent.append(size)
+        return _Pieces(rows, own, sent, [piece for _, piece in sorted(found.items())])
 
 
 def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:

@@ -21,6 +21,7 @@ from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
+from interlace.comm.replays import Replays
 from interlace.errors import (
     ArgumentError,
     BackendError,
@@ -72,6 +73,7 @@ class Group:
         backend: ``"cuda"`` or ``"cpu"``.
         traffic: what this rank's kernels sent; counted on the CPU backend only.
         outputs: symmetric memory that operators return as tensors.
+        replays: what calls that come again have enqueued.
         kept: what operators keep from call to call, until :meth:`release`.
     """
 
@@ -86,6 +88,7 @@ class Group:
         self._gathered: dict[tuple[Hashable, ...], list[dict[str, Any]]] = {}
         self._worked_out: dict[tuple[Hashable, ...], Any] = {}
         self.outputs = OutputPool(self)
+        self.replays = Replays(self)
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
@@ -246,6 +249,7 @@ class Group:
             epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
             side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
         )
+        self.replays.clear()  # of calls that had the old one
         self._workspaces[operator] = new
         if old is not None and old.captured:
             self._retained.append(old)
@@ -264,6 +268,7 @@ class Group:
         if self.backend == "cuda":
             torch.cuda.synchronize(self.device)
         self.exchange("release", "idle")  # a peer's kernel may still write here until all are idle
+        self.replays.clear()
         self._workspaces.clear()
         self._retained.clear()
         self._agreed.clear()

@@ -177,6 +177,11 @@ class Operands:
         """All that decides how a call of an operator runs, but for its own arguments: M and what :meth:`agreed` says."""
         return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
 
+    def place(self) -> tuple[Hashable, ...]:
+        """Where the operands lie, and how: what ``Replays.run`` tells calls apart by."""
+        tensors = (self.x, self.w, self.bias, self.x_scale, self.w_scale)
+        return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride()) for each in tensors)
+
     def sizes(self, rows: int) -> dict[str, Any]:
         """What a choice of implementation depends on; ``rows`` the same on every rank."""
         return {

@@ -40,25 +40,32 @@ class Fetching:
     """Copies that have been enqueued beside the current stream.
 
     Attributes:
-        workspace: of the operator.
-        notes: int32 ``[2]``: this call's epoch; its stamp once every peer's rows may be fetched, and no call's if one did not come.
         arrived: by rank: behind the copy of its rows, for :func:`interlace.comm.copies.wait_for`.
         first: they were given priority.
     """
 
-    workspace: Workspace
-    notes: torch.Tensor
     arrived: list[torch.cuda.Event | None]
     first: bool
 
 
 def begin(
-    group: Group, operands: Operands, splits: Sequence[int], whole: torch.Tensor, mark: int,
-    *, gather: bool, first: bool, signal: bool,
-) -> Fetching:  # fmt: skip
+    group: Group,
+    workspace: Workspace,
+    operands: Operands,
+    splits: Sequence[int],
+    whole: torch.Tensor,
+    notes: torch.Tensor,
+    mark: int,
+    *,
+    gather: bool,
+    first: bool,
+    signal: bool,
+) -> Fetching:
     """Enqueue, beside what the current stream gets next, what brings the peers' rows into ``whole``. End with :func:`end`.
 
     Args:
+        notes: int32 ``[2]``, to be filled: this call's epoch; its stamp once every peer's rows may be fetched, and no call's if one
+            did not come.
         gather: copy this rank's own rows there, too.
         first: let staging this rank's rows have processors before the current stream's launches.
         signal: set the product's signals behind each rank's rows.
@@ -66,13 +73,12 @@ def begin(
     from interlace.ops.all_gather_gemm import kernel
 
     x, ranks = operands.x, group.world_size
-    workspace = workspace_for(group, splits, whole)
     context, signals = group.context(OPERATOR), workspace.signals.address
     offset, align = scale_offset([max(splits), whole.shape[1]], x.dtype), ALIGNMENT_BYTES // x.dtype.itemsize
-    fetching = Fetching(workspace, torch.empty(2, dtype=torch.int32, device=group.device), [None] * ranks, first)
+    fetching = Fetching([None] * ranks, first)
     with copies.beside(group, first=first):
         arguments = (
-            x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, fetching.notes, mark,
+            x, operands.x_scale, workspace.data.address, offset, signals, workspace.side_epochs, context, notes, mark,
             len(x), operands.inner, row_stride(x), 0 if operands.x_scale is None or operands.x_scale.numel() == 1 else 1,
             whole.shape[1] // align,
         )  # fmt: skip
@@ -80,9 +86,9 @@ def begin(
         Launch(kernel.stage_rows, (2 if group.backend == "cpu" else _STAGERS,), arguments, constants)()
         for step in range(1, ranks + gather):  # this rank's own rows last: no product waits for them
             source = (group.rank + step) % ranks
-            _fetch(group, workspace, whole, fetching.notes, offset, splits, source, signal)
+            _fetch(group, workspace, whole, notes, offset, splits, source, signal)
             fetching.arrived[source] = copies.so_far(group)
-        Launch(kernel.release_rows, (1,), (signals, context, fetching.notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
+        Launch(kernel.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
 

@@ -10,6 +10,7 @@ import torch
 from interlace.comm import Group, copies, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix
 from interlace.errors import ArgumentError
@@ -87,16 +88,24 @@ def _fused(
     x = operands.x
     y = x.new_empty([sum(splits), padded_columns(operands.columns, operands.out_dtype)], dtype=operands.out_dtype)
     whole = _gathered(operands, splits)
-    launch = prepare(group, operands, splits, y, whole, config, mark)
-    with group.running():
+    workspace = fetch.workspace_for(group, splits, whole)
+    notes = torch.empty(2, dtype=torch.int32, device=group.device)
+
+    def enqueue() -> None:
+        launch = prepare(group, workspace, operands, splits, y, whole, config, mark)
         if group.world_size == 1:
             launch()
-        else:
-            fetching = fetch.begin(
-                group, operands, splits, whole, mark, gather=gather, first=bool(config.stage_first), signal=True
-            )  # fmt: skip
-            launch()
-            fetch.end(group, fetching)
+            return
+        first = bool(config.stage_first)
+        fetching = fetch.begin(
+            group, workspace, operands, splits, whole, notes, mark, gather=gather, first=first, signal=True
+        )  # fmt: skip
+        launch()
+        fetch.end(group, fetching)
+
+    with group.running():
+        made = y.data_ptr(), whole.data_ptr(), notes.data_ptr()
+        group.replays.run((OPERATOR, "fused", config, tuple(splits), gather, mark, made, operands.place()), enqueue)
     return y[:, : operands.columns].contiguous(), _result(operands, whole if group.world_size > 1 else None, gather)
 
 
@@ -112,11 +121,16 @@ def _split(
     require(group.backend)
     from interlace.ops.all_gather_gemm import kernel
 
-    whole, weight = _gathered(operands, splits), operands.w.T
-    parts, arriving = y.split(splits), whole[:, : operands.inner].split(splits)
-    with group.running():
+    whole = _gathered(operands, splits)
+    workspace = fetch.workspace_for(group, splits, whole)
+    notes = torch.empty(2, dtype=torch.int32, device=group.device)
+
+    def enqueue() -> None:
+        parts, arriving, weight = y.split(splits), whole[:, : operands.inner].split(splits), operands.w.T
         # First: cuBLAS would leave staging no processor, and peers wait for it.
-        fetching = fetch.begin(group, operands, splits, whole, mark, gather=gather, first=True, signal=False)
+        fetching = fetch.begin(
+            group, workspace, operands, splits, whole, notes, mark, gather=gather, first=True, signal=False
+        )  # fmt: skip
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
@@ -124,9 +138,12 @@ def _split(
             multiply_into(parts[source], arriving[source], weight, operands.bias)
         blocks = ceil_div(y.numel(), _SETTLED)
         settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
-        arguments = y, fetching.workspace.epochs, fetching.notes, mark, blocks, y.numel()
-        Launch(kernel.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
+        Launch(kernel.settle_products, (settlers,), (y, workspace.epochs, notes, mark, blocks, y.numel()), {"BLOCK": _SETTLED})()
         fetch.end(group, fetching)
+
+    with group.running():
+        made = y.data_ptr(), whole.data_ptr(), notes.data_ptr()
+        group.replays.run((OPERATOR, "split", tuple(splits), gather, mark, made, operands.place()), enqueue)
     return y, _result(operands, whole, gather)
 
 
@@ -148,6 +165,7 @@ def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> tor
 
 def prepare(
     group: Group,
+    workspace: Workspace,
     operands: Operands,
     splits: Sequence[int],
     y: torch.Tensor,
@@ -155,15 +173,11 @@ def prepare(
     config: AllGatherGemmConfig,
     mark: int = 0,
 ) -> Launch:
-    """The product's launch; ``y`` is ``[M, padded columns]``, ``whole`` the gathered x ``[M, padded K]``, scales behind it.
-
-    Collective when the workspace must grow.
-    """
+    """The product's launch; ``y`` is ``[M, padded columns]``, ``whole`` the gathered x ``[M, padded K]``, scales behind it."""
     require(group.backend)
     from interlace.ops.all_gather_gemm import kernel
 
     ranks, dtype = group.world_size, operands.x.dtype
-    workspace = fetch.workspace_for(group, splits, whole)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
     descriptors = has_descriptors(group)
     # A whole tile at the end of one rank's rows would cover the next one's; beyond the last rank's there is nothing.

@@ -52,43 +52,47 @@ def run(
     pieces = group.once(key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals))
     sent = operands.x.new_empty([sum(pieces.sent), stride])
     notes = torch.empty(2, dtype=torch.int32, device=group.device)
-    # Of views each one costs the host as much as a copy that it enqueues.
-    inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
-    parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
-    sent_address, stamp = sent.data_ptr(), notes.data_ptr() + 4
+    own = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
 
-    own = dataclasses.replace(operands, x=inputs[pieces.own][0]).for_kernel()
-    tiles = has_descriptors(group)
-    own_x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
-    slots = results = None
-    if tiles:
-        whole = 2 * workspace.half_bytes // dtype.itemsize
-        sizes = [(1, whole), (ranks, rows * stride), (rows, stride), (columns, 1)]
-        slots = describe_ranks(group, address, dtype, sizes, [config.block_m, config.block_n])
-        results = describe_own(y, columns, [config.block_m, config.block_n])
-    align = ALIGNMENT_BYTES // dtype.itemsize
-    with group.running():
+    def enqueue() -> None:
+        # Of views each one costs the host as much as a copy that it enqueues.
+        inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
+        parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
         with copies.beside(group):  # only copies have to wait for it
             admission = signals, workspace.epochs, context, notes, mark
             Launch(kernel.admit_parts, (1,), admission, {"WORLD_SIZE": ranks, "num_warps": 1})()
             admitted = copies.so_far(group)
         for piece in pieces.order:
             _multiply(parts[piece.part], inputs[piece.input], weights)
-            part_there = copies.Transfer(piece.slot, sent_address + piece.offset, piece.nbytes, piece.to)
-            copies.push(group, [part_there, copies.Transfer(piece.signal, stamp, 4, piece.to)])
+            part_there = copies.Transfer(piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to)
+            copies.push(group, [part_there, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)])
         if others and len(y):  # in the place of a peer's part, which is added like it
             here = address + rank * group.stride + rank * rows * row_bytes
             part = view_as(bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype)
             _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
-        copies.wait_for(group, admitted)
+        tiles = has_descriptors(group)
+        own_x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
+        slots = results = None
+        if tiles:
+            whole = 2 * workspace.half_bytes // dtype.itemsize
+            sizes = [(1, whole), (ranks, rows * stride), (rows, stride), (columns, 1)]
+            slots = describe_ranks(group, address, dtype, sizes, [config.block_m, config.block_n])
+            results = describe_own(y, columns, [config.block_m, config.block_n])
+        align = ALIGNMENT_BYTES // dtype.itemsize
         arguments = (
             own_x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, len(y), piece_rows, columns,
             own.inner, x_stride, w_stride, stride // align,
         )  # fmt: skip
         constants = options(own, config, group, tiles)
         constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": bool(others)}
+        copies.wait_for(group, admitted)
         Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)()
         copies.join(group)
+
+    with group.running():
+        made = y.data_ptr(), sent.data_ptr(), notes.data_ptr()
+        given = own.place(), *(product.place() for product in products)
+        group.replays.run((*key, config, mark, made, given), enqueue)
     return y if stride == columns else y[:, :columns].contiguous()
 
 
@@ -120,12 +124,14 @@ class _Pieces:
     Attributes:
         rows: of each piece of x, in order; this rank's own rows are one.
         own: which one that is.
+        own_rows: and where.
         sent: of each piece of what is sent.
         order: the pieces in the order of their products: first ones of all peers, from the neighbour on, then second ones.
     """
 
     rows: list[int]
     own: int
+    own_rows: slice
     sent: list[int]
     order: list[_Piece]
 
@@ -149,7 +155,8 @@ class _Pieces:
                 found[index, (to - rank) % ranks] = _Piece(len(rows), len(sent), offset, nbytes, slot, signal, to)
                 rows.append(size)
                 sent.append(size)
-        return _Pieces(rows, own, sent, [piece for _, piece in sorted(found.items())])
+        start = sum(rows[:own])
+        return _Pieces(rows, own, slice(start, start + splits[rank]), sent, [piece for _, piece in sorted(found.items())])
 
 
 def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:

@@ -1,0 +1,113 @@
+"""What calls enqueue, as CUDA graphs, where they come again with the same addresses: one launch in place of dozens.
+
+A call that is made of several kernels, products and copies takes the host longer to enqueue than a GPU takes for it. A program that
+repeats itself, as training does, gets the same memory from torch's allocator in each step: then the whole call is there already.
+
+An address is all that a graph knows of a tensor, and a call that has the same addresses has the tensors that lie there now. So
+nothing is kept alive, and nothing is copied. What a graph refers to beside the call's tensors belongs to the group, which
+forgets its graphs before any of that goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from interlace.comm.group import Group
+
+_MOST_GRAPHS = 256
+_MOST_SEEN = 4096  # calls that may be the first of many
+_OLD = 16 * _MOST_GRAPHS  # runs without one after which a graph may make room for another
+
+
+@dataclasses.dataclass
+class _Kept:
+    graph: Any
+    last_run: int
+
+
+class Replays:
+    """The graphs of one group's calls. ``INTERLACE_REPLAY=0`` in the environment, when the group is made, turns them off."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._enabled = group.backend == "cuda" and os.environ.get("INTERLACE_REPLAY", "1") != "0"
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._runs = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._anchor: Any = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Enqueue on the current stream what ``enqueue()`` does, if need be by calling it. Within ``Group.running``.
+
+        The second call with ``key`` makes a graph, which later ones replay; in a CUDA graph of the program's own none is made, nor
+        where as many as are kept are all in use.
+
+        Args:
+            key: all that the work depends on: addresses, shapes and strides of the call's tensors, and its numbers.
+            enqueue: kernels and copies that begin and end on the current stream. It allocates nothing.
+        """
+        if not self._enabled or torch.cuda.is_current_stream_capturing():
+            enqueue()
+            return
+        self._runs += 1
+        kept = self._kept.get(key)
+        if kept is None:
+            if not self._may_keep(key):
+                enqueue()
+                return
+            kept = self._kept[key] = _Kept(self._capture(enqueue), 0)
+        kept.last_run = self._runs
+        self._kept.move_to_end(key)
+        kept.graph.replay()
+
+    def clear(self) -> None:
+        """Forget all graphs, once they have run: memory that they refer to is about to go."""
+        if self._kept:
+            torch.cuda.synchronize(self._group.device)
+        self._kept.clear()
+        self._seen.clear()
+
+    def _may_keep(self, key: Hashable) -> bool:
+        """Whether a call has come before, and there is room for its graph."""
+        if key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+            return False
+        if len(self._kept) < _MOST_GRAPHS:
+            return True
+        # A program that goes round more addresses than are kept must not make a graph in each call.
+        oldest = next(iter(self._kept.values()))
+        if self._runs - oldest.last_run < _OLD:
+            return False
+        torch.cuda.synchronize(self._group.device)  # it may still run
+        self._kept.popitem(last=False)
+        return True
+
+    def _capture(self, enqueue: Callable[[], object]) -> Any:
+        if self._stream is None:
+            # One pool for all, and a stream that nothing else runs on: cuBLAS's workspace of this stream is then memory of the
+            # pool. Calls of a group follow each other, so they can share it. A graph that is never run keeps the pool.
+            self._stream, self._pool = torch.cuda.Stream(self._group.device), torch.cuda.graph_pool_handle()
+            self._anchor = self._capture(lambda: torch.zeros(1, device=self._group.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads, such as NCCL's watchdog, may go on calling the driver.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                enqueue()
+            finally:
+                graph.capture_end()
+        return graph

@@ -1,0 +1,102 @@
+"""When calls become graphs; what graphs do is tested on GPUs (tests/gpu/test_replays_gpu.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.comm import replays as module
+from interlace.comm.replays import Replays
+
+
+class _Graph:
+    def __init__(self, enqueue: Any, done: list[str]) -> None:
+        self.name, self.done = enqueue.__name__, done
+
+    def replay(self) -> None:
+        self.done.append(f"replay {self.name}")
+
+
+@pytest.fixture
+def done() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> Replays:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("synchronize"))
+    made = Replays(SimpleNamespace(backend="cuda", device="cuda:0"))  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_capture", lambda enqueue: _Graph(enqueue, done))
+    return made
+
+
+def _call(replays: Replays, key: int, done: list[str]) -> None:
+    def enqueue() -> None:
+        done.append(f"enqueue {key}")
+
+    enqueue.__name__ = str(key)
+    replays.run(key, enqueue)
+
+
+def test_the_second_call_makes_a_graph_that_later_ones_replay(replays: Replays, done: list[str]) -> None:
+    for key in (1, 1, 2, 1):
+        _call(replays, key, done)
+    assert done == ["enqueue 1", "replay 1", "enqueue 2", "replay 1"]
+    assert len(replays) == 1
+
+
+def test_cleared_graphs_have_run_and_come_again(replays: Replays, done: list[str]) -> None:
+    for _ in range(2):
+        _call(replays, 1, done)
+    replays.clear()
+    replays.clear()
+    assert len(replays) == 0
+    for _ in range(2):
+        _call(replays, 1, done)
+    assert done == ["enqueue 1", "replay 1", "synchronize", "enqueue 1", "replay 1"]
+
+
+def test_a_program_with_too_many_addresses_enqueues(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What is kept stays while it is used; the one that was not used for longest makes room."""
+    monkeypatch.setattr(module, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(module, "_OLD", 8)
+    for _ in range(2):
+        for key in (1, 2, 3):
+            _call(replays, key, done)
+    assert done[3:] == ["replay 1", "replay 2", "enqueue 3"]
+    done.clear()
+    for _ in range(6):
+        _call(replays, 2, done)
+    _call(replays, 3, done)
+    assert done == ["replay 2"] * 6 + ["synchronize", "replay 3"]
+    _call(replays, 1, done)
+    assert done[-1] == "enqueue 1"
+
+
+def test_calls_that_are_forgotten_count_as_new(replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_SEEN", 2)
+    for key in (1, 2, 3, 1, 1):
+        _call(replays, key, done)
+    assert done == ["enqueue 1", "enqueue 2", "enqueue 3", "enqueue 1", "replay 1"]
+
+
+def test_a_programs_own_graph_holds_the_call_itself(replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(3):
+        _call(replays, 1, done)
+    assert done == ["enqueue 1"] * 3
+
+
+@pytest.mark.parametrize(("backend", "setting"), [("cpu", "1"), ("cuda", "0")])
+def test_without_graphs(done: list[str], monkeypatch: pytest.MonkeyPatch, backend: str, setting: str) -> None:
+    monkeypatch.setenv("INTERLACE_REPLAY", setting)
+    made = Replays(SimpleNamespace(backend=backend, device=backend))  # type: ignore[arg-type]
+    for _ in range(3):
+        _call(made, 1, done)
+    assert done == ["enqueue 1"] * 3

@@ -1,0 +1,121 @@
+"""Calls that come again as CUDA graphs, one process a GPU. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+
+pytestmark = pytest.mark.gpu
+
+ROWS, COLUMNS, INNER = 512, 1024, 1024
+
+
+def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """Operators that enqueue several things: products in parts, and gathers, by cuBLAS and by the kernel."""
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    found = [interlace.gemm_reduce_scatter(x, w, bias, impl="split")]
+    for impl in ("split", "fused"):
+        found += interlace.all_gather_gemm(mine, w, bias, impl=impl, return_gathered=True)
+    return found
+
+
+def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
+    shapes = ((rows, INNER), (COLUMNS, INNER), (COLUMNS,))
+    x, w, bias = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    return x, w, bias
+
+
+def _same(turns: int) -> tuple[int, int]:
+    """Elements that differ from calls without graphs, with new values in the same memory, and late ranks; graphs at the end."""
+    replays = interlace.group_of().replays
+    places = _operands(0)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(turns):
+        for place, new in zip(places, _operands(turn), strict=True):
+            place.copy_(new)
+        if (turn + dist.get_rank()) % 3 == 0:
+            torch.cuda._sleep(500_000)
+        found = _calls(*places)
+        enabled, replays._enabled = replays._enabled, False
+        wanted = _calls(*places)
+        replays._enabled = enabled
+        wrong += sum((each != other).sum() for each, other in zip(found, wanted, strict=True))
+        del found, wanted
+    interlace.synchronize()
+    return int(wrong), len(replays)
+
+
+def _together() -> tuple[list[int], int]:
+    """As :func:`_same` within a graph of the program's own, on another stream, and after the workspace has grown and gone."""
+    group, wrong = interlace.group_of(), []
+
+    def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        torch.cuda.synchronize()
+        wrong.append(int(sum((each != other).sum() for each, other in zip(found, wanted, strict=True))))
+
+    operands = _operands(1)
+    wanted = [each.clone() for each in _calls(*operands)]
+    for _ in range(3):
+        compare(_calls(*operands), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _calls(*operands)
+    for _ in range(3):
+        graph.replay()
+        compare(captured, wanted)
+        compare(_calls(*operands), wanted)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            compare(_calls(*operands), wanted)
+    torch.cuda.current_stream().wait_stream(stream)
+    del graph, captured
+    larger = _operands(2, 8 * ROWS)
+    before = len(group.replays)
+    for _ in range(3):
+        _calls(*larger)
+        compare(_calls(*operands), wanted)
+    group.release()
+    assert len(group.replays) == 0
+    for _ in range(3):
+        compare(_calls(*operands), wanted)
+    return wrong, before
+
+
+def _memory(calls: int) -> list[int]:
+    """Bytes that the GPU has no more after calls, each with other memory, that would all be graphs; then after as many again."""
+    group = interlace.group_of()
+    operands = _operands(3)
+    found = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        found.append(torch.cuda.mem_get_info()[0])
+        for turn in range(calls):
+            moved = [torch.empty(1024 * (turn % 7 + 1), device="cuda") for _ in range(3)]
+            results = _calls(*operands)
+            del moved, results
+    interlace.synchronize()
+    assert len(group.replays) > 0
+    return [found[0] - found[1], found[1] - found[2]]
+
+
+def test_graphs_compute_what_calls_do() -> None:
+    for wrong, graphs in interlace.launch(_same, torch.cuda.device_count(), 30, backend="cuda"):
+        assert wrong == 0
+        assert graphs >= 3
+
+
+def test_beside_other_graphs_streams_and_workspaces() -> None:
+    for wrong, graphs in interlace.launch(_together, torch.cuda.device_count(), backend="cuda"):
+        assert wrong == [0] * len(wrong)
+        assert graphs >= 3
+
+
+def test_memory_does_not_grow() -> None:
+    for _, later in interlace.launch(_memory, torch.cuda.device_count(), 500, backend="cuda"):
+        assert later <= 32 << 20

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 def _patterns() -> dict[str, tuple[list[str], float]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        for choice in ("choose", "choose_sum"):
+            patch.setattr(rewrite, choice, lambda *_: "tests want it")
         for name, (program, shapes, _) in FUSED.items():
             arguments = tensors(*shapes)
             names, _, error = fused(traced(program, arguments), arguments)
@@ -40,7 +41,8 @@ def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Fi
     """Findings, and the largest error of each of four steps."""
     wanted = _step(model, model, x)
     with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
-        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        for choice in ("choose", "choose_sum"):
+            patch.setattr(rewrite, choice, lambda *_: "tests want it")
         compiled: Any = torch.compile(model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
         errors = []
         for _ in range(4):

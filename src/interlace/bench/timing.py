@@ -62,10 +62,10 @@ def measure(
 def measure_step(step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None) -> Timing:
     """Time ``step()`` as a program runs it, kernel by kernel from the host, on every rank of ``group`` at once.
 
-    It runs three times untimed and then ``samples`` times, each of which starts as in :func:`measure`. What the host takes beyond
-    the GPU's sleep of about a millisecond counts, as it does in a program.
+    It runs ten times untimed, until memory comes again at the same addresses, and then ``samples`` times, each of which starts as
+    in :func:`measure`. What the host takes beyond the GPU's sleep of about a millisecond counts, as it does in a program.
     """
-    for _ in range(3):
+    for _ in range(10):
         step()
     return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)
 

@@ -88,7 +88,7 @@ def _together() -> tuple[list[int], int]:
 
 
 def _moving(calls: int) -> tuple[int, int, int]:
-    """Calls with x in more places than there may be graphs: how many there are; then what as many calls add to them, and to memory."""
+    """Calls with x in more places than there may be graphs: how many there are; what as many calls add to them, and to memory."""
     group, operands = interlace.group_of(), _operands(3)
     places = [torch.empty(1 << 20, device="cuda", dtype=torch.bfloat16) for _ in range(100)]
     wanted = _calls(*operands)

@@ -51,6 +51,7 @@ class Workspace:
         signals: symmetric int32, each written by one rank only, and only to grow.
         epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of the next call, once per program.
         side_epochs: the same, for launches that run beside an operator's kernel and may end before or after it.
+        notes: int32 ``[2]`` of this rank: what an operator's first kernel leaves for what follows in the same call.
     """
 
     data: Block
@@ -59,6 +60,7 @@ class Workspace:
     signal_count: int
     epochs: torch.Tensor
     side_epochs: torch.Tensor
+    notes: torch.Tensor
     captured: bool = False
 
 
@@ -248,6 +250,7 @@ class Group:
             signal_count=signal_count,
             epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
             side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+            notes=torch.zeros(2, dtype=torch.int32, device=self.device),
         )
         self.replays.clear()  # of calls that had the old one
         self._workspaces[operator] = new

@@ -54,7 +54,6 @@ def begin(
     operands: Operands,
     splits: Sequence[int],
     whole: torch.Tensor,
-    notes: torch.Tensor,
     mark: int,
     *,
     gather: bool,
@@ -64,8 +63,8 @@ def begin(
     """Enqueue, beside what the current stream gets next, what brings the peers' rows into ``whole``. End with :func:`end`.
 
     Args:
-        notes: int32 ``[2]``, to be filled: this call's epoch; its stamp once every peer's rows may be fetched, and no call's if one
-            did not come.
+        workspace: its notes become this call's epoch, and its stamp once every peer's rows may be fetched, or no call's if one did
+            not come.
         gather: copy this rank's own rows there, too.
         first: let staging this rank's rows have processors before the current stream's launches.
         signal: set the product's signals behind each rank's rows.
@@ -73,7 +72,7 @@ def begin(
     from interlace.ops.all_gather_gemm import kernel
 
     x, ranks = operands.x, group.world_size
-    context, signals = group.context(OPERATOR), workspace.signals.address
+    context, signals, notes = group.context(OPERATOR), workspace.signals.address, workspace.notes
     offset, align = scale_offset([max(splits), whole.shape[1]], x.dtype), ALIGNMENT_BYTES // x.dtype.itemsize
     fetching = Fetching([None] * ranks, first)
     with copies.beside(group, first=first):
@@ -86,7 +85,7 @@ def begin(
         Launch(kernel.stage_rows, (2 if group.backend == "cpu" else _STAGERS,), arguments, constants)()
         for step in range(1, ranks + gather):  # this rank's own rows last: no product waits for them
             source = (group.rank + step) % ranks
-            _fetch(group, workspace, whole, notes, offset, splits, source, signal)
+            _fetch(group, workspace, whole, offset, splits, source, signal)
             fetching.arrived[source] = copies.so_far(group)
         Launch(kernel.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
@@ -98,8 +97,7 @@ def end(group: Group, fetching: Fetching) -> None:
 
 
 def _fetch(
-    group: Group, workspace: Workspace, whole: torch.Tensor, notes: torch.Tensor, offset: int, splits: Sequence[int], peer: int,
-    signal: bool,
+    group: Group, workspace: Workspace, whole: torch.Tensor, offset: int, splits: Sequence[int], peer: int, signal: bool
 ) -> None:  # fmt: skip
     """Copy ``peer``'s rows, then the stamp that says so."""
     rows, first, row_bytes = splits[peer], sum(splits[:peer]), whole.shape[1] * whole.dtype.itemsize
@@ -112,4 +110,4 @@ def _fetch(
     copies.fetch(group, whole.data_ptr() + first * row_bytes, there, rows * row_bytes, peer)
     if signal and peer != group.rank:
         flag = workspace.signals.address + group.rank * group.stride + 4 * (record.HEADER + peer)
-        copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
+        copies.fetch(group, flag, workspace.notes.data_ptr() + 4, 4, group.rank)

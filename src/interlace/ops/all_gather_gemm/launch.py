@@ -89,7 +89,6 @@ def _fused(
     y = x.new_empty([sum(splits), padded_columns(operands.columns, operands.out_dtype)], dtype=operands.out_dtype)
     whole = _gathered(operands, splits)
     workspace = fetch.workspace_for(group, splits, whole)
-    notes = torch.empty(2, dtype=torch.int32, device=group.device)
 
     def enqueue() -> None:
         launch = prepare(group, workspace, operands, splits, y, whole, config, mark)
@@ -98,14 +97,14 @@ def _fused(
             return
         first = bool(config.stage_first)
         fetching = fetch.begin(
-            group, workspace, operands, splits, whole, notes, mark, gather=gather, first=first, signal=True
+            group, workspace, operands, splits, whole, mark, gather=gather, first=first, signal=True
         )  # fmt: skip
         launch()
         fetch.end(group, fetching)
 
     with group.running():
-        made = y.data_ptr(), whole.data_ptr(), notes.data_ptr()
-        group.replays.run((OPERATOR, "fused", config, tuple(splits), gather, mark, made, operands.place()), enqueue)
+        places = y.data_ptr(), whole.data_ptr(), *operands.place()
+        group.replays.run((OPERATOR, "fused", config, tuple(splits), gather, mark, places), enqueue)
     return y[:, : operands.columns].contiguous(), _result(operands, whole if group.world_size > 1 else None, gather)
 
 
@@ -123,13 +122,12 @@ def _split(
 
     whole = _gathered(operands, splits)
     workspace = fetch.workspace_for(group, splits, whole)
-    notes = torch.empty(2, dtype=torch.int32, device=group.device)
 
     def enqueue() -> None:
         parts, arriving, weight = y.split(splits), whole[:, : operands.inner].split(splits), operands.w.T
         # First: cuBLAS would leave staging no processor, and peers wait for it.
         fetching = fetch.begin(
-            group, workspace, operands, splits, whole, notes, mark, gather=gather, first=True, signal=False
+            group, workspace, operands, splits, whole, mark, gather=gather, first=True, signal=False
         )  # fmt: skip
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
@@ -138,12 +136,17 @@ def _split(
             multiply_into(parts[source], arriving[source], weight, operands.bias)
         blocks = ceil_div(y.numel(), _SETTLED)
         settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
-        Launch(kernel.settle_products, (settlers,), (y, workspace.epochs, notes, mark, blocks, y.numel()), {"BLOCK": _SETTLED})()
+        Launch(
+            kernel.settle_products,
+            (settlers,),
+            (y, workspace.epochs, workspace.notes, mark, blocks, y.numel()),
+            {"BLOCK": _SETTLED},
+        )()
         fetch.end(group, fetching)
 
     with group.running():
-        made = y.data_ptr(), whole.data_ptr(), notes.data_ptr()
-        group.replays.run((OPERATOR, "split", tuple(splits), gather, mark, made, operands.place()), enqueue)
+        places = y.data_ptr(), whole.data_ptr(), *operands.place()
+        group.replays.run((OPERATOR, "split", tuple(splits), gather, mark, places), enqueue)
     return y, _result(operands, whole, gather)
 
 

@@ -51,7 +51,7 @@ def run(
     key = (f"{OPERATOR}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
     pieces = group.once(key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals))
     sent = operands.x.new_empty([sum(pieces.sent), stride])
-    notes = torch.empty(2, dtype=torch.int32, device=group.device)
+    notes = workspace.notes
     own = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
 
     def enqueue() -> None:
@@ -90,9 +90,8 @@ def run(
         copies.join(group)
 
     with group.running():
-        made = y.data_ptr(), sent.data_ptr(), notes.data_ptr()
-        given = own.place(), *(product.place() for product in products)
-        group.replays.run((*key, config, mark, made, given), enqueue)
+        places = own.place(), *(product.place() for product in products)
+        group.replays.run((*key, config, mark, y.data_ptr(), sent.data_ptr(), places), enqueue)
     return y if stride == columns else y[:, :columns].contiguous()
 
 

@@ -30,7 +30,7 @@ def _cases(kernel):
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gemm_all_reduce": _products,
-        "gemm_all_to_all": _products,
+        "gemm_all_to_all": lambda: [case for batch in (1, 2) for case in _products({"BATCH": batch})],
         "gemm_reduce_scatter": _products,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
@@ -130,7 +130,7 @@ def _products(more=None):
 
     names = ("slot_address", "half_bytes", "outputs", "buffers", "buffer_bytes", "gathered_address", "y_address", "signals")
     sizes = ("call", "taken", "per_source", "most_rows", "own_rows", "M", "N", "row_groups", "inner_groups", "spread_ns")
-    sizes += ("rows", "piece_rows")
+    sizes += ("rows", "piece_rows", "product_rows")
     strides = ("x_stride", "w_stride", "x_scale_stride", "w_scale_stride")
     types = {**dict.fromkeys((*names, "scale_offset"), "i64"), **dict.fromkeys((*sizes, *strides, "K"), "i32"), "routes": "*i64"}
     types |= {"epochs": "*i32", "notes": "*i32", "ctx": "*i64", **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32")}

@@ -78,11 +78,12 @@ def test_experts(ranks: Any, experts: int) -> None:
     """The second product and its way back; and, in the backward pass, the first one's gradient and the same."""
     for report, findings, errors in ranks(2).run(_experts, experts):
         assert max(errors.values()) < 2e-6, errors
+        operator = "bmm_all_to_all" if experts == 2 else "gemm_all_to_all"
         assert [(f.graph, f.operator) for f in findings] == [
             ("forward", None),
-            ("forward", "gemm_all_to_all"),
+            ("forward", operator),
             ("backward", None),
-            ("backward", "gemm_all_to_all"),
+            ("backward", operator),
         ]
         assert report.findings == tuple(findings)
         assert (len(report.fused), len(report.left)) == (2, 2)
@@ -90,8 +91,8 @@ def test_experts(ranks: Any, experts: int) -> None:
         assert head == "4 collectives: 2 fused, 2 left alone"
         rows = f"all_to_all_single of [{12 * experts}, 16]"
         assert lines[0] == f"forward: {rows} (all_to_all_single) left alone: what goes into it is mul, not a product"
-        why = "each of 2 products: the cpu backend" if experts == 2 else "the cpu backend"
-        assert lines[1].startswith(f"forward: {rows} (all_to_all_single_1) fused by gemm_all_to_all: {why}")
+        why = "a batch of 2: the cpu backend" if experts == 2 else "the cpu backend"
+        assert lines[1].startswith(f"forward: {rows} (all_to_all_single_1) fused by {operator}: {why}")
 
 
 class _RowParallel(nn.Module):

@@ -87,12 +87,12 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
     "a batch sent": (
         lambda x, w: all_to_all(torch.bmm(x, w).unflatten(1, (2, -1)).transpose(0, 1).contiguous().flatten(0, 2)),
         [(2, 6, K), (2, K, N)],
-        ["gemm_all_to_all"] * 2,
+        ["bmm_all_to_all"],
     ),
     "a batch sent, weights along k": (
         lambda x, w: all_to_all(torch.bmm(x, w.mT).unflatten(1, (2, -1)).transpose(0, 1).contiguous()).flatten(1, 2),
         [(3, 4, K), (3, N, K)],
-        ["gemm_all_to_all"] * 3,
+        ["bmm_all_to_all"],
     ),
     "gathered": (lambda x, w: all_gather(x) @ w.t(), [(FEW, K), (N, K)], ["all_gather_gemm"]),
     "gathered along 1, with bias": (

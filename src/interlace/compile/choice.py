@@ -56,9 +56,7 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
-    Of a batch each product becomes an operator of its own, as was measured: against a pair of its own, where the program has one
-    pair for all. With as many rows as the fused kernel is for that makes no difference; with few, where outputs with barriers win,
-    it does.
+    A batch of products, of which one was measured, has the fused kernel only.
 
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, of one product.
@@ -76,8 +74,10 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl == "unfused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
-    if choice.impl == "mapped" and product.batch > 1:
-        raise LeftAlone(f"{operator} would have barriers for each product of its batch: {choice.reason}")
+    if product.batch > 1 and "fused" not in (choice.impl, choice.otherwise):
+        raise LeftAlone(f"of a batch {operator} has the fused kernel only, which is not faster: {choice.reason}")
+    if product.batch > 1:
+        return str(choice.reason)
     if choice.impl in CARRIED and choice.otherwise == "fused":
         return str(choice.reason)  # whatever the operands
     if choice.impl == "mapped" and product.bias is not None:

@@ -60,13 +60,13 @@ class Product:
         """What a fused operator would read of weight and bias."""
         return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
 
-    def weight(self, writer: Writer, which: int = 0) -> Node:
-        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a batch, that of product ``which``."""
+    def weight(self, writer: Writer) -> Node:
+        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a batch, its first product's."""
         w, by_rows = _untransposed(self)
         if by_rows:
             return w
         if value(w).dim() == 3:
-            w = writer.call(aten.select.int, w, 0, which)
+            w = writer.call(aten.select.int, w, 0, 0)
         return writer.call(aten.permute.default, w, [1, 0])
 
 

@@ -273,34 +273,25 @@ def _all_to_all(collective: Collective) -> tuple[str, str]:
     if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
         raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
     if product.batch > 1:
-        return "gemm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
+        return "bmm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     reason = choose("gemm_all_to_all", product, _tokens(product), ranks)
     x = _moved(collective, product, writer, nodes)
-    _put(collective, product, nodes, writer, _sent(x, 0, product, collective, writer))
+    y = writer.call(
+        torch.ops.interlace.gemm_all_to_all.default,
+        x, product.weight(writer), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
+    )  # fmt: skip
+    _put(collective, product, nodes, writer, y)
     return "gemm_all_to_all", reason
 
 
 def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer) -> str:
-    """An operator for each product of a batch ``[B, R * share, N]``; results are put together as ``[R, B, share, N]``."""
+    """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
-    own = _tokens(product) // product.batch
-    reason = choose("gemm_all_to_all", product, own, ranks)
-    received = []
-    for which in range(product.batch):
-        x = writer.call(aten.select.int, product.x, 0, which)
-        y = _sent(x, which, product, collective, writer)
-        received.append(writer.reshape(y, [ranks, own // ranks, product.columns]))
-    _put(collective, product, nodes, writer, writer.call(aten.cat.default, received, 1))
-    return f"each of {product.batch} products: {reason}"
-
-
-def _sent(x: Node, which: int, product: Product, collective: Collective, writer: Writer) -> Node:
-    """``x [M, K]`` times weight ``which`` of a product, each row on the rank that it is for."""
-    return writer.call(
-        torch.ops.interlace.gemm_all_to_all.default,
-        x, product.weight(writer, which), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
-    )  # fmt: skip
+    reason = choose("gemm_all_to_all", product, _tokens(product) // product.batch, ranks)
+    y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name)
+    _put(collective, product, nodes, writer, y)
+    return f"a batch of {product.batch}: {reason}"
 
 
 def _put(collective: Collective, product: Product, nodes: list[Node], writer: Writer, y: Node) -> None:

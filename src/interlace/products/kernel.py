@@ -54,6 +54,32 @@ def multiply_tile(
 
 
 @triton.jit
+def multiply_tile_of(
+    which, x, w, row, column, rows, N, K, x_stride, w_stride,
+    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """:func:`multiply_tile` by one of several weights, which lie one behind the other."""
+    if DESCRIPTORS:
+        if W_ALONG_K:  # beyond N are the next one's rows: columns of the result that are nobody's
+            total = multiply_tile(
+                x, w, row, which * N + column, rows, N, K, x_stride, w_stride,
+                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:  # beyond K they meet zeros of x
+            total = multiply_tile(
+                x, w, row, column, rows, N, K, x_stride, w_stride,
+                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, which * K,
+            )  # fmt: skip
+    else:
+        total = multiply_tile(
+            x, w + which.to(tl.int64) * (N if W_ALONG_K else K) * w_stride, row, column, rows, N, K, x_stride, w_stride,
+            DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
 def scale_tile(total, x_scale, w_scale, row, column, rows, N, x_scale_stride, w_scale_stride):
     """A product of float8 operands times their scales: one a row of each operand, or one in all (stride 0)."""
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])

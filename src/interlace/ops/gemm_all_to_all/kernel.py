@@ -5,7 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import add_bias, fill_nan, multiply_tile, scale_tile, start_in_turn, tile_place
+from interlace.products.kernel import add_bias, fill_nan, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
@@ -18,15 +18,15 @@ _ROUTE = tl.constexpr(record.ROUTE)
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows", "N", "K", "x_stride", "w_stride",
-        "x_scale_stride", "w_scale_stride", "row_groups", "spread_ns",
+        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows", "product_rows", "N", "K", "x_stride",
+        "w_stride", "x_scale_stride", "w_scale_stride", "row_groups", "spread_ns",
     ]
 )
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes, taken, most_rows, own_rows,
-    N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns,
+    product_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns,
     WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BATCH: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
@@ -39,6 +39,9 @@ def gemm_all_to_all(
     all, until all sources are done. A granted buffer is written by nobody after that.
 
     No program waits for one that waits, other than for program 0's grants, which come first of all.
+
+    Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the other; routes are of the first
+    product's rows, and what a destination gets of the others' follows.
 
     Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 writes a1 to row
     0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes b0 to row 1 of rank 0's, then b1 to row 1 of its own.
@@ -67,20 +70,31 @@ def gemm_all_to_all(
         number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
-    each = (tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
+    each = (BATCH * tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
     for task in tl.range(program, tl.where(granted, each * WORLD_SIZE, 0), programs):
         dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
         tile = task // (INTERLEAVE * WORLD_SIZE) * INTERLEAVE + task % INTERLEAVE
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
         place = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
-        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
+        which = tile_m // tiles_m
+        if BATCH > 1:
+            first += which * product_rows
+            place += which * rows
+            tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)  # there are no rows beyond the last product's
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
-            total = multiply_tile(
-                x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
-                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            if BATCH > 1:
+                total = multiply_tile_of(
+                    which, x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
+                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                total = multiply_tile(
+                    x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
+                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
             if x_scale is not None:
                 total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
             if bias is not None:

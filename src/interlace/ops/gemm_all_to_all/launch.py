@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
 from interlace.products import record
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
-from interlace.products.operands import ALIGNMENT_BYTES, Operands
+from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced, check_sum
 
@@ -89,6 +90,33 @@ def _decide(
     return sent, Decision(mark, how, choice.otherwise, GemmAllToAllConfig.parse(config) if config else choice.config)
 
 
+def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Run one call of several products, ``x [B, M, K] @ w [B, K, N]``, rows split evenly; ``[B M, N]``."""
+    count, rows, inner = x.shape
+    columns = w.shape[2]
+    along_k = contiguous_dimension(w[0]) == 0 if count else False
+    # Views, where products lie one behind the other.
+    weights = w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
+    operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
+    group = group_for(OPERATOR, group_name, operands)
+
+    def decide() -> Decision[GemmAllToAllConfig]:
+        mark = group.agree(
+            f"{OPERATOR}, batch", the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype)
+        )  # fmt: skip
+        check_even(rows, group.world_size)
+        choice = choose(
+            rows=rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
+        )  # fmt: skip
+        return Decision(mark, "fused", choice.otherwise, choice.config)
+
+    decision = group.once((f"{OPERATOR}, batch", x.shape, w.shape, x.dtype), decide)
+    if not count * rows * columns:
+        return x.new_empty([count * rows, columns])
+    sent = [[rows // group.world_size] * group.world_size] * group.world_size
+    return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark, Batch(count, rows, columns))
+
+
 def run_gradient(
     grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
 ) -> torch.Tensor:
@@ -136,24 +164,47 @@ def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_sp
     return [sends for _, sends, _ in answers]
 
 
-def _fused(operands: Operands, sent: list[list[int]], group: Group, config: GemmAllToAllConfig, mark: int) -> torch.Tensor:
-    """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d."""
-    rows = sum(counts[group.rank] for counts in sent)
-    most = max(sum(counts[dest] for counts in sent) for dest in range(group.world_size))
-    stride = padded_columns(operands.columns, operands.out_dtype)
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Products whose operands lie one behind the other.
+
+    Attributes:
+        count: how many.
+        rows, columns: M and N of each.
+    """
+
+    count: int
+    rows: int
+    columns: int
+
+
+def _fused(
+    operands: Operands,
+    sent: list[list[int]],
+    group: Group,
+    config: GemmAllToAllConfig,
+    mark: int,
+    batch: Batch | None = None,
+) -> torch.Tensor:
+    """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d, of a batch of each product."""
+    batch = batch or Batch(1, operands.rows, operands.columns)
+    columns = batch.columns
+    rows = batch.count * sum(counts[group.rank] for counts in sent)
+    most = batch.count * max(sum(counts[dest] for counts in sent) for dest in range(group.world_size))
+    stride = padded_columns(columns, operands.out_dtype)
     shape = [rows, stride]
     if group.world_size == 1:
         y = operands.x.new_empty(shape, dtype=operands.out_dtype)
-        launch = prepare(group, operands, sent, config, mark, y.data_ptr(), 0, 0)
+        launch = prepare(group, operands, sent, config, mark, y.data_ptr(), 0, 0, batch=batch)
         with group.running():
             launch()
-        return y[:, : operands.columns].contiguous()
+        return y[:, :columns].contiguous()
     output = group.outputs.take(most * stride * operands.out_dtype.itemsize)
     y = output.tensor(shape, operands.out_dtype, group.device)
-    launch = prepare(group, operands, sent, config, mark, output.address, output.buffer_bytes, output.index)
+    launch = prepare(group, operands, sent, config, mark, output.address, output.buffer_bytes, output.index, batch=batch)
     with group.running():
         launch()
-    y = y[:, : operands.columns]
+    y = y[:, :columns]
     return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
 
 
@@ -167,39 +218,42 @@ def prepare(
     buffer_bytes: int,
     taken: int,
     *,
+    batch: Batch | None = None,
     tile_stores: bool = True,
 ) -> Launch:
     """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow.
 
     Args:
+        batch: what the operands are of; default: of one product.
         tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by ordinary stores.
     """
     require(group.backend)
     from interlace.ops.gemm_all_to_all import kernel
 
     ranks, me = group.world_size, group.rank
+    batch = batch or Batch(1, operands.rows, operands.columns)
     workspace = group.workspace(OPERATOR, 4096, record.HEADER)
     routes, first = [], 0
     for dest in range(ranks):
-        routes.append((first, sent[me][dest], sum(sent[source][dest] for source in range(me))))
+        routes.append((first, sent[me][dest], batch.count * sum(sent[source][dest] for source in range(me))))
         first += sent[me][dest]
     dtype = operands.out_dtype
-    stride = padded_columns(operands.columns, dtype)
-    received = [sum(counts[dest] for counts in sent) for dest in range(ranks)]
+    stride = padded_columns(batch.columns, dtype)
+    received = [batch.count * sum(counts[dest] for counts in sent) for dest in range(ranks)]
     # Every rank must take the same branch only for speed: both put the same bytes in the same places.
     even = tile_stores and all(count % config.block_m == 0 for count in sent[me])
     descriptors = has_descriptors(group) and group.stride % 16 == 0
     tiles = None
     if descriptors and even and ranks > 1:
-        sizes = [(BUFFERS + 1, buffer_bytes // dtype.itemsize), (max(received), stride), (operands.columns, 1)]
+        sizes = [(BUFFERS + 1, buffer_bytes // dtype.itemsize), (max(received), stride), (batch.columns, 1)]
         tiles = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     arguments = (
         x, w, bias, x_scale, w_scale, tiles, buffers, workspace.signals.address, workspace.epochs,
         group.context(OPERATOR), on_device(group, routes), mark, buffer_bytes, taken, max(max(counts) for counts in sent),
-        received[me], operands.columns, operands.inner, *strides, stride // align, spread_ns(config, operands.inner),
+        received[me], batch.rows, batch.columns, operands.inner, *strides, stride // align, spread_ns(config, operands.inner),
     )  # fmt: skip
     constants = options(operands, config, group, descriptors)
-    constants |= {"ALIGN": align, "EVEN": tiles is not None, "INTERLEAVE": config.interleave}
+    constants |= {"BATCH": batch.count, "ALIGN": align, "EVEN": tiles is not None, "INTERLEAVE": config.interleave}
     return Launch(kernel.gemm_all_to_all, (programs(group, config),), arguments, constants, (operands,))

@@ -1,6 +1,7 @@
 """``torch.ops.interlace.gemm_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
 
-The gradient travels by an operator of its own, ``gemm_all_to_all_gradient``, so that compilers see it.
+The gradient travels by an operator of its own, ``gemm_all_to_all_gradient``, so that compilers see it. ``bmm_all_to_all`` is the
+same for a batch of products; the pass for ``torch.compile`` makes it, after autograd, so it has no gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _library.define(
     "str group_name, str impl, str config) -> Tensor",
     tags=OPERATOR_TAGS,
 )
+_library.define("bmm_all_to_all(Tensor x, Tensor w, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 _library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 
 
@@ -56,6 +58,16 @@ def _fake(
     return x.new_empty([rows, w.shape[0]], dtype=out_dtype)
 
 
+def _run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    from interlace.ops.gemm_all_to_all.launch import run_batch
+
+    return run_batch(x, w, group_name)
+
+
+def _fake_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.new_empty([x.shape[0] * x.shape[1], w.shape[2]])
+
+
 def _run_gradient(
     grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
 ) -> torch.Tensor:
@@ -91,7 +103,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 for _key in ("CPU", "CUDA"):
     _library.impl("gemm_all_to_all", _run, _key)
+    _library.impl("bmm_all_to_all", _run_batch, _key)
     _library.impl("gemm_all_to_all_gradient", _run_gradient, _key)
 torch.library.register_fake("interlace::gemm_all_to_all", _fake, lib=_library)
+torch.library.register_fake("interlace::bmm_all_to_all", _fake_batch, lib=_library)
 torch.library.register_fake("interlace::gemm_all_to_all_gradient", _fake_gradient, lib=_library)
 torch.library.register_autograd("interlace::gemm_all_to_all", _backward, setup_context=_setup_context, lib=_library)

@@ -238,7 +238,7 @@ class Group:
         """
         old = self._workspaces.get(operator)
         if old is not None and old.half_bytes >= half_bytes and old.signal_count >= signal_count:
-            old.captured |= self._capturing()
+            old.captured |= self._capturing() and not self.replays.capturing  # those graphs are forgotten when it goes
             return old
         if old is not None:
             half_bytes, signal_count = max(half_bytes, old.half_bytes), max(signal_count, old.signal_count)

@@ -60,6 +60,8 @@ def _kind(value: Any) -> Any:
         return value if value < _LARGE else _aligned(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, _aligned(value.data_ptr())
+    if type(value) is float:
+        return float
     block = getattr(value, "block_shape", None)  # of a tensor descriptor
     return value if block is None else (value.base.dtype, *block)
 

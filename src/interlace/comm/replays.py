@@ -26,6 +26,11 @@ _MOST_SEEN = 4096  # calls that may be the first of many
 _OLD = 16 * _MOST_GRAPHS  # runs without one after which a graph may make room for another
 
 
+def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
+    """Where tensors lie, and how: of a key for :meth:`Replays.run`."""
+    return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride()) for each in tensors)
+
+
 @dataclasses.dataclass
 class _Kept:
     graph: Any
@@ -44,6 +49,8 @@ class Replays:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: Any = None
+        self.capturing = False
+        """Whether what is enqueued now becomes one of these graphs."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -106,8 +113,10 @@ class Replays:
         with torch.cuda.stream(self._stream):
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self.capturing = True
             try:
                 enqueue()
             finally:
+                self.capturing = False
                 graph.capture_end()
         return graph

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.units import round_up
 
@@ -179,8 +180,7 @@ class Operands:
 
     def place(self) -> tuple[Hashable, ...]:
         """Where the operands lie, and how: what ``Replays.run`` tells calls apart by."""
-        tensors = (self.x, self.w, self.bias, self.x_scale, self.w_scale)
-        return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride()) for each in tensors)
+        return places(self.x, self.w, self.bias, self.x_scale, self.w_scale)
 
     def sizes(self, rows: int) -> dict[str, Any]:
         """What a choice of implementation depends on; ``rows`` the same on every rank."""

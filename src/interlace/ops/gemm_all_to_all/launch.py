@@ -201,9 +201,10 @@ def _fused(
         return y[:, :columns].contiguous()
     output = group.outputs.take(most * stride * operands.out_dtype.itemsize)
     y = output.tensor(shape, operands.out_dtype, group.device)
-    launch = prepare(group, operands, sent, config, mark, output.address, output.buffer_bytes, output.index, batch=batch)
+    place = output.address, output.buffer_bytes, output.index
     with group.running():
-        launch()
+        key = (OPERATOR, config, mark, tuple(map(tuple, sent)), batch, place, operands.place())
+        group.replays.run(key, lambda: prepare(group, operands, sent, config, mark, *place, batch=batch)())
     y = y[:, :columns]
     return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
 

@@ -11,6 +11,7 @@ from interlace import tuning
 from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
+from interlace.comm.replays import places
 from interlace.errors import GroupError
 from interlace.ops.gemv_all_reduce import reference
 from interlace.ops.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig, block_tokens, default_config
@@ -70,10 +71,13 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     y = x.new_empty([*x.shape[:-1], rows])
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     if y.numel():
-        launch = prepare(group, x if x.dim() == 2 else x[None], w, bias, y, chosen, mark)
         with group.running():
-            launch()
+            matrix, settled = x if x.dim() == 2 else x[None], chosen
+            key = (OPERATOR, settled, mark, places(matrix, w, bias, y))
+            group.replays.run(key, lambda: prepare(group, matrix, w, bias, y, settled, mark)())
     return y
 
 
@@ -86,9 +90,10 @@ def prepare(
     config: GemvAllReduceConfig,
     mark: int = 0,
 ) -> Launch:
-    """The launch for x ``[B, K]``, w ``[N, K]`` and y ``[B, N]``; ``mark`` is what the ranks' agreement returned.
+    """The launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``. Collective when the workspace must grow.
 
-    Collective when the workspace must grow.
+    Args:
+        mark: what the ranks' agreement returned.
     """
     require(group.backend)
     from interlace.ops.gemv_all_reduce import kernel
@@ -98,8 +103,6 @@ def prepare(
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
     options = {
         "WORLD_SIZE": ranks,
         "ONE_TILE": programs == tiles,

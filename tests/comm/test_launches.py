@@ -1,0 +1,104 @@
+"""When a launch takes the kernel that Triton compiled before; GPU tests launch real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.comm import kernels
+from interlace.comm.kernels import Launch
+
+
+class _Kernel:
+    """Stands in for Triton's: says what was compiled, and what ran."""
+
+    def __init__(self, *arg_names: str, interpreted: bool = False) -> None:
+        self.arg_names = [*arg_names]
+        self.compiled, self.launched = 0, []  # type: ignore[var-annotated]
+        self._interpreted = interpreted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.compiled += 1
+            return None if self._interpreted else self
+
+        def launch(*arguments: Any) -> None:
+            self.launched.append((grid, arguments))
+
+        return call if len(grid) == 1 else launch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_compiled", {})
+
+
+def test_constants_follow_the_arguments_in_the_kernels_order() -> None:
+    kernel = _Kernel("x", "n", "WIDE", "DEEP")
+    launch = Launch(kernel, (3,), (None, 5), {"DEEP": 7, "WIDE": 6, "num_warps": 4})
+    launch()
+    launch()
+    assert kernel.compiled == 1
+    assert kernel.launched == [((3, 1, 1), (None, 5, 6, 7))]
+
+
+ADDRESS = 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (5, 5, True),
+        (5, 6, False),  # one and multiples of 16 are other kernels; small numbers are few
+        (ADDRESS, ADDRESS + 16, True),
+        (ADDRESS, ADDRESS + 8, False),
+        (ADDRESS + 8, ADDRESS + 24, True),
+        (0.25, 0.5, True),
+        (True, False, False),
+        (None, 5, False),
+    ],
+)
+def test_what_a_kernel_is_compiled_for(first: Any, second: Any, same: bool) -> None:
+    kernel = _Kernel("x")
+    for value in (first, second):
+        Launch(kernel, (1,), (value,), {})()
+    assert kernel.compiled == (1 if same else 2)
+    assert [arguments for _, arguments in kernel.launched] == ([(second,)] if same else [])
+
+
+def test_tensors_differ_by_dtype_and_alignment() -> None:
+    kernel = _Kernel("x")
+    memory = torch.zeros(64, dtype=torch.float32)
+    start = (16 - memory.data_ptr() % 16) % 16 // 4
+    aligned, other = memory[start:], memory[start + 8 :]
+    for tensor in (aligned, other, memory[start + 1 :], aligned.view(torch.int32), aligned):
+        Launch(kernel, (1,), (tensor,), {})()
+    assert kernel.compiled == 3
+    assert [arguments[0].data_ptr() for _, arguments in kernel.launched] == [other.data_ptr(), aligned.data_ptr()]
+
+
+@pytest.mark.parametrize("change", [{"grid": (2,)}, {"options": {"WIDE": 2}}, {"options": {"WIDE": 1, "num_warps": 8}}])
+def test_grids_and_constants(change: dict[str, Any]) -> None:
+    kernel = _Kernel("x", "WIDE")
+    settings = {"kernel": kernel, "grid": (1,), "arguments": (None,), "options": {"WIDE": 1}}
+    Launch(**settings)()
+    Launch(**settings | change)()
+    assert kernel.compiled == 2
+    assert kernel.launched == []
+
+
+@pytest.mark.parametrize("kernel", [_Kernel("x", interpreted=True), _Kernel("x", "WITH_A_DEFAULT")])
+def test_what_is_not_remembered(kernel: _Kernel) -> None:
+    for _ in range(3):
+        Launch(kernel, (1,), (None,), {})()
+    assert kernel.compiled == 3
+
+
+def test_a_program_of_many_sizes_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_MOST_COMPILED", 2)
+    kernel = _Kernel("x")
+    for value in (1, 2, 3, 3, 1):
+        Launch(kernel, (1,), (value,), {})()
+    assert kernel.compiled == 4

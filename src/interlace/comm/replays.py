@@ -27,8 +27,8 @@ _OLD = 16 * _MOST_GRAPHS  # runs without one after which a graph may make room f
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
-    """Where tensors lie, and how: of a key for :meth:`Replays.run`."""
-    return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride()) for each in tensors)
+    """Where tensors lie, and what they are there: of a key for :meth:`Replays.run`."""
+    return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors)
 
 
 @dataclasses.dataclass
@@ -62,7 +62,7 @@ class Replays:
         where as many as are kept are all in use.
 
         Args:
-            key: all that the work depends on: addresses, shapes and strides of the call's tensors, and its numbers.
+            key: all that the work depends on: the :func:`places` of the call's tensors, and its numbers.
             enqueue: kernels and copies that begin and end on the current stream. It allocates nothing.
         """
         if not self._enabled or torch.cuda.is_current_stream_capturing():

@@ -179,8 +179,8 @@ class Operands:
         return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
 
     def place(self) -> tuple[Hashable, ...]:
-        """Where the operands lie, and how: what ``Replays.run`` tells calls apart by."""
-        return places(self.x, self.w, self.bias, self.x_scale, self.w_scale)
+        """What ``Replays.run`` tells calls apart by."""
+        return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
     def sizes(self, rows: int) -> dict[str, Any]:
         """What a choice of implementation depends on; ``rows`` the same on every rank."""

@@ -13,6 +13,7 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix
+from interlace.comm.replays import places
 from interlace.errors import ArgumentError
 from interlace.ops.all_gather_gemm import fetch, reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
@@ -103,8 +104,8 @@ def _fused(
         fetch.end(group, fetching)
 
     with group.running():
-        places = y.data_ptr(), whole.data_ptr(), *operands.place()
-        group.replays.run((OPERATOR, "fused", config, tuple(splits), gather, mark, places), enqueue)
+        key = (OPERATOR, "fused", config, tuple(splits), gather, mark, places(y, whole), operands.place())
+        group.replays.run(key, enqueue)
     return y[:, : operands.columns].contiguous(), _result(operands, whole if group.world_size > 1 else None, gather)
 
 
@@ -136,17 +137,13 @@ def _split(
             multiply_into(parts[source], arriving[source], weight, operands.bias)
         blocks = ceil_div(y.numel(), _SETTLED)
         settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
-        Launch(
-            kernel.settle_products,
-            (settlers,),
-            (y, workspace.epochs, workspace.notes, mark, blocks, y.numel()),
-            {"BLOCK": _SETTLED},
-        )()
+        arguments = y, workspace.epochs, workspace.notes, mark, blocks, y.numel()
+        Launch(kernel.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
         fetch.end(group, fetching)
 
     with group.running():
-        places = y.data_ptr(), whole.data_ptr(), *operands.place()
-        group.replays.run((OPERATOR, "split", tuple(splits), gather, mark, places), enqueue)
+        key = (OPERATOR, "split", tuple(splits), gather, mark, places(y, whole), operands.place())
+        group.replays.run(key, enqueue)
     return y, _result(operands, whole, gather)
 
 

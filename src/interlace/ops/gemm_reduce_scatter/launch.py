@@ -12,6 +12,7 @@ from interlace import tuning
 from interlace.comm import Group, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
+from interlace.comm.replays import places
 from interlace.ops.gemm_reduce_scatter import reference, split
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
@@ -128,7 +129,7 @@ def _fused(operands: Operands, splits: Sequence[int], group: Group, config: Gemm
     stride = padded_columns(operands.columns, operands.out_dtype)
     y = operands.x.new_empty([splits[group.rank], stride], dtype=operands.out_dtype)
     with group.running():
-        key = (OPERATOR, config, mark, tuple(splits), y.data_ptr(), operands.place())
+        key = (OPERATOR, config, mark, tuple(splits), places(y), operands.place())
         group.replays.run(key, lambda: prepare(group, operands, splits, y, config, mark)())
     return y[:, : operands.columns].contiguous()
 

@@ -10,8 +10,10 @@ import torch
 
 from interlace.comm import Group, copies
 from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
+from interlace.comm.replays import places
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products import record
 from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs, tile_ns
@@ -70,29 +72,53 @@ def run(
             here = address + rank * group.stride + rank * rows * row_bytes
             part = view_as(bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype)
             _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
-        tiles = has_descriptors(group)
-        own_x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
-        slots = results = None
-        if tiles:
-            whole = 2 * workspace.half_bytes // dtype.itemsize
-            sizes = [(1, whole), (ranks, rows * stride), (rows, stride), (columns, 1)]
-            slots = describe_ranks(group, address, dtype, sizes, [config.block_m, config.block_n])
-            results = describe_own(y, columns, [config.block_m, config.block_n])
-        align = ALIGNMENT_BYTES // dtype.itemsize
-        arguments = (
-            own_x, w, bias, slots, results, address, y.data_ptr(), signals, context, notes, mark, rows, len(y), piece_rows, columns,
-            own.inner, x_stride, w_stride, stride // align,
-        )  # fmt: skip
-        constants = options(own, config, group, tiles)
-        constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": bool(others)}
+        last = _multiply_and_sum(group, workspace, own, y, rows, piece_rows, config, mark, own_part=bool(others))
         copies.wait_for(group, admitted)
-        Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)()
+        last()
         copies.join(group)
 
     with group.running():
-        places = own.place(), *(product.place() for product in products)
-        group.replays.run((*key, config, mark, y.data_ptr(), sent.data_ptr(), places), enqueue)
+        operands_there = own.place(), *(product.place() for product in products)
+        group.replays.run((*key, config, mark, places(y, sent), operands_there), enqueue)
     return y if stride == columns else y[:, :columns].contiguous()
+
+
+def _multiply_and_sum(
+    group: Group,
+    workspace: Workspace,
+    own: Operands,
+    y: torch.Tensor,
+    rows: int,
+    piece_rows: int,
+    config: GemmReduceScatterConfig,
+    mark: int,
+    *,
+    own_part: bool,
+) -> Launch:
+    """The launch that multiplies this rank's own rows and adds what came, into ``y [its rows, padded columns]``.
+
+    Args:
+        rows: between two sources' slots.
+        own_part: this rank's slot holds a part of the sum, too.
+    """
+    from interlace.ops.gemm_reduce_scatter import kernel
+
+    dtype, stride, tiles = y.dtype, y.shape[1], has_descriptors(group)
+    x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
+    slots = results = None
+    if tiles:
+        whole = 2 * workspace.half_bytes // dtype.itemsize
+        sizes = [(1, whole), (group.world_size, rows * stride), (rows, stride), (own.columns, 1)]
+        slots = describe_ranks(group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n])
+        results = describe_own(y, own.columns, [config.block_m, config.block_n])
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    arguments = (
+        x, w, bias, slots, results, workspace.data.address, y.data_ptr(), workspace.signals.address, group.context(OPERATOR),
+        workspace.notes, mark, rows, len(y), piece_rows, own.columns, own.inner, x_stride, w_stride, stride // align,
+    )  # fmt: skip
+    constants = options(own, config, group, tiles)
+    constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
+    return Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)
 
 
 def _multiply(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -78,16 +79,31 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
 
 
 def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = choose_sum([_product(8192, 8192, 4096)] * 2, 8192, 4)
+    scatter = functools.partial(choose_sum, "gemm_reduce_scatter")
+    side_by_side, reason = scatter([_product(8192, 8192, 4096)] * 2, 8192, 4)
+    assert not side_by_side
     assert reason.startswith("a sum of 2 products, in parts: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192")
-    neither = r"^it is a sum of products, and neither in parts nor side by side is it faster; "
-    with pytest.raises(LeftAlone, match=neither + "measured on"):
-        choose_sum([_product(256, 8192, 2048)] * 3, 256, 4)
+    with pytest.raises(LeftAlone, match=r"^it is a sum of products, and gemm_reduce_scatter of them is not faster: measured on"):
+        scatter([_product(256, 8192, 2048)] * 3, 256, 4)
+    with pytest.raises(LeftAlone, match=r"^nothing was measured on this GPU near the sizes of gemm_reduce_scatter, of a sum"):
+        scatter([_product(8, 8192, 2048)] * 3, 8, 4)
     fused = Choice("fused", GemmReduceScatterConfig(), "measured", measured=True)
     monkeypatch.setattr(reduce_scatter, "choose", lambda **_: fused)
-    assert choose_sum([_product(4096, 8192, 1280)] * 2, 4096, 4) == "a sum of 2 products, side by side: measured"
-    with pytest.raises(LeftAlone, match=neither):  # to put these side by side would take longer than to add
-        choose_sum([_product(4096, 8192, 7168)] * 2, 4096, 4)
+    assert scatter([_product(4096, 8192, 1280)] * 2, 4096, 4) == (True, "a sum of 2 products, side by side: measured")
+    with pytest.raises(LeftAlone, match=r"^it is a sum of products whose operands are too large to be put side by side$"):
+        scatter([_product(4096, 8192, 7168)] * 2, 4096, 4)
+
+
+def test_a_sum_is_all_reduced_side_by_side() -> None:
+    reduce = functools.partial(choose_sum, "gemm_all_reduce")
+    products = [_product(4096, 8192, inner) for inner in (2048, 256, 256)]  # Llama 3 70B's queries, keys and values
+    side_by_side, reason = reduce(products, 4096, 4)
+    assert side_by_side
+    assert reason.startswith("a sum of 3 products, side by side: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 4096")
+    with pytest.raises(LeftAlone, match=r"^it is a sum of products whose operands are too large"):  # its MLP
+        reduce([_product(4096, 8192, 7168)] * 2, 4096, 4)
+    with pytest.raises(LeftAlone, match=r"^it is a sum of products, and gemm_all_reduce of them is not faster: "):
+        reduce([_product(256, 8192, 3584)] * 2, 256, 4)
 
 
 def test_a_batch_is_fused_where_each_product_would_be() -> None:

@@ -71,6 +71,51 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(12, K), (12, 3), (N, K), (3, N)],
         ["gemm_sum_reduce_scatter"],
     ),
+    "a sum scattered side by side": (
+        lambda x, v, w, u: scatter_along(((x @ w.t()).view(3, 4, N) + (v @ u).view(3, 4, N)), 1),
+        [(12, 4), (12, 4), (N, 4), (4, N)],
+        ["gemm_reduce_scatter"],
+    ),
+    "a sum of weights along n scattered side by side": (
+        lambda x, v, w, u: reduce_scatter(x @ w + v @ u),
+        [(FEW, 3), (FEW, 2), (3, N), (2, N)],
+        ["gemm_reduce_scatter"],
+    ),
+    "a sum all-reduced": (
+        lambda x, v, w, u: all_reduce(x @ w.t() + v @ u).relu(),
+        [(M, K), (M, 4), (N, K), (4, N)],
+        ["gemm_all_reduce"],
+    ),
+    "all-reduces added": (
+        lambda x, v, w, u: all_reduce((x @ w.t()).view(2, -1, N)) + all_reduce((v @ u).view(2, -1, N)),
+        [(M, K), (M, 4), (N, K), (4, N)],
+        ["gemm_all_reduce"],
+    ),
+    "three all-reduces added to something": (
+        lambda x, v, w, u: x[:, :1] + (all_reduce(v @ u) + (all_reduce(x @ w.t()) + all_reduce(x.relu() @ w.t()))),
+        [(M, 4), (M, 4), (N, 4), (4, N)],
+        ["gemm_all_reduce"],
+    ),
+    "all-reduces added, of which one is used": (
+        lambda x, w, u: (lambda one: (one + all_reduce(x @ u), one.exp()))(all_reduce(x @ w.t())),
+        [(M, 4), (N, 4), (4, N)],
+        ["gemm_all_reduce"] * 2,
+    ),
+    "all-reduces added and scaled": (
+        lambda x, w, u: torch.add(all_reduce(x @ w.t()), all_reduce(x @ u), alpha=2),
+        [(M, 4), (N, 4), (4, N)],
+        ["gemm_all_reduce"] * 2,
+    ),
+    "large all-reduces added": (
+        lambda x, w, u: all_reduce(x @ w.t()) + all_reduce(x @ u),
+        [(M, 2 * K), (N, 2 * K), (2 * K, N)],
+        ["gemm_all_reduce"] * 2,
+    ),
+    "an all-reduce added to itself": (
+        lambda x, w: (lambda one: one + one)(all_reduce(x @ w.t())),
+        [(M, 4), (N, 4)],
+        ["gemm_all_reduce"],
+    ),
     "a batch of one": (lambda x, w: reduce_scatter(torch.bmm(x, w).squeeze(0)), [(1, FEW, K), (1, K, N)], ["gemm_reduce_scatter"]),
     "waited for later": (
         lambda x, w: (lambda sent: (sent, wait(sent)))(c10d.reduce_scatter_tensor(x @ w.t(), "sum", 2, group())),
@@ -124,7 +169,7 @@ def _all_fused() -> dict[str, Any]:
     for name, (program, shapes, wanted) in FUSED.items():
         arguments = tensors(*shapes)
         names, findings, error = fused(traced(program, arguments), arguments)
-        assert [finding.operator for finding in findings] == list(dict.fromkeys(wanted)), (name, findings)
+        assert {finding.operator for finding in findings} == {*wanted}, (name, findings)
         found[name] = names, error
     arguments = tensors((2, FEW, K), (N, K))
     flat = with_linear(traced(lambda x, w: reduce_scatter((x.view(-1, K) @ w.t()).view(2, FEW, N)), arguments))
@@ -168,6 +213,17 @@ def _gather_flags() -> list[bool]:
 
 def test_the_gathered_value_is_returned_only_where_it_is_used(ranks: Any) -> None:
     assert ranks(2).run(_gather_flags) == [[False, True]] * 2
+
+
+def _merged() -> list[str]:
+    arguments = tensors((M, K), (M, 4), (N, K), (4, N))
+    return [str(finding) for finding in fuse(traced(FUSED["all-reduces added"][0], arguments).graph)]
+
+
+def test_a_merged_all_reduce_says_where_it_went(ranks: Any) -> None:
+    for first, second in ranks(2).run(_merged):
+        assert first.endswith("(all_reduce) fused by gemm_all_reduce: added to all_reduce_1 before it is reduced")
+        assert "(all_reduce_1) fused by gemm_all_reduce: a sum of 2 products, side by side: the cpu backend" in second
 
 
 def _copies() -> dict[tuple[str, int], int]:
@@ -247,7 +303,7 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "some rows": (lambda x, w: reduce_scatter((x @ w.t())[:4]), W2[:2], "slice_1 has only some rows of mm"),
     "columns scattered": (lambda x, w: scatter_along(x @ w.t(), 1), W2[:2], "cuts or reorders the columns of mm"),
     "converted": (lambda x, w: all_reduce((x @ w.t()).double()), W2[:2], "what goes into it is _to_copy, not a product"),
-    "a sum of products": (lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()), W2, "add is a sum of products"),
+    "a sum of products": (lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()), W2, "too large to be put side by side"),
     "a scaled sum": (
         lambda x, w, v: reduce_scatter(torch.add(x @ w.t(), x @ v.t(), alpha=2)),
         W2,

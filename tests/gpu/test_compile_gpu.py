@@ -10,9 +10,9 @@ from torch import nn
 from torch._inductor import config
 
 import interlace
-from interlace.compile import Finding, recording, rewrite
+from interlace.compile import Finding, recording, rewrite, sums
 from tests.compile.models import WIDTH, Experts, parallel_block
-from tests.compile.programs import fused, tensors, traced
+from tests.compile.programs import choose_sum, fused, tensors, traced
 from tests.compile.test_models import _step
 from tests.compile.test_patterns import FUSED
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.gpu
 def _patterns() -> dict[str, tuple[list[str], float]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for choice in ("choose", "choose_sum"):
-            patch.setattr(rewrite, choice, lambda *_: "tests want it")
+        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        patch.setattr(sums, "choose_sum", choose_sum)
         for name, (program, shapes, _) in FUSED.items():
             arguments = tensors(*shapes)
             names, _, error = fused(traced(program, arguments), arguments)
@@ -41,8 +41,8 @@ def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Fi
     """Findings, and the largest error of each of four steps."""
     wanted = _step(model, model, x)
     with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
-        for choice in ("choose", "choose_sum"):
-            patch.setattr(rewrite, choice, lambda *_: "tests want it")
+        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        patch.setattr(sums, "choose_sum", choose_sum)
         compiled: Any = torch.compile(model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
         errors = []
         for _ in range(4):

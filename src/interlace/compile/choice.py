@@ -89,25 +89,30 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     return str(choice.reason)
 
 
-def choose_sum(products: list[Product], rows: int, ranks: int) -> str:
-    """Why the reduce-scatter of a sum of products is faster as one operator.
+def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) -> tuple[bool, str]:
+    """Whether a sum of products is one product, operands side by side, and its parts are not added up; why ``operator`` is faster.
 
     Args:
         rows: M.
 
     Raises:
-        LeftAlone: a product of all their K would be faster in another way, or nothing was measured.
+        LeftAlone: neither is faster for one product of all their K, or nothing was measured.
     """
-    from interlace.ops.gemm_reduce_scatter import launch
-
+    launch: Any = importlib.import_module(f"interlace.ops.{operator}.launch")
     first, inner = products[0], sum(product.inner for product in products)
-    choice = launch.choose(
-        rows=rows, columns=first.columns, inner=inner, dtype=first.dtype, world_size=ranks, device=first.device
-    )  # fmt: skip
-    side_by_side = choice.impl == "fused" and launch.pays_side_by_side(rows, first.columns, inner, len(products))
-    if first.device.type == "cuda" and not (choice.measured and (choice.impl == "split" or side_by_side)):
-        raise LeftAlone(f"it is a sum of products, and neither in parts nor side by side is it faster; {choice.reason}")
-    return f"a sum of {len(products)} products, {'side by side' if side_by_side else 'in parts'}: {choice.reason}"
+    sizes = {"rows": rows, "columns": first.columns, "inner": inner}
+    choice = launch.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
+    # Putting operands side by side moves them twice; a pair writes each product, and reads all for a sum that it writes.
+    small = 2 * inner * (rows + first.columns) <= (len(products) + 1) * rows * first.columns
+    side_by_side = choice.impl == "fused" and small
+    in_parts = operator == "gemm_reduce_scatter" and (choice.impl == "split" or first.device.type == "cpu")
+    if first.device.type == "cuda" and not choice.measured:
+        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products")
+    if choice.impl == "fused" and not (side_by_side or in_parts):
+        raise LeftAlone("it is a sum of products whose operands are too large to be put side by side")
+    if not (side_by_side or in_parts):
+        raise LeftAlone(f"it is a sum of products, and {operator} of them is not faster: {choice.reason}")
+    return side_by_side, f"a sum of {len(products)} products, {'side by side' if side_by_side else 'in parts'}: {choice.reason}"
 
 
 def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 import interlace.ops  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, rows
-from interlace.compile.choice import all_reduce_operator, choose, choose_sum, usable_ranks
+from interlace.compile import collectives, rows, sums
+from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
-from interlace.compile.graph import Writer, argument, aten, between, changes_memory, erase_unused, evaluate, is_static, value
+from interlace.compile.graph import Writer, argument, erase_unused, evaluate, value
 from interlace.compile.producers import Product, product_of, require_suitable
+from interlace.compile.requirements import require_even, require_no_other_use, require_unchanged, rows_of
 
 
 def fuse(graph: Graph) -> list[Finding]:
@@ -30,24 +30,35 @@ def fuse(graph: Graph) -> list[Finding]:
         A finding for every collective in it.
     """
     direction = "backward" if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")) else "forward"
-    findings = [_consider(node, direction) for node in list(graph.nodes) if collectives.is_collective(node)]
+    found = {node: _said(node, direction) for node in graph.nodes if collectives.is_collective(node)}
+    merged = sums.merge_all_reduces(graph)
+    findings = [
+        Finding(**said, operator="gemm_all_reduce", reason=f"added to {merged[node]} before it is reduced")
+        if node in merged
+        else _consider(node, said)
+        for node, said in found.items()
+    ]
     if any(finding.operator for finding in findings):
         graph.lint()
     record(findings)
     return findings
 
 
-def _consider(node: Node, direction: str) -> Finding:
-    """Fuse one collective with its product, or say why not."""
+def _said(node: Node, direction: str) -> dict[str, Any]:
+    """Of a finding, what does not depend on what becomes of the collective."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape = getattr(source.meta.get("val"), "shape", ())
-    said: dict[str, Any] = {
+    return {
         "graph": direction,
         "collective": str(node.target).split(".")[1],
         "node": node.name,
         "shape": tuple(size if isinstance(size, int) else str(size) for size in shape),
         "module": module_of(node),
     }
+
+
+def _consider(node: Node, said: dict[str, Any]) -> Finding:
+    """Fuse one collective with its product, or say why not."""
     try:
         collective = collectives.read(node)
         name, reason = _FUSE[collective.target](collective)
@@ -65,51 +76,17 @@ def _product_before(collective: Collective, batches: bool = False) -> Product:
     product = product_of(first)
     if product is None:
         raise LeftAlone(_why_no_product(first))
-    _require_no_other_use([first, *moves], collective, "the product")
+    require_no_other_use([first, *moves], collective, "the product")
     require_suitable(product, batches)
     collective.require_waiting()
-    _require_unchanged(first, collective.node)
+    require_unchanged(first, collective.node)
     return product
 
 
-def _require_no_other_use(nodes: Collection[Node], collective: Collective, what: str) -> None:
-    """Raise :class:`LeftAlone` if anything that does not lead to the collective uses one of ``nodes``, which do."""
-    allowed = {collective.node, *nodes}
-    for node in nodes:
-        outside = [user for user in node.users if user not in allowed]
-        if outside and not _reaches(node, allowed):
-            raise LeftAlone(f"{outside[0].name} uses {what}, too")
-
-
-def _reaches(node: Node, allowed: set[Node]) -> bool:
-    """Whether every use of ``node`` is a part of the way to the collective, other parts of a split included."""
-    pending = [user for user in node.users if user not in allowed]
-    while pending:
-        user = pending.pop()
-        if not rows.moves_rows(user) or not user.users:
-            return False
-        pending += [after for after in user.users if after not in allowed]
-    return True
-
-
 def _why_no_product(node: Node) -> str:
-    if node.target is aten.add.Tensor and _sums_products(node):
+    if sums.is_sum(node):
         return f"{node.name} is a sum of products; a collective for each would send the bytes again"
     return f"what goes into it is {node.name}, not a product"
-
-
-def _sums_products(node: Node) -> bool:
-    *_, node = rows.upstream(node)
-    if node.target is aten.add.Tensor:
-        return all(isinstance(term, Node) and _sums_products(term) for term in node.args)
-    return product_of(node) is not None
-
-
-def _require_unchanged(first: Node, last: Node) -> None:
-    """Raise :class:`LeftAlone` if anything between two nodes writes to memory: what a product reads must still be the same."""
-    for node in between(first, last):
-        if changes_memory(node):
-            raise LeftAlone(f"{node.name} changes memory in between")
 
 
 def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | None:
@@ -122,13 +99,15 @@ def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | No
 
 def _all_reduce(collective: Collective) -> tuple[str, str]:
     collective.require_sum()
+    if sums.is_sum(collective.input):
+        return sums.all_reduce(collective)
     product = _product_before(collective)
     moves = list(rows.upstream(collective.input))[:-1]
     for node in moves:
         if node.target not in rows.MOVES:
             raise LeftAlone(f"{node.name} takes parts of the product")
     ranks = usable_ranks(collective.group_name, product.device)
-    tokens = _tokens(product)
+    tokens = rows_of(product)
     writer = Writer(product.node, collective.node)
     weight = value(product.w)
     along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
@@ -150,28 +129,16 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     return name, reason
 
 
-def _tokens(product: Product) -> int:
-    """Rows of a product; the ones it was traced with where they may change from call to call."""
-    leading = value(product.x).shape[:-1]
-    if is_static(*leading):
-        return int(torch.Size(leading).numel())
-    size: Any = leading[0]
-    hint = size.node.hint if len(leading) == 1 else None
-    if hint is None:
-        raise LeftAlone("sizes change from call to call (dynamic shapes)")
-    return int(hint)
-
-
 def _flat(writer: Writer, product: Product) -> Node:
     """x as ``[M, K]``."""
-    return product.x if value(product.x).dim() == 2 else writer.reshape(product.x, [_tokens(product), product.inner])
+    return product.x if value(product.x).dim() == 2 else writer.reshape(product.x, [rows_of(product), product.inner])
 
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
     """x as ``[M, K]``, its rows in the order in which the product's go into the collective."""
     kept = collective.input in rows.in_order(product.node, nodes)
     x = product.x if kept else rows.replay(writer, nodes, product.node, product.x)
-    return writer.reshape(x, [_tokens(product), product.inner])
+    return writer.reshape(x, [rows_of(product), product.inner])
 
 
 def _rows_before(collective: Collective, batches: bool = False) -> tuple[Product, list[Node], int, Writer]:
@@ -179,22 +146,16 @@ def _rows_before(collective: Collective, batches: bool = False) -> tuple[Product
     product = _product_before(collective, batches)
     nodes = rows.region(product.node, collective.input)
     ranks = usable_ranks(collective.group_name, product.device)
-    _require_even(collective, ranks)
+    require_even(collective, ranks)
     return product, nodes, ranks, Writer(collective.node, collective.node)
-
-
-def _require_even(collective: Collective, ranks: int) -> None:
-    if value(collective.input).dim() < 2 or value(collective.input).shape[0] % ranks:
-        raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
 
 
 def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     collective.require_sum()
-    *_, first = rows.upstream(collective.input)
-    if first.target is aten.add.Tensor and _sums_products(first):
-        return _reduce_scatter_of_sum(collective)
+    if sums.is_sum(collective.input):
+        return sums.reduce_scatter(collective)
     product, nodes, ranks, writer = _rows_before(collective)
-    reason = choose("gemm_reduce_scatter", product, _tokens(product), ranks)
+    reason = choose("gemm_reduce_scatter", product, rows_of(product), ranks)
     x = _moved(collective, product, writer, nodes)
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
@@ -205,68 +166,6 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     return "gemm_reduce_scatter", reason
 
 
-@dataclasses.dataclass(frozen=True)
-class _Term:
-    """A product that is added to others before a collective.
-
-    Attributes:
-        moves: what moves its rows, and what they are before: from the product to the first sum, from there to the next, and so on.
-    """
-
-    product: Product
-    moves: list[tuple[Node, list[Node]]]
-
-    def x(self, writer: Writer) -> Node:
-        """x as ``[M, K]``, its rows in the order in which the sum's go into the collective."""
-        x, inner = self.product.x, self.product.inner
-        for start, nodes in self.moves:
-            x = writer.reshape(x, [*value(start).shape[:-1], inner])
-            if nodes and nodes[-1] not in rows.in_order(start, nodes):
-                x = rows.replay(writer, nodes, start, x)
-        return writer.reshape(x, [_tokens(self.product), inner])
-
-
-def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
-    """The products whose sum ``end`` is; ``later`` is what happens to it."""
-    *_, first = rows.upstream(end)
-    moves = [(first, rows.region(first, end)), *later]
-    if first.target is aten.add.Tensor:
-        for term in first.args[:2]:
-            assert isinstance(term, Node)  # a sum of products, all of them nodes
-            if first.kwargs.get("alpha", 1) != 1 or value(term).shape != value(first).shape:
-                raise LeftAlone(f"{first.name} scales or repeats what it adds")
-            yield from _terms(term, moves)
-        return
-    product = product_of(first)
-    assert product is not None
-    yield _Term(product, moves)
-
-
-def _reduce_scatter_of_sum(collective: Collective) -> tuple[str, str]:
-    """What the gradient of several column-parallel layers with one input is, under sequence parallelism."""
-    terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # the kernel multiplies the first one
-    products = [term.product for term in terms]
-    nodes = sorted({node for term in terms for start, moved in term.moves for node in (start, *moved)})
-    _require_no_other_use(nodes, collective, "a part of the sum")
-    for product in products:
-        require_suitable(product)
-        if product.bias is not None:
-            raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
-    if len({product.dtype for product in products}) > 1:
-        raise LeftAlone("it is a sum of products of several dtypes")
-    collective.require_waiting()
-    _require_unchanged(min(product.node for product in products), collective.node)
-    ranks = usable_ranks(collective.group_name, products[0].device)
-    _require_even(collective, ranks)
-    reason = choose_sum(products, _tokens(products[0]), ranks)
-    writer = Writer(collective.node, collective.node)
-    xs, ws = [term.x(writer) for term in terms], [product.weight(writer) for product in products]
-    y = writer.call(torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name)
-    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
-    erase_unused(nodes)
-    return "gemm_sum_reduce_scatter", reason
-
-
 def _all_to_all(collective: Collective) -> tuple[str, str]:
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
     share = value(collective.input).shape[0] // ranks
@@ -274,7 +173,7 @@ def _all_to_all(collective: Collective) -> tuple[str, str]:
         raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
     if product.batch > 1:
         return "bmm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
-    reason = choose("gemm_all_to_all", product, _tokens(product), ranks)
+    reason = choose("gemm_all_to_all", product, rows_of(product), ranks)
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
         torch.ops.interlace.gemm_all_to_all.default,
@@ -288,7 +187,7 @@ def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[N
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
-    reason = choose("gemm_all_to_all", product, _tokens(product) // product.batch, ranks)
+    reason = choose("gemm_all_to_all", product, rows_of(product) // product.batch, ranks)
     y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name)
     _put(collective, product, nodes, writer, y)
     return f"a batch of {product.batch}: {reason}"
@@ -306,13 +205,13 @@ def _put(collective: Collective, product: Product, nodes: list[Node], writer: Wr
 def _all_gather(collective: Collective) -> tuple[str, str]:
     product = _product_after(collective)
     collective.require_waiting()
-    _require_unchanged(collective.node, product.node)
+    require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
-    reason = choose("all_gather_gemm", product, _tokens(product), ranks)
+    reason = choose("all_gather_gemm", product, rows_of(product), ranks)
     # Before the first use of what is gathered.
     anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
     writer = Writer(anchor, product.node)
-    x = writer.reshape(collective.input, [_tokens(product) // ranks, product.inner])
+    x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
         torch.ops.interlace.all_gather_gemm.default,
         x, product.weight(writer), product.bias, None, None, None, product.dtype, True, collective.group_name, "auto", "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from interlace.products.launch import (
     slots_for,
     spread_ns,
 )
-from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import run_into_output
 from interlace.products.splits import balanced, check_sum
 
@@ -84,44 +83,21 @@ def _decide(
 
 
 def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
-    """Run one call for the sum of several products."""
+    """Run one call for the sum of several products, in parts."""
     first = products[0]
     group = group_for(OPERATOR, group_name, first)
     key = (f"{OPERATOR}, sum", *(each.signature() for each in products))
     decision = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:
         return first.x.new_empty([decision.rows[group.rank], first.columns])
-    if decision.how == "split":
-        return split.run(products, decision.rows, group, decision.config, decision.mark)
-    return _fused(_side_by_side(products), decision.rows, group, decision.config, decision.mark)
+    return split.run(products, decision.rows, group, decision.config, decision.mark)
 
 
 def _decide_sum(products: Sequence[Operands], group: Group) -> Decision[GemmReduceScatterConfig]:
     first, ranks = products[0], group.world_size
     mark = group.agree(f"{OPERATOR}, sum", products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products))
-    inner = sum(each.inner for each in products)
-    choice = choose(**first.sizes(first.rows) | {"inner": inner}, world_size=ranks)
-    sizes = first.rows, first.columns, inner, len(products)
-    how = "fused" if choice.impl == "fused" and pays_side_by_side(*sizes) else "split"
-    return Decision(mark, how, choice.otherwise, choice.config, tuple(balanced(first.rows, ranks)))
-
-
-def pays_side_by_side(rows: int, columns: int, inner: int, count: int) -> bool:
-    """Whether putting operands side by side, for one product, moves less memory than the sum of ``count`` products does.
-
-    Args:
-        inner: of all products together.
-    """
-    return 2 * inner * (rows + columns) <= (count + 1) * rows * columns
-
-
-def _side_by_side(products: Sequence[Operands]) -> Operands:
-    """One product that is the sum of all."""
-    first = products[0]
-    x, weights = torch.cat([product.x for product in products], 1), [product.w for product in products]
-    along_k = contiguous_dimension(first.w) == 1
-    w = torch.cat(weights, 1) if along_k else torch.cat([weight.T for weight in weights]).T  # contiguous as they are
-    return dataclasses.replace(first, x=x, w=w).for_kernel()
+    choice = choose(**first.sizes(first.rows) | {"inner": sum(each.inner for each in products)}, world_size=ranks)
+    return Decision(mark, "split", choice.otherwise, choice.config, tuple(balanced(first.rows, ranks)))
 
 
 def _fused(operands: Operands, splits: Sequence[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:

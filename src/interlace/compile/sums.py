@@ -1,0 +1,178 @@
+"""Sums of products before a collective: the gradient of several column-parallel layers that have one input."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+from interlace.compile import collectives, rows
+from interlace.compile.choice import choose_sum, usable_ranks
+from interlace.compile.collectives import Collective
+from interlace.compile.findings import LeftAlone
+from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
+from interlace.compile.producers import Product, product_of, require_suitable
+from interlace.compile.requirements import require_even, require_no_other_use, require_unchanged, rows_of
+from interlace.products.operands import contiguous_dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """A product that is added to others before a collective.
+
+    Attributes:
+        moves: what moves its rows, and what they are before: from the product to the first sum, from there to the next, and so on.
+    """
+
+    product: Product
+    moves: list[tuple[Node, list[Node]]]
+
+    def x(self, writer: Writer) -> Node:
+        """x as ``[M, K]``, its rows in the order in which the sum's go into the collective."""
+        x, inner = self.product.x, self.product.inner
+        for start, nodes in self.moves:
+            x = writer.reshape(x, [*value(start).shape[:-1], inner])
+            if nodes and nodes[-1] not in rows.in_order(start, nodes):
+                x = rows.replay(writer, nodes, start, x)
+        return writer.reshape(x, [rows_of(self.product), inner])
+
+
+def is_sum(node: Node) -> bool:
+    """Whether ``node`` is several products added up, moved or not."""
+    *_, first = rows.upstream(node)
+    return first.target is aten.add.Tensor and _adds_products(first)
+
+
+def _adds_products(node: Node) -> bool:
+    *_, node = rows.upstream(node)
+    if node.target is aten.add.Tensor:
+        return all(isinstance(term, Node) and _adds_products(term) for term in node.args)
+    return product_of(node) is not None
+
+
+def reduce_scatter(collective: Collective) -> tuple[str, str]:
+    """Put an operator in the place of a sum and its reduce-scatter; its name, and why it is faster."""
+    terms, nodes, ranks = _read(collective)
+    require_even(collective, ranks)
+    side_by_side, reason = choose_sum("gemm_reduce_scatter", [term.product for term in terms], rows_of(terms[0].product), ranks)
+    writer = Writer(collective.node, collective.node)
+    if side_by_side:
+        name, (x, w) = "gemm_reduce_scatter", _side_by_side(terms, writer)
+        target = torch.ops.interlace.gemm_reduce_scatter.default
+        y = writer.call(target, x, w, None, None, None, None, value(x).dtype, collective.group_name, "auto", "")
+    else:
+        name = "gemm_sum_reduce_scatter"
+        xs, ws = [term.x(writer) for term in terms], [term.product.weight(writer) for term in terms]
+        y = writer.call(torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name)
+    _put(collective, nodes, writer, y)
+    return name, reason
+
+
+def all_reduce(collective: Collective) -> tuple[str, str]:
+    """The same for an all-reduce."""
+    terms, nodes, ranks = _read(collective)
+    _, reason = choose_sum("gemm_all_reduce", [term.product for term in terms], rows_of(terms[0].product), ranks)
+    writer = Writer(collective.node, collective.node)
+    x, w = _side_by_side(terms, writer)
+    target = torch.ops.interlace.gemm_all_reduce.default
+    y = writer.call(target, x, w, None, None, None, value(x).dtype, collective.group_name, "auto", "")
+    _put(collective, nodes, writer, y)
+    return "gemm_all_reduce", reason
+
+
+def merge_all_reduces(graph: Graph) -> dict[Node, str]:
+    """Let sums of all-reduced products be products whose sum is all-reduced, where an operator is faster for those.
+
+    The bytes of each all-reduce but one need not be sent. So a gradient of queries, keys and values has one.
+
+    Returns:
+        The all-reduces that are gone, and the name of the one that each is now a part of.
+    """
+    gone = {}
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        try:
+            first, second = _merge(node)
+        except LeftAlone:  # each of them is looked at by itself, and says why
+            continue
+        gone[first] = second.name
+    return gone
+
+
+def _merge(add: Node) -> tuple[Node, Node]:
+    """Merge the two all-reduces whose results are added, and nothing else; the one that is gone, and the one that is left."""
+    waits = [term for term in add.args[:2] if isinstance(term, Node) and term.target is collectives.WAIT]
+    if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:
+        raise LeftAlone("it adds something else")
+    first, second = sorted((collectives.read(wait.all_input_nodes[0]) for wait in waits), key=lambda each: each.node)
+    terms = []
+    for each in (first, second):
+        if each.target is not collectives.ALL_REDUCE or len(each.waits) > 1 or set(each.waits[0].users) != {add}:
+            raise LeftAlone("it adds something else than all-reduces, or they have other uses")
+        each.require_sum()
+        if not _adds_products(each.input):
+            raise LeftAlone(f"what goes into {each.node.name} is no product")
+        terms += _read(each)[0]
+    same = first.group_name == second.group_name and first.result.dtype == second.result.dtype
+    if not same or first.result.shape != second.result.shape:
+        raise LeftAlone("their groups, dtypes or shapes differ")
+    products = [term.product for term in terms]
+    require_unchanged(min(product.node for product in products), second.node)
+    choose_sum("gemm_all_reduce", products, rows_of(products[0]), usable_ranks(first.group_name, products[0].device))
+    total = Writer(second.node, add).call(aten.add.Tensor, first.input, second.input)
+    second.node.update_arg(0, total)
+    add.replace_all_uses_with(second.waits[0])
+    erase_unused([add, first.waits[0], first.node])
+    return first.node, second.node
+
+
+def _read(collective: Collective) -> tuple[list[_Term], list[Node], int]:
+    """The products that are added up before a collective, that of the largest K first; what leads from them to it; ranks."""
+    terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # a kernel in parts multiplies the first one
+    products = [term.product for term in terms]
+    nodes = sorted({node for term in terms for start, moved in term.moves for node in (start, *moved)})
+    require_no_other_use(nodes, collective, "a part of the sum")
+    for product in products:
+        require_suitable(product)
+        if product.bias is not None:
+            raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
+        if not is_static(*value(product.x).shape):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    if len({product.dtype for product in products}) > 1:
+        raise LeftAlone("it is a sum of products of several dtypes")
+    collective.require_waiting()
+    require_unchanged(min(product.node for product in products), collective.node)
+    return terms, nodes, usable_ranks(collective.group_name, products[0].device)
+
+
+def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
+    """The products whose sum ``end`` is; ``later`` is what happens to it."""
+    *_, first = rows.upstream(end)
+    moves = [(first, rows.region(first, end)), *later]
+    if first.target is aten.add.Tensor:
+        for term in first.args[:2]:
+            assert isinstance(term, Node)  # a sum of products, all of them nodes
+            if first.kwargs.get("alpha", 1) != 1 or value(term).shape != value(first).shape:
+                raise LeftAlone(f"{first.name} scales or repeats what it adds")
+            yield from _terms(term, moves)
+        return
+    product = product_of(first)
+    assert product is not None
+    yield _Term(product, moves)
+
+
+def _side_by_side(terms: list[_Term], writer: Writer) -> tuple[Node, Node]:
+    """x ``[M, K]`` and w ``[N, K]`` of one product that is the sum of all, K being all of theirs."""
+    x = writer.call(aten.cat.default, [term.x(writer) for term in terms], 1)
+    weights = [term.product.weight(writer) for term in terms]
+    if contiguous_dimension(value(weights[0])) == 1:
+        return x, writer.call(aten.cat.default, weights, 1)
+    turned = writer.call(aten.cat.default, [writer.call(aten.permute.default, weight, [1, 0]) for weight in weights], 0)
+    return x, writer.call(aten.permute.default, turned, [1, 0])  # contiguous along N, as they are
+
+
+def _put(collective: Collective, nodes: list[Node], writer: Writer, y: Node) -> None:
+    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
+    erase_unused(nodes)

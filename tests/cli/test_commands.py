@@ -270,3 +270,10 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["backend cuda"].status == "missing"
     assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
     assert "tuned tables" in rows
+
+
+def test_batches_are_of_one_operator() -> None:
+    for arguments in (["gemm_reduce_scatter", "--batch", "2"], ["gemm_all_to_all", "--batch", "2", "--tune"]):
+        done = CliRunner().invoke(app, ["bench", *arguments])
+        assert done.exit_code == 1
+        assert "above 1 of gemm_all_to_all without --tune and --transports; got 2." in done.output

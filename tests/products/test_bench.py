@@ -46,6 +46,28 @@ def test_every_way_of_an_operator(ranks, operator):
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 
+def _bench_batch():
+    from interlace.bench import batches
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "measure", _measure)
+        case = batches.Case(batches.Shape(3, 8, 16, 24, torch.float32))
+        case.pair(0)
+        same = [bool(torch.allclose(way(0).view(case.received.shape), case.received, atol=1e-4)) for way in (case.fused, case.each)]
+        return batches.bench(case.shape), same
+
+
+def test_a_batch(ranks):
+    for result, same in ranks(2).run(_bench_batch):
+        assert same == [True, True]
+        summary = report.summarise(result)
+        assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == ("cuBLAS + NCCL", "cuBLAS alone", "NCCL alone")
+        assert result["flops"] == 3 * 2 * 8 * 16 * 24
+        assert result["link_bytes"] == 3 * 4 * 16 * 4
+        assert report.fastest_impl(result)[0] in ("fused", "unfused")
+        assert report.title("gemm_all_to_all", result) == "gemm_all_to_all: 3 x 8 x 16 x 24, float32, 2 ranks"
+
+
 def _compare(operator):
     from interlace.bench import products, transports
 

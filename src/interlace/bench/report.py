@@ -24,7 +24,7 @@ _COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
 _PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
 WHAT_UNFUSED_RUNS = {
-    **dict.fromkeys(_PRODUCTS, "cuBLAS + NCCL"),
+    **dict.fromkeys((*_PRODUCTS, "bmm_all_to_all"), "cuBLAS + NCCL"),
     "gemv_all_reduce": "cuBLAS + NCCL",
     "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
     "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen

@@ -188,10 +188,13 @@ def _add_product_commands(operator: str, title: str) -> None:
                 help="Instead, compare what carries the product to its ranks: stores, copy engines, NCCL; and their kernels.",
             ),
         ] = False,
+        batch: Annotated[
+            int, typer.Option(help="Products a rank, each with a weight of its own, as of experts; of gemm_all_to_all.")
+        ] = 1,
     ) -> None:
         from interlace.cli.bench_products import run
 
-        run(operator, shape, world_size, dtype, json_file, tune, transports)
+        run(operator, shape, world_size, dtype, json_file, tune, transports, batch)
 
     @tune_app.command(operator, help=f"{title}: find good configurations and write each shape's to the tuned table.")
     def tune_product(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from interlace.bench import report
 from interlace.cli import bench, tuned
-from interlace.cli.bench_ranks import run_product_rank
+from interlace.cli.bench_ranks import run_batch_rank, run_product_rank
 from interlace.errors import ArgumentError
 
 SHAPES = (
@@ -16,6 +16,7 @@ SHAPES = (
 DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
 
 
+BATCHED = "gemm_all_to_all"
 CARRIED = ("gemm_all_to_all", "gemm_reduce_scatter")  # of which transports can be compared
 
 
@@ -27,8 +28,17 @@ def run(
     json_file: Path | None,
     tune: bool,
     transports: bool,
+    batch: int,
 ) -> None:
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
+    if batch < 1 or (batch > 1 and (operator != BATCHED or tune or transports)):
+        raise ArgumentError(f"--batch must be 1 or more, and above 1 of {BATCHED} without --tune and --transports; got {batch}.")
+    if batch > 1:
+        batches = [(batch, *sizes) for _, *sizes in parse_work(operator, shapes, dtype)]
+        what = f"Measuring batches of {operator}"
+        document = bench.measure_on_gpus("bench", what, batches, run_batch_rank, (dtype,), world_size, json_file)
+        bench.show(document, operator, json_file)
+        return
     if transports and operator not in CARRIED:
         raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
     work = parse_work(operator, shapes, dtype)

@@ -116,6 +116,21 @@ def run_product_rank(
     return results
 
 
+def run_batch_rank(
+    folder: str, shapes: list[tuple[int, int, int, int]], dtype: str, header: dict[str, Any], file: str | None
+) -> list[dict[str, Any]]:
+    """The same for batches of products before an all-to-all: ``(B, M, N, K)``."""
+    from interlace.bench import batches
+
+    results: list[dict[str, Any]] = []
+    for shape in shapes:
+        results.append(batches.bench(batches.Shape(*shape, getattr(torch, dtype))))
+        torch.cuda.empty_cache()
+        _keep(results, header, file)
+        advance(folder)
+    return results
+
+
 def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
     if file is not None and dist.get_rank() == 0:
         Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")

@@ -48,9 +48,27 @@ def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_si
 
 def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
-    tokens = x.shape[0] if x.dim() == 2 else 1
-    rows, columns = w.shape
     group = group_named(group_name, x.device)
+    key = (OPERATOR, x.shape, w.shape, x.dtype, bias is None, impl, config)
+    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias is not None, impl, config))
+    if how == "unfused":
+        group.check()
+        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+    y = x.new_empty([*x.shape[:-1], w.shape[0]])
+    matrix = x if x.dim() == 2 else x[None]
+    if matrix.stride(-1) != 1:
+        matrix = matrix.contiguous()
+    if y.numel():
+        with group.running():
+            call = (OPERATOR, chosen, mark, places(matrix, w, bias, y))
+            group.replays.run(call, lambda: prepare(group, matrix, w, bias, y, chosen, mark)())
+    return y
+
+
+def _decide(
+    group: Group, x: torch.Tensor, w: torch.Tensor, biased: bool, impl: str, config: str
+) -> tuple[str, GemvAllReduceConfig, int]:
+    """How calls alike run, with which configuration, and their mark."""
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
     mark = group.agree(
@@ -58,27 +76,13 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
         the_shape_of_x=tuple(x.shape),
         the_shape_of_w=tuple(w.shape),
         dtype=str(x.dtype),
-        bias=bias is not None,
+        bias=biased,
         impl=impl,
         config=config,
     )
-    chosen: GemvAllReduceConfig | None = GemvAllReduceConfig.parse(config) if config else None
-    if impl == "auto" or chosen is None:
-        choice = choose(tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device)
-        impl = choice.impl if impl == "auto" else impl
-        chosen = chosen or choice.config
-    if impl == "unfused":
-        group.check()
-        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
-    y = x.new_empty([*x.shape[:-1], rows])
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    if y.numel():
-        with group.running():
-            matrix, settled = x if x.dim() == 2 else x[None], chosen
-            key = (OPERATOR, settled, mark, places(matrix, w, bias, y))
-            group.replays.run(key, lambda: prepare(group, matrix, w, bias, y, settled, mark)())
-    return y
+    (rows, columns), tokens = w.shape, x.shape[0] if x.dim() == 2 else 1
+    choice = choose(tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device)
+    return choice.impl if impl == "auto" else impl, GemvAllReduceConfig.parse(config) if config else choice.config, mark
 
 
 def prepare(

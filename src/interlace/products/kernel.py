@@ -60,23 +60,16 @@ def multiply_tile_of(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """:func:`multiply_tile` by one of several weights, which lie one behind the other."""
-    if DESCRIPTORS:
-        if W_ALONG_K:  # beyond N are the next one's rows: columns of the result that are nobody's
-            total = multiply_tile(
-                x, w, row, which * N + column, rows, N, K, x_stride, w_stride,
-                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:  # beyond K they meet zeros of x
-            total = multiply_tile(
-                x, w, row, column, rows, N, K, x_stride, w_stride,
-                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, which * K,
-            )  # fmt: skip
-    else:
-        total = multiply_tile(
-            x, w + which.to(tl.int64) * (N if W_ALONG_K else K) * w_stride, row, column, rows, N, K, x_stride, w_stride,
-            DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    if DESCRIPTORS:  # the next weight's rows beyond N are columns of the result that are nobody's; beyond K they meet zeros of x
+        return multiply_tile(
+            x, w, row, which * N + column if W_ALONG_K else column, rows, N, K, x_stride, w_stride,
+            True, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, which * K,
         )  # fmt: skip
-    return total
+    else:
+        return multiply_tile(
+            x, w + which.to(tl.int64) * (N if W_ALONG_K else K) * w_stride, row, column, rows, N, K, x_stride, w_stride,
+            False, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.ops.mixture_of_experts import layout
-from interlace.products.kernel import multiply_tile, start_in_turn, tile_place
+from interlace.products.kernel import multiply_tile_of, start_in_turn, tile_place
 
 _ROWS = tl.constexpr(layout.ROWS)
 _MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
@@ -172,16 +172,10 @@ def _product(
     ``w`` is ``[experts, columns, inner]`` if ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts, inner, columns]``. Rows from ``end``
     on, and columns beyond the last, are some numbers.
     """
-    if TILES:
-        return multiply_tile(
-            x_tiles, w_tiles, row, expert * columns + column if TRANSPOSED else column, end, columns, inner, 0, 0,
-            True, TRANSPOSED, PRECISION, BM, BN, BK, expert * inner,
-        )  # fmt: skip
-    else:
-        return multiply_tile(
-            x, w + expert.to(tl.int64) * columns * inner, row, column, end, columns, inner, inner, inner if TRANSPOSED else columns,
-            False, TRANSPOSED, PRECISION, BM, BN, BK,
-        )  # fmt: skip
+    return multiply_tile_of(
+        expert, x_tiles if TILES else x, w_tiles if TILES else w, row, column, end, columns, inner,
+        inner, inner if TRANSPOSED else columns, TILES, TRANSPOSED, PRECISION, BM, BN, BK,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace.comm import default_device_type
 from interlace.compile import Finding, fuse
+from interlace.compile.choice import are_small
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer
 from interlace.compile.producers import Product
@@ -73,8 +74,7 @@ def with_linear(module: GraphModule) -> GraphModule:
 
 def choose_sum(operator: str, products: list[Product], rows: int, *_: object) -> tuple[bool, str]:
     """What the pass does with sums on the CPU, whatever the tables say of a GPU."""
-    columns, inner = products[0].columns, sum(product.inner for product in products)
-    side_by_side = 2 * inner * (rows + columns) <= (len(products) + 1) * rows * columns
+    side_by_side = are_small(products, rows)
     if operator == "gemm_all_reduce" and not side_by_side:
         raise LeftAlone("tests want it, but they are large")
     return side_by_side, "tests want it"

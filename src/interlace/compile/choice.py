@@ -89,6 +89,15 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     return str(choice.reason)
 
 
+def are_small(products: list[Product], rows: int) -> bool:
+    """Whether operands are small beside the products' sum.
+
+    Putting them side by side moves them twice; a pair writes each product, and reads all for a sum that it writes.
+    """
+    columns, inner = products[0].columns, sum(product.inner for product in products)
+    return 2 * inner * (rows + columns) <= (len(products) + 1) * rows * columns
+
+
 def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) -> tuple[bool, str]:
     """Whether a sum of products is one product, operands side by side, and its parts are not added up; why ``operator`` is faster.
 
@@ -102,9 +111,7 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = launch.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
-    # Putting operands side by side moves them twice; a pair writes each product, and reads all for a sum that it writes.
-    small = 2 * inner * (rows + first.columns) <= (len(products) + 1) * rows * first.columns
-    side_by_side = choice.impl == "fused" and small
+    side_by_side = choice.impl == "fused" and are_small(products, rows)
     in_parts = operator == "gemm_reduce_scatter" and (choice.impl == "split" or first.device.type == "cpu")
     if first.device.type == "cuda" and not choice.measured:
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import argument, between, value
+from interlace.compile.graph import Writer, argument, between, erase_unused, value
 from interlace.compile.producers import is_work
 
 # Registers the collectives' operators.
@@ -68,6 +68,11 @@ class Collective:
         for node in between(self.node, self.waits[0]):
             if is_work(node):
                 raise LeftAlone(f"{node.name} runs between the collective and its wait, and hides it already")
+
+    def become(self, y: Node, writer: Writer, before: Iterable[Node]) -> None:
+        """Let ``y``, of as many elements, take the place of the collective, and of the nodes that came ``before`` it."""
+        self.replace(writer.laid_out_as(writer.reshape(y, self.result.shape), self.result))
+        erase_unused(before)
 
     def replace(self, result: Node) -> None:
         """Let ``result`` take the place of the collective and its waits, which are erased."""

@@ -162,7 +162,7 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
         torch.ops.interlace.gemm_reduce_scatter.default,
         x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name, "auto", "",
     )  # fmt: skip
-    _put(collective, product, nodes, writer, y)
+    collective.become(y, writer, [*nodes, product.node])
     return "gemm_reduce_scatter", reason
 
 
@@ -179,7 +179,7 @@ def _all_to_all(collective: Collective) -> tuple[str, str]:
         torch.ops.interlace.gemm_all_to_all.default,
         x, product.weight(writer), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
     )  # fmt: skip
-    _put(collective, product, nodes, writer, y)
+    collective.become(y, writer, [*nodes, product.node])
     return "gemm_all_to_all", reason
 
 
@@ -189,14 +189,8 @@ def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[N
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
     reason = choose("gemm_all_to_all", product, rows_of(product) // product.batch, ranks)
     y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name)
-    _put(collective, product, nodes, writer, y)
+    collective.become(y, writer, [*nodes, product.node])
     return f"a batch of {product.batch}: {reason}"
-
-
-def _put(collective: Collective, product: Product, nodes: list[Node], writer: Writer, y: Node) -> None:
-    """Let ``y [rows, N]`` take the place of the collective, and what came before it."""
-    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
-    erase_unused([*nodes, product.node])
 
 
 # A collective's result goes into a product

@@ -67,7 +67,7 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
         name = "gemm_sum_reduce_scatter"
         xs, ws = [term.x(writer) for term in terms], [term.product.weight(writer) for term in terms]
         y = writer.call(torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name)
-    _put(collective, nodes, writer, y)
+    collective.become(y, writer, nodes)
     return name, reason
 
 
@@ -79,7 +79,7 @@ def all_reduce(collective: Collective) -> tuple[str, str]:
     x, w = _side_by_side(terms, writer)
     target = torch.ops.interlace.gemm_all_reduce.default
     y = writer.call(target, x, w, None, None, None, value(x).dtype, collective.group_name, "auto", "")
-    _put(collective, nodes, writer, y)
+    collective.become(y, writer, nodes)
     return "gemm_all_reduce", reason
 
 
@@ -107,20 +107,20 @@ def _merge(add: Node) -> tuple[Node, Node]:
     if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:
         raise LeftAlone("it adds something else")
     first, second = sorted((collectives.read(wait.all_input_nodes[0]) for wait in waits), key=lambda each: each.node)
-    terms = []
+    products: list[Product] = []
     for each in (first, second):
         if each.target is not collectives.ALL_REDUCE or len(each.waits) > 1 or set(each.waits[0].users) != {add}:
             raise LeftAlone("it adds something else than all-reduces, or they have other uses")
         each.require_sum()
         if not _adds_products(each.input):
             raise LeftAlone(f"what goes into {each.node.name} is no product")
-        terms += _read(each)[0]
+        terms, _, ranks = _read(each)
+        products += [term.product for term in terms]
     same = first.group_name == second.group_name and first.result.dtype == second.result.dtype
     if not same or first.result.shape != second.result.shape:
         raise LeftAlone("their groups, dtypes or shapes differ")
-    products = [term.product for term in terms]
     require_unchanged(min(product.node for product in products), second.node)
-    choose_sum("gemm_all_reduce", products, rows_of(products[0]), usable_ranks(first.group_name, products[0].device))
+    choose_sum("gemm_all_reduce", products, rows_of(products[0]), ranks)
     total = Writer(second.node, add).call(aten.add.Tensor, first.input, second.input)
     second.node.update_arg(0, total)
     add.replace_all_uses_with(second.waits[0])
@@ -171,8 +171,3 @@ def _side_by_side(terms: list[_Term], writer: Writer) -> tuple[Node, Node]:
         return x, writer.call(aten.cat.default, weights, 1)
     turned = writer.call(aten.cat.default, [writer.call(aten.permute.default, weight, [1, 0]) for weight in weights], 0)
     return x, writer.call(aten.permute.default, turned, [1, 0])  # contiguous along N, as they are
-
-
-def _put(collective: Collective, nodes: list[Node], writer: Writer, y: Node) -> None:
-    collective.replace(writer.laid_out_as(writer.reshape(y, collective.result.shape), collective.result))
-    erase_unused(nodes)

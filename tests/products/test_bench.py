@@ -47,12 +47,12 @@ def test_every_way_of_an_operator(ranks, operator):
 
 
 def _bench_batch():
-    from interlace.bench import batches
+    from interlace.bench import batches, products
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "measure", _measure)
+        patch.setattr(products, "measure", _measure)
         patch.setattr(batches, "host_us", lambda step, **_: 1.0)  # fifty calls take the interpreter a while
-        case = batches.Case(batches.Shape(3, 8, 16, 24, torch.float32))
+        case = batches.Case(batches.Shape("gemm_all_to_all", 8, 16, 24, torch.float32, 3))
         case.pair(0)
         same = [bool(torch.allclose(way(0).view(case.received.shape), case.received, atol=1e-4)) for way in (case.fused, case.each)]
         return batches.bench(case.shape), same
@@ -67,6 +67,7 @@ def test_a_batch(ranks):
         assert result["link_bytes"] == 3 * 4 * 16 * 4
         assert report.fastest_impl(result)[0] in ("fused", "unfused")
         assert report.title("gemm_all_to_all", result) == "gemm_all_to_all: 3 x 8 x 16 x 24, float32, 2 ranks"
+        assert report.table("gemm_all_to_all", result).row_count == len(result["times"]) + 1
 
 
 def _compare(operator):

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import interlace
 from interlace import tuning
 from interlace.bench.timing import Timing, host_us, measure
-from interlace.comm import group_of
+from interlace.comm import Group, group_of
 from interlace.costs import all_gather_gemm as all_gather_costs
 from interlace.costs import gemm_all_reduce as all_reduce_costs
 from interlace.costs import gemm_all_to_all as all_to_all_costs
@@ -39,7 +39,7 @@ from interlace.units import ceil_div
 
 Step = Callable[[int], object]
 
-_SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
+SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
 _COSTS: Mapping[str, Callable[..., ProductCost]] = {
     "gemm_all_to_all": all_to_all_costs.fused,
     "gemm_reduce_scatter": reduce_scatter_costs.fused,
@@ -86,7 +86,7 @@ class Case:
         def random(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
 
-        self.sets = [(random(own, shape.inner), random(shape.columns, shape.inner)) for _ in range(_SETS)]
+        self.sets = [(random(own, shape.inner), random(shape.columns, shape.inner)) for _ in range(SETS)]
         # What the parts of unfused pairs work on.
         self.gathered = random(shape.rows, shape.inner) if shape.operator == "all_gather_gemm" else self.sets[0][0]
         self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
@@ -96,19 +96,19 @@ class Case:
         )
 
     def call(self, i: int, impl: str, config: ProductConfig | None = None) -> torch.Tensor:
-        x, w = self.sets[i % _SETS]
+        x, w = self.sets[i % SETS]
         operator: Callable[..., torch.Tensor] = getattr(interlace, self.shape.operator)
         return operator(x, w, group=self.group, impl=impl, config=config)
 
     def multiply(self, i: int) -> torch.Tensor:
         """The product of this rank alone, by cuBLAS."""
-        x, w = self.sets[i % _SETS]
+        x, w = self.sets[i % SETS]
         x = self.gathered if self.shape.operator == "all_gather_gemm" else x
         return torch.mm(x, w.T, out=self.product)
 
     def error(self, i: int, config: ProductConfig) -> float:
         """Relative difference of one call from the same in float64, on this rank."""
-        x, w = self.sets[i % _SETS]
+        x, w = self.sets[i % SETS]
         y = self.call(i, "fused", config)
         if self.shape.operator == "all_gather_gemm":
             wide = torch.empty(self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device)
@@ -126,7 +126,7 @@ class Case:
         return float((y.double() - expected).norm() / expected.norm())
 
 
-def tolerance(shape: Any) -> float:
+def tolerance(shape: Shape) -> float:
     """Roundings of the parts and of the output (half a unit in the last place, uniformly: / sqrt(3)), float32 sums over K."""
     return 2.0 * torch.finfo(shape.dtype).eps / 2 + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
 
@@ -170,7 +170,7 @@ def collectives(case: Case) -> dict[str, Step]:
         case "gemm_reduce_scatter":
             return {"NCCL": lambda i: _scatter(own, case.received, group)}
         case "all_gather_gemm":
-            return {"NCCL": lambda i: _gather(case.gathered, case.sets[i % _SETS][0], group)}
+            return {"NCCL": lambda i: _gather(case.gathered, case.sets[i % SETS][0], group)}
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     process_group = group or dist.group.WORLD
@@ -195,7 +195,7 @@ def pairs(case: Case) -> dict[str, Step]:
         if case.shape.operator == "all_gather_gemm":
             return lambda i: (collective(i), case.multiply(i))
         if case.shape.operator == "gemm_reduce_scatter":
-            return lambda i: (torch.mm(case.sets[i % _SETS][0], case.sets[i % _SETS][1].T, out=case.received), collective(i))
+            return lambda i: (torch.mm(case.sets[i % SETS][0], case.sets[i % SETS][1].T, out=case.received), collective(i))
         return lambda i: (case.multiply(i), collective(i))
 
     ways = {f"cuBLAS + {name}": pair(collective) for name, collective in collectives(case).items()}
@@ -225,7 +225,7 @@ def mapped(case: Case) -> dict[str, Step]:
 
 
 def _mapped_call(run: Fused, sources: list[torch.Tensor], weights: list[torch.Tensor], i: int) -> torch.Tensor:
-    return run(sources[i % _SETS], weights[i % _SETS].T)
+    return run(sources[i % SETS], weights[i % SETS].T)
 
 
 def split(case: Case) -> dict[str, Step]:
@@ -238,7 +238,7 @@ def split(case: Case) -> dict[str, Step]:
     collective = _COLLECTIVES[case.shape.operator]
     run = fuse(product, collective, shape=shape, dtype=dtype, transport="copy_engine", group=case.group)
     sets = [Operands(x, w, None, None, None, dtype) for x, w in case.sets]
-    return {"cuBLAS in parts, copy engines": lambda i: run(sets[i % _SETS], False)}
+    return {"cuBLAS in parts, copy engines": lambda i: run(sets[i % SETS], False)}
 
 
 def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, Step]:
@@ -262,9 +262,9 @@ def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, S
 
     cut = "" if pieces == 1 else f", {pieces} pieces a rank"
     return {
-        f"counted product, copy engines{cut}": lambda i: run(sets[i % _SETS], False, config),
+        f"counted product, copy engines{cut}": lambda i: run(sets[i % SETS], False, config),
         f"copy engines{cut} alone": copy,
-        f"our counted product{cut} alone": lambda i: product(sets[i % _SETS], False, config, out=plain, counters=counters),
+        f"our counted product{cut} alone": lambda i: product(sets[i % SETS], False, config, out=plain, counters=counters),
     }
 
 
@@ -296,14 +296,12 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     if case.shape.operator == "gemm_reduce_scatter":
         scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
         ways: dict[str, Step] = {
-            "torch async-TP (cuBLAS + copies)": lambda i: scatter(sets[i % _SETS][0], sets[i % _SETS][1].T, "sum", 0, name)
+            "torch async-TP (cuBLAS + copies)": lambda i: scatter(sets[i % SETS][0], sets[i % SETS][1].T, "sum", 0, name)
         }
     elif case.shape.operator == "all_gather_gemm":
         gather = torch.ops.symm_mem.fused_all_gather_matmul
         ways = {
-            "torch async-TP (copies + cuBLAS)": lambda i: gather(
-                sets[i % _SETS][0], [sets[i % _SETS][1].T], 0, name, return_A=False
-            )
+            "torch async-TP (copies + cuBLAS)": lambda i: gather(sets[i % SETS][0], [sets[i % SETS][1].T], 0, name, return_A=False)
         }
     else:
         return {}
@@ -322,7 +320,7 @@ def _product_alone(case: Case, config: ProductConfig) -> Step:
     same = GemmReduceScatterConfig(**{**fields, "stagger": 0})
 
     def call(i: int) -> None:
-        x, w = case.sets[i % _SETS]
+        x, w = case.sets[i % SETS]
         x = case.gathered if case.shape.operator == "all_gather_gemm" else x
         operands = Operands(x, w, None, None, None, x.dtype).for_kernel()
         prepare(solo, operands, [len(x)], case.received, same)()
@@ -330,9 +328,16 @@ def _product_alone(case: Case, config: ProductConfig) -> Step:
     return call
 
 
-def timed(case: Case, step: Step, samples: int = 15) -> Timing:
+class Grouped(Protocol):
+    """What a case of any benchmark has: its process group, and that as operators see it."""
+
+    group: dist.ProcessGroup | None
+    owner: Group
+
+
+def timed(case: Grouped, step: Step, samples: int = 15) -> Timing:
     """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is gone."""
-    timing = measure(step, period=_SETS, samples=samples, group=case.group)
+    timing = measure(step, period=SETS, samples=samples, group=case.group)
     case.owner.release()
     return timing
 

@@ -33,18 +33,13 @@ def run(
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
     if batch < 1 or (batch > 1 and (operator != BATCHED or tune or transports)):
         raise ArgumentError(f"--batch must be 1 or more, and above 1 of {BATCHED} without --tune and --transports; got {batch}.")
-    if batch > 1:
-        batches = [(batch, *sizes) for _, *sizes in parse_work(operator, shapes, dtype)]
-        what = f"Measuring batches of {operator}"
-        document = bench.measure_on_gpus("bench", what, batches, run_batch_rank, (dtype,), world_size, json_file)
-        bench.show(document, operator, json_file)
-        return
     if transports and operator not in CARRIED:
         raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
     work = parse_work(operator, shapes, dtype)
     what = f"Measuring {operator}"
     kind = "transports" if transports else "tune" if tune else "bench"
-    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, kind), world_size, json_file)
+    worker, more = (run_batch_rank, (dtype, batch)) if batch > 1 else (run_product_rank, (dtype, kind))
+    document = bench.measure_on_gpus("bench", what, work, worker, more, world_size, json_file)
     bench.show(document, operator, json_file, report.transports_table if transports else report.table)
 
 

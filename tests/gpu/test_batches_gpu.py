@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+import interlace.ops  # registers torch.ops.interlace
 
 pytestmark = pytest.mark.gpu
 

@@ -104,7 +104,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     times = {name: dataclasses.asdict(timed(case, step)) for name, step in (ways | alone).items()}
     host = {name: host_us(step, device=device, group=group) for name, step in ways.items()}
     sizes: dict[str, Any] = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
-    choice = choose(**sizes, dtype=shape.dtype, world_size=ranks, device=device)
+    choice = choose(**sizes | {"rows": shape.count * shape.rows}, dtype=shape.dtype, world_size=ranks, device=device)
     one = costs.fused(**sizes, itemsize=itemsize, world_size=ranks)
     memory_bytes, link_bytes, flops = (
         shape.count * each for each in (one.memory_bytes + one.receive_bytes, one.link_bytes, one.flops)

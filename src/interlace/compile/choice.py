@@ -56,10 +56,10 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
-    A batch of products, of which one was measured, has the fused kernel only.
+    A batch is taken for one product of all its rows, which has as many tiles and sends as much; it has the fused kernel only.
 
     Args:
-        rows: M: of an all-gather, all ranks'; of a batch, of one product.
+        rows: M: of an all-gather, all ranks'; of a batch, all its products'.
 
     Raises:
         LeftAlone: the pair is faster, or nothing was measured.

@@ -106,7 +106,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor
         )  # fmt: skip
         check_even(rows, group.world_size)
         choice = choose(
-            rows=rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
+            rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
         )  # fmt: skip
         return Decision(mark, "fused", choice.otherwise, choice.config)
 

@@ -75,22 +75,22 @@ def _experts(experts: int) -> tuple[Report, list[Finding], dict[str, float]]:
 
 @pytest.mark.parametrize("experts", [1, 2])
 def test_experts(ranks: Any, experts: int) -> None:
-    """The second product and its way back; and, in the backward pass, the first one's gradient and the same."""
+    """Tokens and the first product, the second one and its way back; and, in the backward pass, gradients likewise."""
     for report, findings, errors in ranks(2).run(_experts, experts):
         assert max(errors.values()) < 2e-6, errors
         operator = "bmm_all_to_all" if experts == 2 else "gemm_all_to_all"
         assert [(f.graph, f.operator) for f in findings] == [
-            ("forward", None),
+            ("forward", "all_to_all_bmm"),
             ("forward", operator),
-            ("backward", None),
+            ("backward", "all_to_all_bmm"),
             ("backward", operator),
         ]
         assert report.findings == tuple(findings)
-        assert (len(report.fused), len(report.left)) == (2, 2)
+        assert (len(report.fused), len(report.left)) == (4, 0)
         head, *lines = str(report).splitlines()
-        assert head == "4 collectives: 2 fused, 2 left alone"
+        assert head == "4 collectives: 4 fused, 0 left alone"
         rows = f"all_to_all_single of [{12 * experts}, 16]"
-        assert lines[0] == f"forward: {rows} (all_to_all_single) left alone: what goes into it is mul, not a product"
+        assert lines[0].startswith(f"forward: {rows} (all_to_all_single) fused by all_to_all_bmm: the cpu backend")
         why = "a batch of 2: the cpu backend" if experts == 2 else "the cpu backend"
         assert lines[1].startswith(f"forward: {rows} (all_to_all_single_1) fused by {operator}: {why}")
 

@@ -33,6 +33,12 @@ from tests.compile.programs import (
     with_linear,
 )
 
+
+def _by_products(rows: torch.Tensor, batch: int) -> torch.Tensor:
+    """Rows from each of two ranks, for each product of a batch, as ``[B, R share, K]``."""
+    return rows.view(2, batch, -1, rows.shape[1]).transpose(0, 1).flatten(1, 2)
+
+
 # name: the program, shapes of its arguments, the operators wanted
 FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = {
     "many tokens": (lambda x, w: all_reduce(x @ w.t()), [(M, K), (N, K)], ["gemm_all_reduce"]),
@@ -138,6 +144,39 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         lambda x, w: all_to_all(torch.bmm(x, w.mT).unflatten(1, (2, -1)).transpose(0, 1).contiguous()).flatten(1, 2),
         [(3, 4, K), (3, N, K)],
         ["bmm_all_to_all"],
+    ),
+    "received": (lambda x, w: all_to_all(x) @ w.t(), [(FEW, K), (N, K)], ["all_to_all_bmm"]),
+    "received, and used otherwise": (
+        lambda x, w: (lambda a: (a @ w, a.exp()))(all_to_all(x)),
+        [(FEW, K), (K, N)],
+        ["all_to_all_bmm"],
+    ),
+    "a batch received": (lambda x, w: torch.bmm(_by_products(all_to_all(x), 3), w), [(12, K), (3, K, N)], ["all_to_all_bmm"]),
+    "a batch received for two products and more": (
+        lambda x, v, w: (lambda a: (torch.bmm(a, v), torch.bmm(a, w.mT), a.exp()))(_by_products(all_to_all(x), 2)),
+        [(12, K), (2, K, 4), (2, N, K)],
+        ["all_to_all_bmm"],
+    ),
+    "a batch received, and used as it came": (
+        lambda x, w: (lambda a: (torch.bmm(_by_products(a, 2), w), a.exp(), a[:3]))(all_to_all(x)),
+        [(12, K), (2, K, N)],
+        ["all_to_all_bmm"],
+    ),
+    "a batch received and returned twice": (
+        lambda x, w: (lambda a, b: (torch.bmm(b, w), a, b))(*(lambda a: (a, _by_products(a, 2)))(all_to_all(x))),
+        [(12, K), (2, K, N)],
+        ["all_to_all_bmm"],
+    ),
+    "a batch received, multiplied twice, and sent": (
+        lambda x, w: all_to_all(
+            torch.bmm(torch.bmm(_by_products(all_to_all(x), 2), w).relu(), w.mT)
+            .unflatten(1, (2, -1))
+            .transpose(0, 1)
+            .contiguous()
+            .flatten(0, 2)
+        ),
+        [(12, K), (2, K, N)],
+        ["all_to_all_bmm", "bmm_all_to_all"],
     ),
     "gathered": (lambda x, w: all_gather(x) @ w.t(), [(FEW, K), (N, K)], ["all_gather_gemm"]),
     "gathered along 1, with bias": (
@@ -350,8 +389,8 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         "no operator has this collective in place",
     ),
     "another collective": (lambda x, w: wait(c10d.broadcast(x @ w.t(), 0, group())), W2[:2], "no operator has this collective"),
-    "product, then gather": (lambda x, w: all_gather(x @ w.t()), W2[:2], "no product takes what it gathers"),
-    "gathered weight": (lambda x, w: x @ all_gather(w).t(), W2[:2], "it gathers the weight of mm, or a part of it"),
+    "product, then gather": (lambda x, w: all_gather(x @ w.t()), W2[:2], "no product takes what it brings"),
+    "gathered weight": (lambda x, w: x @ all_gather(w).t(), W2[:2], "it brings the weight of mm, or a part of it"),
     "gathered along k": (
         lambda x, w: gather_along(x, 1) @ w.t(),
         [(FEW, K), (N, 2 * K)],
@@ -361,9 +400,25 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "a late weight": (
         lambda x, w: (lambda a: a @ a.sum(0).expand(N, K).contiguous().mul(w).t())(all_gather(x)),
         W2[:2],
-        "mm multiplies with mul, which comes after the gathered value's first use",
+        "mm multiplies with mul, which comes after the collective's first use",
     ),
     "uneven": (lambda x, w: all_to_all(x @ w.t(), [FEW - 1, 1][:: 1 - 2 * dist.get_rank()]), W2[:2], "its splits are not even"),
+    "received, with a bias": (
+        lambda x, w, b: aten.addmm(b, all_to_all(x), w.t()),
+        [*W2[:2], (N,)],
+        "what goes into it is x_1, not a product; addmm adds a bias, which cuBLAS does not do for a batch",
+    ),
+    "received, and mixed": (
+        lambda x, w: all_to_all(x).view(2, 3, K).transpose(0, 1).flatten(0, 1) @ w.t(),
+        W2[:2],
+        "the rows of mm are not those from one rank after the other",
+    ),
+    "received unevenly": (
+        lambda x, w: all_to_all(x, [FEW - 1, 1][:: 1 - 2 * dist.get_rank()]) @ w.t(),
+        W2[:2],
+        "its splits are not even",
+    ),
+    "received for the other side": (lambda x, w: w.t() @ all_to_all(x), [(FEW, K), (FEW, N)], "it brings the weight of mm"),
     "never used": (lambda x, w: (all_reduce(x @ w.t()), x)[1], W2[:2], "nothing uses its result"),
     "a group of one": (
         lambda x, w: wait(c10d.all_reduce(x @ w.t(), "sum", _solo)),

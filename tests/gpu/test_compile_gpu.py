@@ -75,13 +75,13 @@ def _experts(experts: int) -> tuple[list[Finding], list[float]]:
 
 @pytest.mark.parametrize("experts", [1, 3])
 def test_experts_through_inductor(experts: int) -> None:
-    """One product, and a batch of three."""
+    """Each way one product, and a batch of three."""
     operator = "bmm_all_to_all" if experts > 1 else "gemm_all_to_all"
     for findings, errors in interlace.launch(_experts, 2, experts, backend="cuda", timeout_s=300):
         assert [(finding.graph, finding.operator) for finding in findings] == [
-            ("forward", None),
+            ("forward", "all_to_all_bmm"),
             ("forward", operator),
-            ("backward", None),
+            ("backward", "all_to_all_bmm"),
             ("backward", operator),
         ]
         assert max(errors) < 1e-4

@@ -168,10 +168,10 @@ def test_results_stay_as_they_are(ranks, operator):
 
 def _settled(stamp):
     """What becomes of a result of five elements whose call is the first, where ``stamp`` is what staging noted; and the epochs."""
-    from interlace.ops.all_gather_gemm import kernel
+    from interlace.products import staged
 
     y, epochs = torch.arange(5.0), torch.ones(MAX_PROGRAMS, dtype=torch.int32)
-    kernel.settle_products[(2,)](y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4)
+    staged.settle_products[(2,)](y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4)
     return y.tolist(), epochs.unique().tolist()
 
 

@@ -76,7 +76,7 @@ class Writer:
             return node
         try:
             tensor.view(*shape)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # what PyTorch says of a real tensor, and of a traced one
             node = self.contiguous(node)
         return self.call(aten.view.default, node, list(shape))
 

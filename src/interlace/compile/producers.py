@@ -63,11 +63,16 @@ class Product:
     def weight(self, writer: Writer) -> Node:
         """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a batch, its first product's."""
         w, by_rows = _untransposed(self)
-        if by_rows:
-            return w
         if value(w).dim() == 3:
             w = writer.call(aten.select.int, w, 0, 0)
-        return writer.call(aten.permute.default, w, [1, 0])
+        return w if by_rows else writer.call(aten.permute.default, w, [1, 0])
+
+    def weights(self, writer: Writer) -> Node:
+        """The weight of each product of the batch, ``[B, K, N]``: a view."""
+        w, by_rows = _untransposed(self)
+        if value(w).dim() == 2:
+            w = writer.call(aten.unsqueeze.default, w, 0)
+        return writer.call(aten.permute.default, w, [0, 2, 1]) if by_rows else w
 
 
 def is_work(node: Node) -> bool:
@@ -122,7 +127,7 @@ def require_suitable(product: Product, batches: bool = False) -> None:
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:
-    """What the program made the weight of by transposing, any number of times, and whether it is ``[N, K]``."""
+    """What the program made the weight of by transposing, any number of times, and whether it is ``[..., N, K]``."""
     w, by_rows = product.w, not product.by_columns
     while _transposes(w):
         assert isinstance(w.args[0], Node)
@@ -131,11 +136,13 @@ def _untransposed(product: Product) -> tuple[Node, bool]:
 
 
 def _transposes(node: Node) -> bool:
-    """Whether a call swaps the two dimensions of a matrix."""
-    if node.op != "call_function" or value(node).dim() != 2:
+    """Whether a call swaps the two dimensions of a matrix, or of each matrix of a batch."""
+    if node.op != "call_function" or value(node).dim() not in (2, 3):
         return False
+    dimensions = value(node).dim()
+    *batch, rows, columns = range(dimensions)
     if node.target is aten.permute.default:
-        return [d % 2 for d in argument(node, 1, "dims")] == [1, 0]
+        return [d % dimensions for d in argument(node, 1, "dims")] == [*batch, columns, rows]
     if node.target is aten.transpose.int:
-        return {argument(node, 1, "dim0") % 2, argument(node, 2, "dim1") % 2} == {0, 1}
-    return node.target is aten.t.default
+        return {argument(node, 1, "dim0") % dimensions, argument(node, 2, "dim1") % dimensions} == {rows, columns}
+    return dimensions == 2 and node.target is aten.t.default

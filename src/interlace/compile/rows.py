@@ -158,7 +158,25 @@ def is_by_ranks(start: Node, nodes: list[Node], end: Node, ranks: int) -> bool:
         return False
     found = _order(start, nodes)[end]
     with unset_fake_temporarily():
-        return torch.equal(found, torch.arange(batch * rows).view(batch, ranks, -1).transpose(0, 1).flatten())
+        return torch.equal(found, _turned(batch * rows, batch, ranks))
+
+
+def by_products(start: Node, nodes: list[Node], batch: int, ranks: int) -> list[Node]:
+    """Those of ``start`` and ``nodes`` that have, for each product of a batch in turn, an even share of each rank's rows, in order.
+
+    ``start [R * B * share, K]`` is then ``[B, R * share, K]``: the tokens of each expert.
+    """
+    order = _order(start, nodes)
+    if len(order[start]) % (batch * ranks):
+        return []
+    with unset_fake_temporarily():
+        wanted = _turned(len(order[start]), ranks, batch)
+        return [node for node, found in order.items() if torch.equal(found, wanted)]
+
+
+def _turned(count: int, first: int, second: int) -> torch.Tensor:
+    """The numbers of ``[first, second, share]`` rows as ``[second, first, share]``."""
+    return torch.arange(count).view(first, second, -1).transpose(0, 1).flatten()
 
 
 def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:

@@ -4,6 +4,7 @@ Importing any of them registers all of them: an operator's gradient may call ano
 """
 
 from interlace.ops.all_gather_gemm import op as _all_gather_gemm
+from interlace.ops.all_to_all_bmm import op as _all_to_all_bmm
 from interlace.ops.embedding_all_to_all import op as _embedding_all_to_all
 from interlace.ops.gemm_all_reduce import op as _gemm_all_reduce
 from interlace.ops.gemm_all_to_all import op as _gemm_all_to_all
@@ -13,6 +14,7 @@ from interlace.ops.mixture_of_experts import op as _mixture_of_experts
 
 REGISTERED = (
     _all_gather_gemm,
+    _all_to_all_bmm,
     _embedding_all_to_all,
     _gemm_all_reduce,
     _gemm_all_to_all,

@@ -68,7 +68,8 @@ def choose_product(
     if found is None:
         config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
-    return Choice(found.impl, config_type.parse(found.config), found.reason, found.otherwise, measured=True)
+    config = config_type.parse(found.config) if found.config else config_type()  # of an operator without a kernel of its own
+    return Choice(found.impl, config, found.reason, found.otherwise, measured=True)
 
 
 def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:
@@ -153,13 +154,13 @@ def unmet(operator: str, impl: str, operands: Operands, even: bool) -> list[str]
     return missing
 
 
-def group_for(operator: str, group_name: str, operands: Operands) -> Group:
+def group_for(operator: str, group_name: str, device: torch.device) -> Group:
     """The group of a call.
 
     Raises:
         GroupError: it is too large.
     """
-    group = group_named(group_name, operands.x.device)
+    group = group_named(group_name, device)
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,22 +11,19 @@ import torch
 from interlace.comm import Group, copies, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError
-from interlace.ops.all_gather_gemm import fetch, reference
+from interlace.ops.all_gather_gemm import reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
-from interlace.ops.all_gather_gemm.fetch import scale_offset
+from interlace.products import fetch
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
+from interlace.products.fetch import Piece, Staging, offset_behind
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
 from interlace.products.splits import check_sum
-from interlace.units import ceil_div
-
-_SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
 
 
 def choose(**call: Any) -> Choice[AllGatherGemmConfig]:
@@ -37,7 +35,7 @@ def run(
     operands: Operands, splits: Sequence[int] | None, gather: bool, group_name: str, impl: str, config: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one call whose arguments ``api`` has validated: the product, and the gathered x or, unless asked for, no rows."""
-    group = group_for(OPERATOR, group_name, operands)
+    group = group_for(OPERATOR, group_name, operands.x.device)
     key = (OPERATOR, *operands.signature(), None if splits is None else tuple(splits), gather, impl, config)
     decision = group.once(key, lambda: _decide(operands, splits, gather, group, impl, config))
     rows = decision.rows
@@ -88,18 +86,16 @@ def _fused(
     """``[M, N]`` by one kernel, and the gathered x ``[M, K]`` if asked for, else ``[0, K]``."""
     x = operands.x
     y = x.new_empty([sum(splits), padded_columns(operands.columns, operands.out_dtype)], dtype=operands.out_dtype)
-    whole = _gathered(operands, splits)
-    workspace = fetch.workspace_for(group, splits, whole)
+    whole, staging = _gathered(operands, splits), _staging(operands, splits)
+    staging.workspace(group)  # before anything is enqueued: it may have to grow
 
     def enqueue() -> None:
-        launch = prepare(group, workspace, operands, splits, y, whole, config, mark)
+        launch = prepare(group, staging, operands, splits, y, whole, config, mark)
         if group.world_size == 1:
             launch()
             return
-        first = bool(config.stage_first)
-        fetching = fetch.begin(
-            group, workspace, operands, splits, whole, mark, gather=gather, first=first, signal=True
-        )  # fmt: skip
+        pieces, first = _pieces(group, staging, splits, whole, gather), bool(config.stage_first)
+        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, first=first, signal=True)
         launch()
         fetch.end(group, fetching)
 
@@ -119,26 +115,20 @@ def _split(
         multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, gather)
     require(group.backend)
-    from interlace.ops.all_gather_gemm import kernel
-
-    whole = _gathered(operands, splits)
-    workspace = fetch.workspace_for(group, splits, whole)
+    whole, staging = _gathered(operands, splits), _staging(operands, splits)
+    staging.workspace(group)  # before anything is enqueued: it may have to grow
 
     def enqueue() -> None:
         parts, arriving, weight = y.split(splits), whole[:, : operands.inner].split(splits), operands.w.T
         # First: cuBLAS would leave staging no processor, and peers wait for it.
-        fetching = fetch.begin(
-            group, workspace, operands, splits, whole, mark, gather=gather, first=True, signal=False
-        )  # fmt: skip
+        pieces = _pieces(group, staging, splits, whole, gather)
+        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, first=True, signal=False)
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
             copies.wait_for(group, fetching.arrived[source])
             multiply_into(parts[source], arriving[source], weight, operands.bias)
-        blocks = ceil_div(y.numel(), _SETTLED)
-        settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
-        arguments = y, workspace.epochs, workspace.notes, mark, blocks, y.numel()
-        Launch(kernel.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
+        fetch.settle(group, staging, y, mark)
         fetch.end(group, fetching)
 
     with group.running():
@@ -151,7 +141,32 @@ def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
     """Memory for all ranks' rows, ``[M, padded K]``, scales behind it."""
     x = operands.x
     shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
-    return view_as(x.new_empty(scale_offset(shape, x.dtype) + 4 * shape[0], dtype=torch.uint8), shape, x.dtype)
+    nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
+    return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
+
+
+def _scale_offset(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from rows ``[*shape]`` to their scales."""
+    return offset_behind(math.prod(shape) * dtype.itemsize)
+
+
+def _staging(operands: Operands, splits: Sequence[int]) -> Staging:
+    return Staging(OPERATOR, max(splits), operands.inner, operands.x.dtype)
+
+
+def _pieces(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor, gather: bool) -> dict[int, list[Piece]]:
+    """What comes from each rank, the neighbour first; with ``gather`` its own rows, too, last: no product waits for them."""
+    scales = whole.data_ptr() + _scale_offset(whole.shape, whole.dtype)
+    found: dict[int, list[Piece]] = {}
+    for step in range(1, group.world_size + gather):
+        source = (group.rank + step) % group.world_size
+        rows, first = splits[source], sum(splits[:source])
+        found[source] = pieces = []
+        if rows and whole.dtype.itemsize == 1:  # float8 has scales
+            pieces.append(Piece(staging.scale_offset, scales + 4 * first, 4 * rows))
+        if rows:
+            pieces.append(Piece(0, whole.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes))
+    return found
 
 
 def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> torch.Tensor:
@@ -165,7 +180,7 @@ def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> tor
 
 def prepare(
     group: Group,
-    workspace: Workspace,
+    staging: Staging,
     operands: Operands,
     splits: Sequence[int],
     y: torch.Tensor,
@@ -177,7 +192,7 @@ def prepare(
     require(group.backend)
     from interlace.ops.all_gather_gemm import kernel
 
-    ranks, dtype = group.world_size, operands.x.dtype
+    ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
     descriptors = has_descriptors(group)
     # A whole tile at the end of one rank's rows would cover the next one's; beyond the last rank's there is nothing.
@@ -190,7 +205,7 @@ def prepare(
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     scales = None
     if x_scale is not None:
-        place = whole.data_ptr() + scale_offset(whole.shape, dtype)
+        place = whole.data_ptr() + _scale_offset(whole.shape, dtype)
         scales = view_as(bytes_at(place, (4 * len(whole),), (1,), group.device, whole), (len(whole),), torch.float32)
     arguments = (
         x, w, bias, x_scale, w_scale, scales, gathered, result, y.data_ptr(), workspace.signals.address, workspace.epochs,

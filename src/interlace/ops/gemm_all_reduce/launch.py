@@ -27,7 +27,7 @@ def choose(**call: Any) -> Choice[GemmAllReduceConfig]:
 
 def run(operands: Operands, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
-    group = group_for(OPERATOR, group_name, operands)
+    group = group_for(OPERATOR, group_name, operands.x.device)
     decision = group.once((OPERATOR, *operands.signature(), impl, config), lambda: _decide(operands, group, impl, config))
     if not operands.rows or not operands.columns:
         return operands.x.new_empty([operands.rows, operands.columns], dtype=operands.out_dtype)

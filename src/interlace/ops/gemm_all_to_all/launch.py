@@ -40,7 +40,7 @@ def run(
     config: str,
 ) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
-    group = group_for(OPERATOR, group_name, operands)
+    group = group_for(OPERATOR, group_name, operands.x.device)
     if input_splits is None:
         key = (OPERATOR, *operands.signature(), impl, config)
         sent, decision = group.once(key, lambda: _decide(operands, None, None, group, impl, config))
@@ -98,7 +98,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor
     # Views, where products lie one behind the other.
     weights = w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
     operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
-    group = group_for(OPERATOR, group_name, operands)
+    group = group_for(OPERATOR, group_name, operands.x.device)
 
     def decide() -> Decision[GemmAllToAllConfig]:
         mark = group.agree(

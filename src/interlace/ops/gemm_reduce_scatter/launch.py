@@ -37,7 +37,7 @@ def choose(**call: Any) -> Choice[GemmReduceScatterConfig]:
 
 def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl: str, config: str) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
-    group = group_for(OPERATOR, group_name, operands)
+    group = group_for(OPERATOR, group_name, operands.x.device)
     key = (OPERATOR, *operands.signature(), None if splits is None else tuple(splits), impl, config)
     decision = group.once(key, lambda: _decide(operands, splits, group, impl, config))
     rows, how, chosen, mark = decision.rows, decision.how, decision.config, decision.mark
@@ -85,7 +85,7 @@ def _decide(
 def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
     """Run one call for the sum of several products, in parts."""
     first = products[0]
-    group = group_for(OPERATOR, group_name, first)
+    group = group_for(OPERATOR, group_name, first.x.device)
     key = (f"{OPERATOR}, sum", *(each.signature() for each in products))
     decision = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:

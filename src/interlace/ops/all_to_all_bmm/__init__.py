@@ -1,0 +1,1 @@
+"""All-to-All + batch of GEMMs; see README.md."""

@@ -1,0 +1,97 @@
+"""From a call to what it enqueues: agreement, copies that fetch the peers' rows, products by cuBLAS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.comm import Group, copies
+from interlace.comm.interpreter import require
+from interlace.comm.replays import places
+from interlace.errors import ArgumentError
+from interlace.ops.all_to_all_bmm.config import OPERATOR
+from interlace.products import fetch
+from interlace.products.choice import Choice, choose_product, group_for
+from interlace.products.config import ProductConfig
+from interlace.products.fetch import Piece, Staging
+
+
+def choose(**call: Any) -> Choice[ProductConfig]:
+    """Whether the operator is faster than the pair; see :func:`interlace.products.choice.choose_product`.
+
+    Its configuration means nothing here. ``rows`` are those of all products.
+    """
+    return choose_product(OPERATOR, ProductConfig, **call)
+
+
+def run(x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[B, R C, N]`` and ``[B, R C, K]`` of ``x [R B C, K]`` and ``w [B, K, N]``; see README.md.
+
+    Raises:
+        ArgumentError: x and w do not fit each other, or x's rows do not divide evenly.
+        RankMismatchError: ranks differ in shapes or dtypes.
+    """
+    group = group_for(OPERATOR, group_name, x.device)
+    mark = group.once((OPERATOR, x.shape, w.shape, x.dtype, w.dtype), lambda: _agree(x, w, group))
+    count, inner, columns = w.shape
+    rows = x.shape[0] // count
+    if group.world_size == 1:
+        received = x.view(count, rows, inner).clone(memory_format=torch.contiguous_format)
+        return torch.bmm(received, w), received
+    require(group.backend)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    staging = Staging(OPERATOR, len(x), inner, x.dtype)
+    staging.workspace(group)  # before anything is enqueued: it may have to grow
+    y, whole = x.new_empty([count, rows, columns]), x.new_empty([count, rows, staging.width])
+    with group.running():
+        key = (OPERATOR, mark, places(x, w, y, whole))
+        group.replays.run(key, lambda: _enqueue(x, w, y, whole, staging, group, mark))
+    return y, whole[..., :inner].contiguous()
+
+
+def _agree(x: torch.Tensor, w: torch.Tensor, group: Group) -> int:
+    """Check a call on all ranks; its mark."""
+    mark = group.agree(
+        OPERATOR, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtypes=(str(x.dtype), str(w.dtype))
+    )  # fmt: skip
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or not (x.numel() and w.numel()):
+        raise ArgumentError(
+            f"{OPERATOR}: x must be [R B C, K] and w [B, K, N] of the same dtype, not empty; got {list(x.shape)} of {x.dtype} and "
+            f"{list(w.shape)} of {w.dtype}."
+        )
+    if x.shape[0] % (group.world_size * w.shape[0]):
+        raise ArgumentError(
+            f"{OPERATOR}: rows of x must divide evenly over {group.world_size} ranks and {w.shape[0]} products; "
+            f"got {x.shape[0]}. Pad x."
+        )
+    return mark
+
+
+def _enqueue(
+    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, whole: torch.Tensor, staging: Staging, group: Group, mark: int
+) -> None:  # fmt: skip
+    """The products into ``y``, of this rank's own rows while copies bring the peers' into ``whole [B, R C, padded K]``."""
+    ranks, me, count, inner = group.world_size, group.rank, len(w), x.shape[1]
+    share = whole.shape[1] // ranks
+    piece_bytes = share * staging.row_bytes
+    pieces = {}
+    for step in range(1, ranks + 1):  # this rank's own rows last: no product waits for them
+        source = (me + step) % ranks
+        pieces[source] = [
+            Piece((me * count + which) * piece_bytes, whole.data_ptr() + (which * ranks + source) * piece_bytes, piece_bytes)
+            for which in range(count)
+        ]
+    # First: cuBLAS would leave staging no processor, and peers wait for it.
+    fetching = fetch.begin(group, staging, x, None, pieces, mark, first=True, signal=False)
+    arriving, results = whole.view(count, ranks, share, -1)[..., :inner], y.view(count, ranks, share, -1)
+    own = x.view(ranks, count, share, inner)[me]
+    torch.bmm(own, w, out=results[:, me])
+    # What lies side by side is one product: a product for each source would have a last wave of tiles for each.
+    for sources in (slice(me + 1, ranks), slice(0, me)):
+        for source in range(ranks)[sources]:
+            copies.wait_for(group, fetching.arrived[source])
+        if sources.stop > sources.start:
+            torch.bmm(arriving[:, sources].flatten(1, 2), w, out=results[:, sources].flatten(1, 2))
+    fetch.settle(group, staging, y, mark)
+    fetch.end(group, fetching)

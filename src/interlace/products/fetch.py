@@ -1,0 +1,149 @@
+"""Copy engines that fetch the peers' rows while a product works on those that are here.
+
+The protocol is explained in the README.md of ``all_gather_gemm``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.comm import Group, copies
+from interlace.comm.group import Workspace
+from interlace.comm.kernels import Launch
+from interlace.products import record
+from interlace.products.launch import padded_columns, row_stride
+from interlace.products.operands import ALIGNMENT_BYTES
+from interlace.units import ceil_div, round_up
+
+_STAGERS = 264  # programs that stage rows: two a processor of an H200, more would only be launched
+_SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """How each rank's rows lie for its peers: one behind the other, scales behind them.
+
+    Attributes:
+        operator: whose memory it is.
+        rows: of the rank that has most.
+        inner: K, elements of a row.
+    """
+
+    operator: str
+    rows: int
+    inner: int
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Elements from one row to the next."""
+        return padded_columns(max(self.inner, 1), self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def scale_offset(self) -> int:
+        """Bytes from the first row to the first scale."""
+        return offset_behind(self.rows * self.row_bytes)
+
+    def workspace(self, group: Group) -> Workspace:
+        """Where the rows lie, in both halves: who fetches must know the address before the epoch.
+
+        Collective when it must grow.
+        """
+        nbytes = self.scale_offset + 4 * self.rows
+        return group.workspace(self.operator, ceil_div(nbytes, 2), record.HEADER + group.world_size)
+
+
+def offset_behind(nbytes: int) -> int:
+    """Bytes from rows of ``nbytes`` to what lies behind them."""
+    return round_up(nbytes, ALIGNMENT_BYTES)
+
+
+class Piece(NamedTuple):
+    """``nbytes`` from ``offset`` on of what a peer has staged, and the address here that they are copied to."""
+
+    offset: int
+    target: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetching:
+    """Copies that have been enqueued beside the current stream.
+
+    Attributes:
+        arrived: by rank: behind the copies of its rows, for :func:`interlace.comm.copies.wait_for`.
+        first: they were given priority.
+    """
+
+    arrived: dict[int, torch.cuda.Event | None]
+    first: bool
+
+
+def begin(
+    group: Group,
+    staging: Staging,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    pieces: Mapping[int, Sequence[Piece]],
+    mark: int,
+    *,
+    first: bool,
+    signal: bool,
+) -> Fetching:
+    """Enqueue, beside what the current stream gets next, what brings the peers' rows here. End with :func:`end`.
+
+    The workspace's notes become this call's epoch, and its stamp once every peer's rows may be fetched, or no call's if one did
+    not come.
+
+    Args:
+        x: this rank's rows, ``[m, K]``, contiguous along K.
+        pieces: what is fetched, by source, in this order.
+        first: let staging this rank's rows have processors before the current stream's launches.
+        signal: set the product's signals behind each source's rows.
+    """
+    from interlace.products import staged
+
+    workspace = staging.workspace(group)
+    context, signals, notes = group.context(staging.operator), workspace.signals.address, workspace.notes
+    align = ALIGNMENT_BYTES // x.dtype.itemsize
+    fetching = Fetching({}, first)
+    with copies.beside(group, first=first):
+        arguments = (
+            x, x_scale, workspace.data.address, staging.scale_offset, signals, workspace.side_epochs, context, notes, mark,
+            len(x), staging.inner, row_stride(x), 0 if x_scale is None or x_scale.numel() == 1 else 1, staging.width // align,
+        )  # fmt: skip
+        constants = {"WORLD_SIZE": group.world_size, "INNER_ALIGN": align, "ROWS": 4, "COLS": 1024}
+        Launch(staged.stage_rows, (2 if group.backend == "cpu" else _STAGERS,), arguments, constants)()
+        for source, parts in pieces.items():
+            there = workspace.data.address + source * group.stride
+            for part in parts:
+                copies.fetch(group, part.target, there + part.offset, part.nbytes, source)
+            if signal and parts and source != group.rank:
+                flag = signals + group.rank * group.stride + 4 * (record.HEADER + source)
+                copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
+            fetching.arrived[source] = copies.so_far(group)
+        Launch(staged.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": group.world_size, "num_warps": 1})()
+    return fetching
+
+
+def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
+    """Behind products that know nothing of arrivals: let the contiguous ``y`` be NaN where a peer's rows have not come."""
+    from interlace.products import staged
+
+    workspace, blocks = staging.workspace(group), ceil_div(y.numel(), _SETTLED)
+    settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
+    arguments = y, workspace.epochs, workspace.notes, mark, blocks, y.numel()
+    Launch(staged.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
+
+
+def end(group: Group, fetching: Fetching) -> None:
+    """Let the current stream go on once all copies are done and the peers know it."""
+    copies.join(group, first=fetching.first)

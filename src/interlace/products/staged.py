@@ -1,0 +1,89 @@
+"""Small kernels around the copies of ``fetch.py``; the README.md of ``all_gather_gemm`` explains the protocol."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.products import record
+
+_DONE = tl.constexpr(record.DONE)
+_COUNTER = tl.constexpr(record.COUNTER)
+
+
+@triton.jit(
+    do_not_specialize=["staged_address", "scale_offset", "signals", "call", "rows", "K", "x_stride", "x_scale_stride", "inner_groups"]
+)
+def stage_rows(
+    x, x_scale, staged_address, scale_offset, signals, epochs, ctx, notes, call, rows, K, x_stride, x_scale_stride,
+    inner_groups,
+    WORLD_SIZE: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's rows to where peers may fetch them, and tell them.
+
+    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE + peer]``), copy, and set this
+    rank's signal at every peer. The last program then waits for every peer's signal: copies follow on the same stream. ``notes``,
+    for what follows: this call's epoch; its stamp, or what no call waits for if a peer's rows have not come.
+
+    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, sets 3 on rank 0, and ends once
+    rank 0 has set 3 here.
+    """
+    program = tl.program_id(0)
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    K_padded = inner_groups * INNER_ALIGN
+    if program == 0:
+        tl.store(notes, epoch)
+        tl.store(notes + 1, 0)
+    if il.wait(flags + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others):
+        target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
+        lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
+        for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+            m = (first + lines).to(tl.int64)[:, None]
+            for start in range(0, K, COLS):
+                k = start + columns[None, :]
+                inside = (m < rows) & (k < K)
+                value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
+                tl.store(target + m * K_padded + k, value, mask=inside)
+            if x_scale is not None:
+                scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
+                scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
+                tl.store(scales + first + lines, scale, mask=first + lines < rows)
+        counter = il.peer_pointer(flags + _COUNTER, me, group)
+        if il.arrive_last(counter, program, tl.num_programs(0)):
+            stamp = il.mark(epoch, call)
+            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+            arrived = il.wait(flags + peers, stamp, peers, 0, group, others)
+            tl.store(notes + 1, stamp * arrived.to(tl.int32))
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["signals"])
+def release_rows(signals, ctx, notes, WORLD_SIZE: tl.constexpr):
+    """Tell every peer that its rows have been fetched."""
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    il.signal(il.pointer(signals, tl.int32) + _DONE + me + tl.zeros_like(peers), tl.load(notes), peers, group, others)
+
+
+@triton.jit(do_not_specialize=["call", "blocks", "cells"])
+def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
+    """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes NaN.
+
+    Protocol: :func:`stage_rows` has written this call's stamp to ``notes`` if all came. Advances the epochs of the
+    operator's own kernel, if it has one, which takes turns with this.
+
+    Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is NaN everywhere.
+    """
+    epoch = il.next_epoch(epochs)
+    if tl.load(notes + 1) != il.mark(epoch, call):
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+            nothing = tl.full([BLOCK], float("nan"), tl.float32)
+            tl.store(y + place, nothing.to(y.dtype.element_ty), mask=place < cells)
+    il.advance_epoch(epochs, epoch)

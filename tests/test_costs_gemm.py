@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from interlace.costs import all_gather_gemm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
+from interlace.costs import all_gather_gemm, all_to_all_bmm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
 from interlace.costs.gemm import ProductCost, leaving
 
 SIZES: dict[str, Any] = {"rows": 8, "columns": 6, "inner": 4, "itemsize": 2}
@@ -37,6 +37,13 @@ def test_all_reduce() -> None:
 def test_all_gather() -> None:
     """Two rows of x go to three ranks; six come, are written, and read with the others: 8 bytes each, which travel as 16."""
     assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY + 6 * 16, 6 * 16, 0, 8 * 16)
+
+
+def test_a_batch_after_an_all_to_all() -> None:
+    """Two of three products' eight rows are here; six of each come, are written, and read: 8 bytes each, which travel as 16."""
+    cost = all_to_all_bmm.fused(batch=3, **SIZES, world_size=4)
+    assert cost == ProductCost(3 * FLOPS, 3 * (MEMORY + 6 * 16), 3 * 6 * 16, 0, 3 * 8 * 16)
+    assert all_to_all_bmm.fused(batch=3, **SIZES, world_size=1).link_bytes == 0
 
 
 def test_one_rank_sends_nothing() -> None:

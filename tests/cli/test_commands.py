@@ -272,8 +272,9 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tuned tables" in rows
 
 
-def test_batches_are_of_one_operator() -> None:
-    for arguments in (["gemm_reduce_scatter", "--batch", "2"], ["gemm_all_to_all", "--batch", "2", "--tune"]):
-        done = CliRunner().invoke(app, ["bench", *arguments])
-        assert done.exit_code == 1
-        assert "above 1 of gemm_all_to_all without --tune and --transports; got 2." in done.output
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_batches_have_four_sizes(command: str) -> None:
+    more = ["--table", "table.json"] if command == "tune" else []
+    done = CliRunner().invoke(app, [command, "all_to_all_bmm", "--shape", "2x3x4", *more])
+    assert done.exit_code == 1
+    assert "--shape must be BxMxNxK, the sizes of one rank's products; got '2x3x4'." in done.output

@@ -1,4 +1,4 @@
-"""A batch of products and the all-to-all of its rows, one process a GPU. Run with ``-m gpu``."""
+"""Batches of products before and after an all-to-all of their rows, one process a GPU. Run with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import interlace
 import interlace.ops  # registers torch.ops.interlace
+from tests.gpu.absent import call_without
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +48,69 @@ def _long_run(turns: int) -> tuple[int, int]:
     return int(differs), int(wrong)
 
 
-def test_batches() -> None:
-    for differs, wrong in interlace.launch(_long_run, torch.cuda.device_count(), 200, backend="cuda"):
+def test_batches_sent(world_size: int) -> None:
+    for differs, wrong in interlace.launch(_long_run, world_size, 200, backend="cuda"):
         assert (differs, wrong) == (0, 0)
+
+
+def _received(x: torch.Tensor, count: int) -> torch.Tensor:
+    """``[B, R C, K]``, by an all-to-all."""
+    rows = torch.empty_like(x)
+    dist.all_to_all_single(rows, x)
+    return rows.view(dist.get_world_size(), count, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)
+
+
+def _arriving(turns: int) -> tuple[int, float, int]:
+    """Rows that differ from those sent, the largest relative error, elements that differ from the first results; as above."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator("cuda").manual_seed(rank)
+    assert dist.group.WORLD is not None
+    call, name = torch.ops.interlace.all_to_all_bmm, dist.group.WORLD.group_name
+    calls, expected, worst = [], [], 0.0
+    differs = wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for which, (count, share, inner, columns) in enumerate(SHAPES):
+        x = torch.randn(ranks * count * share, inner, generator=generator, device="cuda").bfloat16()
+        w = torch.randn(count, columns, inner, generator=generator, device="cuda").bfloat16()
+        batch = w.mT if which % 2 else w.mT.contiguous()
+        y, rows = call(x, batch, name)
+        sent = _received(x, count)
+        wanted = torch.bmm(sent.double(), batch.double())
+        worst = max(worst, float((y.double() - wanted).norm() / wanted.norm()))
+        differs = differs + (rows != sent).sum()
+        calls.append((x, batch))
+        expected.append((y, rows))
+
+    def differences(found: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        pairs = [pair for each, wanted in zip(found, expected, strict=True) for pair in zip(each, wanted, strict=True)]
+        return torch.stack([(one != other).sum() for one, other in pairs]).sum()
+
+    for turn in range(turns):
+        if (turn + rank) % 5 == 0:
+            torch.cuda._sleep(500_000)
+        wrong = wrong + differences([call(x, w, name) for x, w in calls])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [call(x, w, name) for x, w in calls]
+    for _ in range(turns):
+        graph.replay()
+        wrong = wrong + differences(captured)
+    interlace.synchronize()
+    return int(differs), worst, int(wrong)
+
+
+def test_batches_received(world_size: int) -> None:
+    for differs, worst, wrong in interlace.launch(_arriving, world_size, 200, backend="cuda"):
+        assert (differs, wrong) == (0, 0)
+        assert worst < 0.01
+
+
+def _without_a_peer() -> tuple[str, int, float, bool] | None:
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    x, w = torch.ones(512, 256, device="cuda"), torch.ones(2, 256, 128, device="cuda")
+    torch.ops.interlace.all_to_all_bmm(x, w, name)
+    return call_without(1, lambda: torch.ops.interlace.all_to_all_bmm(x, w, name)[0])
+
+
+def test_a_peer_that_never_calls() -> None:
+    assert interlace.launch(_without_a_peer, 2, backend="cuda", timeout_s=60)[0] == ("PeerTimeoutError", 1, 1.0, True)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+import interlace.ops  # registers torch.ops.interlace
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,9 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
     for impl in ("split", "fused"):
         found += interlace.all_gather_gemm(mine, w, bias, impl=impl, return_gathered=True)
     found += [interlace.gemm_all_reduce(x, w, bias, impl="fused"), interlace.gemm_all_to_all(x, w, bias, impl="fused")]
-    return [*found, interlace.gemv_all_reduce(mine[:2], w, bias, impl="fused")]
+    found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="fused"))
+    assert dist.group.WORLD is not None
+    return [*found, *torch.ops.interlace.all_to_all_bmm(x, w.T[None], dist.group.WORLD.group_name)]
 
 
 def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

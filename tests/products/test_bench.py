@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import report
+from interlace.cli import tuned
 
 
 def _measure(step, *, period, samples=15, group=None):
@@ -36,38 +37,44 @@ def _bench(operator):
 
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
 def test_every_way_of_an_operator(ranks, operator):
-    for result, tuned, first in ranks(2).run(_bench, operator):
+    for result, best, first in ranks(2).run(_bench, operator):
         summary = report.summarise(result)
         assert (summary.fused_us, summary.unfused, summary.compute[0]) == (10.0, ("cuBLAS + NCCL", 10.0), "cuBLAS alone")
         assert result["flops"] == 2 * 8 * 16 * 24
-        assert tuned == first, "ties keep what was tried first"
+        assert best == first, "ties keep what was tried first"
         assert {"fused", "split", "cuBLAS + NCCL"} <= result["host_us"].keys()
         assert all(us > 0 for us in result["host_us"].values())
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 
-def _bench_batch():
+def _bench_batch(operator):
     from interlace.bench import batches, products
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "measure", _measure)
         patch.setattr(batches, "host_us", lambda step, **_: 1.0)  # fifty calls take the interpreter a while
-        case = batches.Case(batches.Shape("gemm_all_to_all", 8, 16, 24, torch.float32, 3))
+        shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
+        case = batches.CASES[operator](shape)
         case.pair(0)
-        same = [bool(torch.allclose(way(0).view(case.received.shape), case.received, atol=1e-4)) for way in (case.fused, case.each)]
-        return batches.bench(case.shape), same
+        found = case.received if operator == "bmm_all_to_all" else case.product
+        ways = [way for name, way in case.ways().items() if "fused" in name]
+        same = [bool(torch.allclose(way(0).view(found.shape), found, atol=1e-4)) for way in ways]
+        return batches.bench(shape), same
 
 
-def test_a_batch(ranks):
-    for result, same in ranks(2).run(_bench_batch):
-        assert same == [True, True]
+@pytest.mark.parametrize(("operator", "columns", "ways"), [("bmm_all_to_all", 16, 2), ("all_to_all_bmm", 24, 1)])
+def test_a_batch(ranks, operator, columns, ways):
+    for result, same in ranks(2).run(_bench_batch, operator):
+        assert same == [True] * ways
         summary = report.summarise(result)
         assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == ("cuBLAS + NCCL", "cuBLAS alone", "NCCL alone")
         assert result["flops"] == 3 * 2 * 8 * 16 * 24
-        assert result["link_bytes"] == 3 * 4 * 16 * 4
+        assert result["link_bytes"] == 3 * 4 * columns * 4
         assert report.fastest_impl(result)[0] in ("fused", "unfused")
-        assert report.title("gemm_all_to_all", result) == "gemm_all_to_all: 3 x 8 x 16 x 24, float32, 2 ranks"
-        assert report.table("gemm_all_to_all", result).row_count == len(result["times"]) + 1
+        assert report.title(operator, result) == f"{operator}: 3 x 8 x 16 x 24, float32, 2 ranks"
+        assert report.table(operator, result).row_count == len(result["times"]) + 1
+        entry = tuned.entry(result)
+        assert (entry["rows"], entry["columns"], entry["inner"]) == (24, 16, 24)
 
 
 def _compare(operator):
@@ -110,8 +117,8 @@ def test_kernels_of_a_trace():
 
 @pytest.mark.parametrize("text", ["8192x8192", "0x8x8", "axbxc"])
 def test_shapes_that_are_none(text):
-    from interlace.cli.bench_products import parse_product
+    from interlace.cli.bench_products import parse_sizes
     from interlace.errors import ArgumentError
 
     with pytest.raises(ArgumentError, match="--shape must be MxNxK"):
-        parse_product(text)
+        parse_sizes(text, "MxNxK", "product")

@@ -1,8 +1,9 @@
-"""Benchmark of a batch of products and the all-to-all of their rows, which the pass for ``torch.compile`` makes of experts."""
+"""Benchmark of batches of products before and after an all-to-all, which the pass for ``torch.compile`` makes of experts."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,17 +15,23 @@ from interlace.bench import products
 from interlace.bench.products import SETS, Step, timed, tolerance
 from interlace.bench.timing import host_us
 from interlace.comm import default_name, group_of
-from interlace.costs import gemm_all_to_all as costs
+from interlace.costs import all_to_all_bmm as received_costs
+from interlace.costs import gemm_all_to_all as sent_costs
+from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.ops.gemm_all_to_all.launch import choose
-
-OPERATOR = "bmm_all_to_all"
+from interlace.ops.all_to_all_bmm.launch import choose as choose_received
+from interlace.ops.gemm_all_to_all.launch import choose_batch as choose_sent
+from interlace.products.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape(products.Shape):
-    """``count`` products like it on every rank, rows split evenly."""
+    """``count`` products like it on every rank, rows to and from all ranks in equal parts.
+
+    Attributes:
+        operator: ``"bmm_all_to_all"`` or ``"all_to_all_bmm"``.
+    """
 
     count: int = 2
 
@@ -33,7 +40,7 @@ class Shape(products.Shape):
 
 
 class Case:
-    """A shape's operands on this rank, and every way to compute it."""
+    """A shape's operands on this rank, and every way to compute it: what both directions have in common."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         self.shape, self.group, self.owner = shape, group, group_of(group)
@@ -44,17 +51,47 @@ class Case:
 
         self.sets = [(random(shape.rows, shape.inner), random(shape.inner, shape.columns)) for _ in range(SETS)]
         self.product = self.sets[0][0].new_empty([shape.count, shape.rows, shape.columns])
-        self.ordered = self.product.new_empty([self.owner.world_size, shape.count, self._share, shape.columns])
-        self.received = torch.empty_like(self.ordered)
+        columns = shape.columns if shape.operator == "bmm_all_to_all" else shape.inner
+        self.sent = self.product.new_empty([self.owner.world_size, shape.count, self.share, columns])
+        self.received = torch.empty_like(self.sent)
 
     @property
-    def _share(self) -> int:
-        """Rows of a product for one rank."""
+    def share(self) -> int:
+        """Rows of a product for, or from, one rank."""
         return self.shape.rows // self.owner.world_size
 
-    def by_ranks(self, product: torch.Tensor) -> torch.Tensor:
-        """``[B, M, N] -> [R, B, M / R, N]``, a view."""
-        return product.view(self.shape.count, self.owner.world_size, self._share, self.shape.columns).transpose(0, 1)
+    def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, M, columns] -> [R, B, M / R, columns]``, a view."""
+        return rows.view(self.shape.count, self.owner.world_size, self.share, rows.shape[-1]).transpose(0, 1)
+
+    def multiply(self, i: int) -> torch.Tensor:
+        return torch.bmm(*self.sets[i % SETS], out=self.product)
+
+    def exchange(self, i: int) -> None:
+        dist.all_to_all_single(self.received, self.sent, group=self.group)
+
+    def fused(self, i: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def pair(self, i: int) -> None:
+        raise NotImplementedError
+
+    def expected(self, i: int) -> torch.Tensor:
+        """What :meth:`fused` returns, in float64."""
+        raise NotImplementedError
+
+    def ways(self) -> dict[str, Step]:
+        """Every way to compute all of it."""
+        return {"fused": self.fused, "cuBLAS + NCCL": self.pair}
+
+    def error(self, i: int) -> float:
+        """Relative difference of one call from the same in float64, on this rank."""
+        expected = self.expected(i)
+        return float((self.fused(i).double().view(expected.shape) - expected).norm() / expected.norm())
+
+
+class Sent(Case):
+    """A batch of products before an all-to-all."""
 
     def fused(self, i: int) -> torch.Tensor:
         x, w = self.sets[i % SETS]
@@ -65,25 +102,44 @@ class Case:
         """An operator for each product, their results put together."""
         x, w = self.sets[i % SETS]
         parts = [interlace.gemm_all_to_all(*pair, group=self.group, impl="fused") for pair in zip(x, w.mT, strict=True)]
-        return torch.cat([part.view(self.owner.world_size, self._share, -1) for part in parts], 1)
-
-    def multiply(self, i: int) -> torch.Tensor:
-        return torch.bmm(*self.sets[i % SETS], out=self.product)
-
-    def exchange(self, i: int) -> None:
-        dist.all_to_all_single(self.received, self.ordered, group=self.group)
+        return torch.cat([part.view(self.owner.world_size, self.share, -1) for part in parts], 1)
 
     def pair(self, i: int) -> None:
-        self.ordered.copy_(self.by_ranks(self.multiply(i)))
+        self.sent.copy_(self.by_ranks(self.multiply(i)))
         self.exchange(i)
 
-    def error(self, i: int) -> float:
-        """Relative difference of one call from the same in float64, on this rank."""
+    def ways(self) -> dict[str, Step]:
+        return super().ways() | {"fused, product by product": self.each}
+
+    def expected(self, i: int) -> torch.Tensor:
         x, w = self.sets[i % SETS]
         sent = self.by_ranks(torch.bmm(x.double(), w.double())).contiguous()
         expected = torch.empty_like(sent)
         dist.all_to_all_single(expected, sent, group=self.group)
-        return float((self.fused(i).double().view(expected.shape) - expected).norm() / expected.norm())
+        return expected
+
+
+class Received(Case):
+    """A batch of products after an all-to-all; of x, ``[B, M, K]``, the memory is sent."""
+
+    def fused(self, i: int) -> torch.Tensor:
+        x, w = self.sets[i % SETS]
+        y, _ = torch.ops.interlace.all_to_all_bmm(x.flatten(0, 1), w, default_name(self.group))
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    def pair(self, i: int) -> None:
+        x, w = self.sets[i % SETS]
+        dist.all_to_all_single(self.received, x.view(self.sent.shape), group=self.group)
+        torch.bmm(self.received.transpose(0, 1).flatten(1, 2), w, out=self.product)
+
+    def expected(self, i: int) -> torch.Tensor:
+        x, w = self.sets[i % SETS]
+        dist.all_to_all_single(self.received, x.view(self.sent.shape), group=self.group)
+        return torch.bmm(self.received.transpose(0, 1).flatten(1, 2).double(), w.double())
+
+
+CASES: Mapping[str, type[Case]] = {"bmm_all_to_all": Sent, "all_to_all_bmm": Received}
 
 
 def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -92,37 +148,52 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     Raises:
         InterlaceError: the fused result is wrong; nothing is timed then.
     """
-    case = Case(shape, group)
-    device, ranks, itemsize = case.owner.device, case.owner.world_size, shape.dtype.itemsize
+    case = CASES[shape.operator](shape, group)
+    device, ranks = case.owner.device, case.owner.world_size
     worst = torch.tensor(max(case.error(i) for i in range(SETS)), device=device)
     case.owner.synchronize()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     if not worst.item() <= tolerance(shape):
-        raise InterlaceError(f"{OPERATOR} {shape}: relative error {worst.item():.1e} is above {tolerance(shape):.1e}; not timed.")
-    ways: dict[str, Step] = {"fused": case.fused, "fused, product by product": case.each, "cuBLAS + NCCL": case.pair}
-    alone: dict[str, Step] = {"NCCL alone": case.exchange, "cuBLAS alone": case.multiply}
+        raise InterlaceError(
+            f"{shape.operator} {shape}: relative error {worst.item():.1e} is above {tolerance(shape):.1e}; not timed."
+        )
+    ways, alone = case.ways(), {"NCCL alone": case.exchange, "cuBLAS alone": case.multiply}
     times = {name: dataclasses.asdict(timed(case, step)) for name, step in (ways | alone).items()}
     host = {name: host_us(step, device=device, group=group) for name, step in ways.items()}
-    sizes: dict[str, Any] = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
-    choice = choose(**sizes | {"rows": shape.count * shape.rows}, dtype=shape.dtype, world_size=ranks, device=device)
-    one = costs.fused(**sizes, itemsize=itemsize, world_size=ranks)
-    memory_bytes, link_bytes, flops = (
-        shape.count * each for each in (one.memory_bytes + one.receive_bytes, one.link_bytes, one.flops)
-    )  # fmt: skip
+    cost, choice = _cost(shape, ranks), _choice(shape, ranks, device)
     return {
-        "operator": OPERATOR,
+        "operator": shape.operator,
         "shape": str(shape),
         "batch": shape.count,
-        **sizes,
+        "rows": shape.count * shape.rows,
+        "columns": shape.columns,
+        "inner": shape.inner,
         "dtype": str(shape.dtype).removeprefix("torch."),
         "world_size": ranks,
-        "config": str(choice.config),
-        "auto": "fused",  # a batch has no other implementation
+        "config": str(choice.config) if shape.operator == "bmm_all_to_all" else "",
+        "auto": choice.impl,
         "relative_error": worst.item(),
-        "floor_us": round(H200_NODE.floor_ns(memory_bytes, link_bytes, flops) / 1e3, 2),
-        "flops": flops,
-        "memory_bytes": memory_bytes,
-        "link_bytes": link_bytes,
+        "floor_us": round(H200_NODE.floor_ns(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops) / 1e3, 2),
+        "flops": cost.flops,
+        "memory_bytes": cost.memory_bytes + cost.receive_bytes,
+        "link_bytes": cost.link_bytes,
         "times": times,
         "host_us": host,
     }
+
+
+def _choice(shape: Shape, ranks: int, device: torch.device) -> Choice[Any]:
+    """What the pass for ``torch.compile`` goes by."""
+    choose = choose_sent if shape.operator == "bmm_all_to_all" else choose_received
+    sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
+    return choose(**sizes, dtype=shape.dtype, world_size=ranks, device=device)
+
+
+def _cost(shape: Shape, ranks: int) -> ProductCost:
+    sizes: dict[str, Any] = {
+        "rows": shape.rows, "columns": shape.columns, "inner": shape.inner, "itemsize": shape.dtype.itemsize,
+    }  # fmt: skip
+    if shape.operator == "all_to_all_bmm":
+        return received_costs.fused(batch=shape.count, **sizes, world_size=ranks)
+    one = sent_costs.fused(**sizes, world_size=ranks)
+    return ProductCost(**{name: shape.count * each for name, each in dataclasses.asdict(one).items()})

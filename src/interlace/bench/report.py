@@ -24,7 +24,7 @@ _COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
 _PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
 WHAT_UNFUSED_RUNS = {
-    **dict.fromkeys((*_PRODUCTS, "bmm_all_to_all"), "cuBLAS + NCCL"),
+    **dict.fromkeys((*_PRODUCTS, "bmm_all_to_all", "all_to_all_bmm"), "cuBLAS + NCCL"),
     "gemv_all_reduce": "cuBLAS + NCCL",
     "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
     "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen
@@ -155,7 +155,8 @@ def table(operator: str, result: Result) -> Table:
     view.add_row("physical floor", f"{summary.floor_us:.2f}", "", "", _against(summary.fused_us, summary.floor_us), style="dim")
     view.caption = (
         f"{summary.hidden_percent:.0f} % of the communication hidden; relative error {result['relative_error']:.1e}; "
-        f"configuration {result['config']}; impl='auto' runs {result['auto']} here"
+        + (f"configuration {result['config']}; " if result["config"] else "")
+        + f"impl='auto' runs {result['auto']} here"
     )
     if "host_us" in result:
         host = ", ".join(f"{name} {us:.0f}" for name, us in result["host_us"].items())

@@ -188,13 +188,10 @@ def _add_product_commands(operator: str, title: str) -> None:
                 help="Instead, compare what carries the product to its ranks: stores, copy engines, NCCL; and their kernels.",
             ),
         ] = False,
-        batch: Annotated[
-            int, typer.Option(help="Products a rank, each with a weight of its own, as of experts; of gemm_all_to_all.")
-        ] = 1,
     ) -> None:
         from interlace.cli.bench_products import run
 
-        run(operator, shape, world_size, dtype, json_file, tune, transports, batch)
+        run(operator, shape, world_size, dtype, json_file, tune, transports)
 
     @tune_app.command(operator, help=f"{title}: find good configurations and write each shape's to the tuned table.")
     def tune_product(
@@ -211,6 +208,42 @@ def _add_product_commands(operator: str, title: str) -> None:
 
 for _operator, _title in _PRODUCTS.items():
     _add_product_commands(_operator, _title)
+
+
+BatchShapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="BxMxNxK", help="One rank's products, say 2x512x4096x1408; several times. \\[default: three]"),
+]
+_BATCHES = {"bmm_all_to_all": "Batch of GEMMs + All-to-All", "all_to_all_bmm": "All-to-All + batch of GEMMs"}
+
+
+def _add_batch_commands(operator: str, title: str) -> None:
+    @bench_app.command(operator, help=f"{title}, as of experts: fused, the unfused pair, each alone, and the floor.")
+    def bench_batch(
+        shape: BatchShapes = None,
+        world_size: Ranks = None,
+        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        from interlace.cli.bench_batches import run
+
+        run(operator, shape, world_size, dtype, json_file)
+
+    @tune_app.command(operator, help=f"{title}: measure each shape and write to the tuned table which way is the fastest.")
+    def tune_batch(
+        table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+        shape: BatchShapes = None,
+        world_size: Ranks = None,
+        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        from interlace.cli.bench_batches import run_tune
+
+        run_tune(operator, shape, world_size, dtype, table, json_file)
+
+
+for _operator, _title in _BATCHES.items():
+    _add_batch_commands(_operator, _title)
 
 
 @bench_app.command("table")

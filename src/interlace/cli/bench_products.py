@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from interlace.bench import report
 from interlace.cli import bench, tuned
-from interlace.cli.bench_ranks import run_batch_rank, run_product_rank
+from interlace.cli.bench_ranks import run_product_rank
 from interlace.errors import ArgumentError
 
 SHAPES = (
@@ -15,8 +16,6 @@ SHAPES = (
 )  # fmt: skip
 DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
 
-
-BATCHED = "gemm_all_to_all"
 CARRIED = ("gemm_all_to_all", "gemm_reduce_scatter")  # of which transports can be compared
 
 
@@ -28,18 +27,14 @@ def run(
     json_file: Path | None,
     tune: bool,
     transports: bool,
-    batch: int,
 ) -> None:
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
-    if batch < 1 or (batch > 1 and (operator != BATCHED or tune or transports)):
-        raise ArgumentError(f"--batch must be 1 or more, and above 1 of {BATCHED} without --tune and --transports; got {batch}.")
     if transports and operator not in CARRIED:
         raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
     work = parse_work(operator, shapes, dtype)
     what = f"Measuring {operator}"
     kind = "transports" if transports else "tune" if tune else "bench"
-    worker, more = (run_batch_rank, (dtype, batch)) if batch > 1 else (run_product_rank, (dtype, kind))
-    document = bench.measure_on_gpus("bench", what, work, worker, more, world_size, json_file)
+    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, kind), world_size, json_file)
     bench.show(document, operator, json_file, report.transports_table if transports else report.table)
 
 
@@ -53,17 +48,22 @@ def run_tune(
     bench.write_table(document, old, operator, table)
 
 
-def parse_work(operator: str, shapes: list[str] | None, dtype: str) -> list[tuple[str, int, int, int]]:
+def parse_work(operator: str, shapes: list[str] | None, dtype: str) -> list[tuple[Any, ...]]:
     """Operator, M, N and K of every shape."""
     if dtype not in DTYPES:
         raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return [(operator, *parse_product(shape)) for shape in shapes or SHAPES]
+    return [(operator, *parse_sizes(shape, "MxNxK", "product")) for shape in shapes or SHAPES]
 
 
-def parse_product(text: str) -> tuple[int, int, int]:
-    """``"8192x8192x2048"`` -> M, N and K of one rank's product."""
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentError(f"--shape must be MxNxK, the sizes of one rank's product; got {text!r}. Say --shape 8192x8192x2048.")
-    rows, columns, inner = map(int, parts)
-    return rows, columns, inner
+def parse_sizes(text: str, names: str, what: str) -> tuple[int, ...]:
+    """``"8192x8192x2048"`` -> M, N and K of one rank's product.
+
+    Args:
+        names: ``"MxNxK"``.
+        what: has these sizes.
+    """
+    parts, wanted = text.lower().split("x"), names.split("x")
+    if len(parts) != len(wanted) or not all(part.isdecimal() and int(part) for part in parts):
+        example = "x".join({"B": "2"}.get(name, "4096") for name in wanted)
+        raise ArgumentError(f"--shape must be {names}, the sizes of one rank's {what}; got {text!r}. Say --shape {example}.")
+    return tuple(map(int, parts))

@@ -117,14 +117,14 @@ def run_product_rank(
 
 
 def run_batch_rank(
-    folder: str, shapes: list[tuple[str, int, int, int]], dtype: str, batch: int, header: dict[str, Any], file: str | None
+    folder: str, shapes: list[tuple[str, int, int, int, int]], dtype: str, header: dict[str, Any], file: str | None
 ) -> list[dict[str, Any]]:
-    """The same for ``batch`` products of each shape before an all-to-all."""
+    """The same for batches of products before or after an all-to-all: ``(operator, B, M, N, K)``."""
     from interlace.bench import batches
 
     results: list[dict[str, Any]] = []
-    for shape in shapes:
-        results.append(batches.bench(batches.Shape(*shape, getattr(torch, dtype), batch)))
+    for operator, count, rows, columns, inner in shapes:
+        results.append(batches.bench(batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)))
         torch.cuda.empty_cache()
         _keep(results, header, file)
         advance(folder)

@@ -20,6 +20,7 @@ _GEMV = "gemv_all_reduce"
 
 SIZES = {
     **dict.fromkeys(("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), ("rows", "columns", "inner")),
+    **dict.fromkeys(("bmm_all_to_all", "all_to_all_bmm"), ("rows", "columns", "inner")),  # rows of all products
     _GEMV: ("tokens", "rows", "columns"),
     "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
     "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),

@@ -13,6 +13,7 @@ from interlace.comm import process_group_named
 from interlace.comm.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
+from interlace.ops.gemm_all_to_all import config as gemm_all_to_all
 from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
 from interlace.products.choice import ANY_ROWS, MAX_RANKS
 from interlace.tuning import CARRIED
@@ -56,28 +57,21 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
-    A batch is taken for one product of all its rows, which has as many tiles and sends as much; it has the fused kernel only.
-
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, all its products'.
 
     Raises:
         LeftAlone: the pair is faster, or nothing was measured.
     """
-    launch: Any = importlib.import_module(f"interlace.ops.{operator}.launch")
     if operator == "gemv_all_reduce":
         sizes = {"tokens": rows, "rows": product.columns, "columns": product.inner}
     else:
         sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
-    choice = launch.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    choice = _chooser(operator)(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
     if not choice.measured and product.device.type == "cuda":
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl == "unfused":
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
-    if product.batch > 1 and "fused" not in (choice.impl, choice.otherwise):
-        raise LeftAlone(f"of a batch {operator} has the fused kernel only, which is not faster: {choice.reason}")
-    if product.batch > 1:
-        return str(choice.reason)
     if choice.impl in CARRIED and choice.otherwise == "fused":
         return str(choice.reason)  # whatever the operands
     if choice.impl == "mapped" and product.bias is not None:
@@ -87,6 +81,13 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
             f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; {rows} over {ranks} ranks are not"
         )
     return str(choice.reason)
+
+
+def _chooser(operator: str) -> Any:
+    """What chooses between the implementations of an operator."""
+    if operator == gemm_all_to_all.BATCH:
+        return importlib.import_module("interlace.ops.gemm_all_to_all.launch").choose_batch
+    return importlib.import_module(f"interlace.ops.{operator}.launch").choose
 
 
 def are_small(products: list[Product], rows: int) -> bool:
@@ -107,10 +108,9 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     Raises:
         LeftAlone: neither is faster for one product of all their K, or nothing was measured.
     """
-    launch: Any = importlib.import_module(f"interlace.ops.{operator}.launch")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
-    choice = launch.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
+    choice = _chooser(operator)(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
     side_by_side = choice.impl == "fused" and are_small(products, rows)
     in_parts = operator == "gemm_reduce_scatter" and (choice.impl == "split" or first.device.type == "cpu")
     if first.device.type == "cuda" and not choice.measured:

@@ -204,7 +204,7 @@ def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[N
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
-    reason = choose("gemm_all_to_all", product, rows_of(product), ranks)
+    reason = choose("bmm_all_to_all", product, rows_of(product), ranks)
     y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name)
     collective.become(y, writer, [*nodes, product.node])
     return f"a batch of {product.batch}: {reason}"

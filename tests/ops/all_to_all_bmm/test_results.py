@@ -113,6 +113,24 @@ def test_ranks_that_disagree(ranks):
     assert [error for error, *_ in ranks(2).run(_disagree)] == ["RankMismatchError"] * 2
 
 
+def _absent_peer():
+    """Rank 1 makes one call only; what rank 0 sees of the next."""
+    x, w = _operands(2, 3, 8, 5, torch.float32)
+    group = dist.new_group()
+    torch.ops.interlace.all_to_all_bmm(x, w, group.group_name)
+    interlace.set_deadline(1.0, group)
+    found = None if dist.get_rank() else error_of(torch.ops.interlace.all_to_all_bmm, x, w, group.group_name)
+    dist.barrier()
+    return found
+
+
+def test_a_peer_that_never_calls(ranks):
+    (kind, message, fields), other = ranks(2).run(_absent_peer, timeout_s=60)
+    assert other is None
+    assert (kind, fields["peer"], fields["wanted"]) == ("PeerTimeoutError", 1, 2)
+    assert message.startswith("all_to_all_bmm: rank 0 waited 1 s for rank 1 ")
+
+
 def _check():
     x, w = _operands(2, 4, 5, 6, torch.float32)
     utils = ("test_schema", "test_faketensor")

@@ -7,6 +7,8 @@ import dataclasses
 from interlace.products.config import ProductConfig
 
 OPERATOR = "gemm_all_to_all"
+BATCH = "bmm_all_to_all"
+"""The same for a batch of products."""
 
 
 @dataclasses.dataclass(frozen=True)

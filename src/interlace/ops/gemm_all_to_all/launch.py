@@ -17,7 +17,7 @@ from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.ops.gemm_all_to_all import reference
-from interlace.ops.gemm_all_to_all.config import OPERATOR, GemmAllToAllConfig
+from interlace.ops.gemm_all_to_all.config import BATCH, OPERATOR, GemmAllToAllConfig
 from interlace.products import record
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
@@ -29,6 +29,11 @@ from interlace.products.splits import balanced, check_sum
 def choose(**call: Any) -> Choice[GemmAllToAllConfig]:
     """What ``impl="auto"`` runs; see :func:`interlace.products.choice.choose_product`."""
     return choose_product(OPERATOR, GemmAllToAllConfig, **call)
+
+
+def choose_batch(**call: Any) -> Choice[GemmAllToAllConfig]:
+    """Whether the fused kernel of a batch is faster than the pair, and its configuration; ``rows`` are those of all products."""
+    return choose_product(BATCH, GemmAllToAllConfig, **call)
 
 
 def run(
@@ -101,16 +106,14 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor
     group = group_for(OPERATOR, group_name, operands.x.device)
 
     def decide() -> Decision[GemmAllToAllConfig]:
-        mark = group.agree(
-            f"{OPERATOR}, batch", the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype)
-        )  # fmt: skip
+        mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype))
         check_even(rows, group.world_size)
-        choice = choose(
+        choice = choose_batch(
             rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
         )  # fmt: skip
         return Decision(mark, "fused", choice.otherwise, choice.config)
 
-    decision = group.once((f"{OPERATOR}, batch", x.shape, w.shape, x.dtype), decide)
+    decision = group.once((BATCH, x.shape, w.shape, x.dtype), decide)
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
     sent = [[rows // group.world_size] * group.world_size] * group.world_size

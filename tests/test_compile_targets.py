@@ -23,6 +23,7 @@ def _cases(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
+        "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
@@ -55,12 +56,14 @@ _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32",
 
 
 def _stage_rows():
-    """Rows, and float8 with scales."""
-    sizes = dict.fromkeys(("rows", "K", "x_stride", "x_scale_stride", "inner_groups"), "i32")
-    types = _FETCHING | sizes | {"staged_address": "i64", "scale_offset": "i64", "x_scale": "*fp32"}
+    """Rows, this rank's own as well or instead; float8 with scales."""
+    names = ("rows", "K", "x_stride", "x_scale_stride", "inner_groups", "own_first", "own_rows", "own_share", "own_distance")
+    addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
+    types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 4, "COLS": 1024}
-    yield types | {"x": "*bf16"}, blocks | {"x_scale": None}
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16}
+    for own in (None, "too", "only"):
+        yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": None}
 
 
 def _sum_slots():
@@ -239,7 +242,7 @@ def _mixture_of_experts_products(kernel):
 
 def _grid_kernels():
     """Every kernel that is launched: a public JITFunction that takes a context, or asks for its program's index."""
-    import importlib
+    import importlib.util
     import pkgutil
 
     from triton.runtime.jit import JITFunction
@@ -247,7 +250,8 @@ def _grid_kernels():
     import interlace.ops
 
     packages = [package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
-    for name in [*(f"ops.{name}.kernel" for name in packages), "mapped.kernel", "products.counted"]:
+    kernels = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
+    for name in [*kernels, "mapped.kernel", "products.counted", "products.staged"]:
         module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__

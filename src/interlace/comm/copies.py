@@ -23,19 +23,20 @@ _LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
 
 
 @contextlib.contextmanager
-def beside(group: Group, *, first: bool = False) -> Iterator[None]:
+def beside(group: Group, *, first: bool = False, since: torch.cuda.Event | None = None) -> Iterator[None]:
     """What is enqueued within runs beside what the current stream gets later, and after what it got before.
 
     End with :func:`join`. The CPU backend runs it at once.
 
     Args:
         first: let its launches have processors before the current stream's; for the whole of one ``beside`` and ``join``.
+        since: what the current stream got after this, too (see :func:`so_far`).
     """
     if group.backend == "cpu":
         yield
         return
     side = group.side_stream(first)
-    side.wait_event(group.stream().record_event())
+    side.wait_event(since or group.stream().record_event())
     with torch.cuda.stream(side):
         yield
 
@@ -57,18 +58,25 @@ def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
         group.stream().wait_event(event)
 
 
-def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
+def fetch(group: Group, target: int, source: int, nbytes: int, peer: int, *, count: int = 1, distance: int = 0) -> None:
     """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the current stream.
+
+    Args:
+        count: how often, one behind the other in the source.
+        distance: bytes from one to the next in the target.
 
     Raises:
         BackendError: the driver refuses.
     """
     if group.backend == "cpu":
-        ctypes.memmove(target, source, nbytes)
+        for which in range(count):
+            ctypes.memmove(target + which * distance, source + which * nbytes, nbytes)
         if peer != group.rank:
-            cpu_faults.traffic().count_fetch(peer, nbytes)
-        return
-    _copy(target, source, nbytes, group.stream())
+            cpu_faults.traffic().count_fetch(peer, count * nbytes)
+    elif count == 1:
+        _copy(target, source, nbytes, group.stream())
+    else:
+        _copy_apart(target, source, nbytes, count, distance, group.stream())
 
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
@@ -76,6 +84,19 @@ def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> N
     (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise BackendError(f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
+
+
+def _copy_apart(target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream) -> None:
+    """One copy of ``count`` pieces: small ones by themselves would take the copy engines longer to begin than to move."""
+    driver = _driver()
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.srcPitch = source, nbytes
+    copy.dstDevice, copy.dstPitch = target, distance
+    copy.WidthInBytes, copy.Height = nbytes, count
+    (error,) = driver.cuMemcpy2DAsync(copy, stream.cuda_stream)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"a copy of {count} times {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
 
 
 @functools.cache

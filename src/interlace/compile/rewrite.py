@@ -205,7 +205,7 @@ def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[N
     if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
     reason = choose("bmm_all_to_all", product, rows_of(product), ranks)
-    y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name)
+    y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name, "auto")
     collective.become(y, writer, [*nodes, product.node])
     return f"a batch of {product.batch}: {reason}"
 

@@ -105,6 +105,12 @@ def previous_epoch(epoch):
 
 
 @triton.jit
+def following_epoch(epoch):
+    """The number of the call after this one; of the first, where ``epoch`` is 0."""
+    return epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)
+
+
+@triton.jit
 def mark(epoch, call):
     """``epoch`` marked with the call it belongs to: what this call's signals and words carry.
 
@@ -126,7 +132,7 @@ def advance_epoch(epochs, epoch):
     left out, for with a call's mark in the high bits they could equal memory that was never written; and those before them, so
     that parity goes on alternating.
     """
-    following = epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)
+    following = following_epoch(epoch)
     programs = tl.num_programs(0)
     for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * _CELLS):
         cells = first + programs * tl.arange(0, _CELLS)

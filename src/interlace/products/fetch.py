@@ -19,7 +19,7 @@ from interlace.products.launch import padded_columns, row_stride
 from interlace.products.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
-_STAGERS = 264  # programs that stage rows: two a processor of an H200, more would only be launched
+_STAGERS = 264  # programs that stage rows: two a processor of an H200; with eight a call takes 15 to 70 us more
 _SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
 
 
@@ -67,11 +67,37 @@ def offset_behind(nbytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """``nbytes`` from ``offset`` on of what a peer has staged, and the address here that they are copied to."""
+    """``times`` times ``nbytes`` from ``offset`` on of what a peer has staged, and where they are copied to.
+
+    Attributes:
+        target: the address here.
+        distance: bytes from one to the next there.
+    """
 
     offset: int
     target: int
     nbytes: int
+    times: int = 1
+    distance: int = 0
+
+
+class Own(NamedTuple):
+    """Rows of this rank that staging copies to where the peers' arrive.
+
+    Attributes:
+        first, rows: the first one in x, and how many.
+        target: the address that they go to.
+        share: how many lie together there.
+        distance: rows from the first of these to the first of the next.
+        staged: peers fetch them, too.
+    """
+
+    first: int
+    rows: int
+    target: int
+    share: int
+    distance: int
+    staged: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +121,7 @@ def begin(
     pieces: Mapping[int, Sequence[Piece]],
     mark: int,
     *,
+    own: Own | None = None,
     first: bool,
     signal: bool,
 ) -> Fetching:
@@ -105,32 +132,45 @@ def begin(
 
     Args:
         x: this rank's rows, ``[m, K]``, contiguous along K.
-        pieces: what is fetched, by source, in this order.
-        first: let staging this rank's rows have processors before the current stream's launches.
+        pieces: what is fetched, by peer, in this order.
+        own: what of x itself is wanted beside it.
+        first: stage this rank's rows before what the current stream gets next, rather than beside it. A product that takes all
+            processors would otherwise let the peers wait until it ends.
         signal: set the product's signals behind each source's rows.
     """
     from interlace.products import staged
 
-    workspace = staging.workspace(group)
+    workspace, ranks = staging.workspace(group), group.world_size
     context, signals, notes = group.context(staging.operator), workspace.signals.address, workspace.notes
     align = ALIGNMENT_BYTES // x.dtype.itemsize
-    fetching = Fetching({}, first)
-    with copies.beside(group, first=first):
-        arguments = (
-            x, x_scale, workspace.data.address, staging.scale_offset, signals, workspace.side_epochs, context, notes, mark,
-            len(x), staging.inner, row_stride(x), 0 if x_scale is None or x_scale.numel() == 1 else 1, staging.width // align,
-        )  # fmt: skip
-        constants = {"WORLD_SIZE": group.world_size, "INNER_ALIGN": align, "ROWS": 4, "COLS": 1024}
-        Launch(staged.stage_rows, (2 if group.backend == "cpu" else _STAGERS,), arguments, constants)()
+    place = own or Own(0, 0, 0, 1, 0, staged=True)
+    arguments = (
+        x, x_scale, workspace.data.address, staging.scale_offset, place.target, place.first, place.rows, max(place.share, 1),
+        place.distance, signals, workspace.side_epochs, context, mark, len(x), staging.inner, row_stride(x),
+        0 if x_scale is None or x_scale.numel() == 1 else 1, staging.width // align,
+    )  # fmt: skip
+    constants = {"WORLD_SIZE": ranks, "OWN": None if own is None else "too" if own.staged else "only", "INNER_ALIGN": align}
+    programs = 2 if group.backend == "cpu" else _STAGERS
+    stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
+    fetching, since = Fetching({}, first), copies.so_far(group)
+    if first:
+        stage()
+    with copies.beside(group, first=first, since=since):
+        if not first:
+            stage()
+        # It needs a processor while the product has all of them: it takes one while rows are staged, which leaves room.
+        Launch(staged.await_rows, (1,), (signals, context, notes, mark), {"WORLD_SIZE": ranks, "num_warps": 1})()
         for source, parts in pieces.items():
             there = workspace.data.address + source * group.stride
             for part in parts:
-                copies.fetch(group, part.target, there + part.offset, part.nbytes, source)
-            if signal and parts and source != group.rank:
+                copies.fetch(
+                    group, part.target, there + part.offset, part.nbytes, source, count=part.times, distance=part.distance
+                )  # fmt: skip
+            if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (record.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
             fetching.arrived[source] = copies.so_far(group)
-        Launch(staged.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": group.world_size, "num_warps": 1})()
+        Launch(staged.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
 

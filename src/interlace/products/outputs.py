@@ -51,16 +51,56 @@ def run_into_output(
         BackendError: with ``replace``: the driver cannot map memory, or cannot let copies wait.
     """
     settings, arguments = _producer(how, operands, group, config, bias_once=collective != "all_to_all")
-    key = (how, collective, settings["shape"], operands.out_dtype, settings.get("tiles"))
+    y = _run_kept(how, collective, settings, arguments, operands.out_dtype, group, process_group, replace=replace)
+    return y if y is None else y.view(-1, operands.columns)
+
+
+def run_batch_into_output(
+    x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None, *, replace: bool
+) -> torch.Tensor | None:
+    """A batch ``x [B, M, K] @ w [B, K, N]`` and the all-to-all of each product's rows, ``[B M, N]``, by ``"split"``.
+
+    The rest as :func:`run_into_output`.
+    """
+    count, rows, _ = x.shape
+    settings = {
+        "producer": functools.partial(_split_batch, group),
+        "shape": (group.world_size, count * rows // group.world_size, w.shape[2]),
+        "transport": "copy_engine",
+    }
+    y = _run_kept("split batch", "all_to_all", settings, (x, w), x.dtype, group, process_group, replace=replace)
+    return y if y is None else y.view(count * rows, w.shape[2])
+
+
+def _split_batch(group: Group, x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, send: Callable[[int], None]) -> None:
+    """As :func:`split_product`, of every product the rows for one rank at a time."""
+    parts = x.unflatten(1, (group.world_size, -1))
+    for step in range(group.world_size):
+        to = (group.rank + 1 + step) % group.world_size
+        torch.bmm(parts[:, to], w, out=out[to].unflatten(0, (len(x), -1)))
+        send(to)
+
+
+def _run_kept(
+    how: str,
+    collective: str,
+    settings: dict[str, Any],
+    arguments: tuple[Any, ...],
+    dtype: torch.dtype,
+    group: Group,
+    process_group: dist.ProcessGroup | None,
+    *,
+    replace: bool,
+) -> torch.Tensor | None:
+    """Run a producer into an output that the group keeps; contiguous."""
+    key = (how, collective, settings["shape"], dtype, settings.get("tiles"))
     product = group.kept.get(key)
     if product is None:
         kept = [one for one, value in group.kept.items() if isinstance(value, Fused) and not value.output.captured]
         if len(kept) >= _MOST and not replace:
             return None
         try:
-            product = fuse(
-                collective=collective, dtype=operands.out_dtype, group=process_group, device=group.device, **settings
-            )  # fmt: skip
+            product = fuse(collective=collective, dtype=dtype, group=process_group, device=group.device, **settings)
         except (ArgumentError, BackendError):  # mostly padding, or the driver cannot: on every rank alike
             if replace:
                 raise
@@ -71,7 +111,7 @@ def run_into_output(
     group.kept.move_to_end(key)
     y = cast("Fused", product)(*arguments)
     # Sums for one rank are new tensors; anything else is memory that the call after the next writes.
-    return y if collective == "reduce_scatter" else y.clone(memory_format=torch.contiguous_format).view(-1, operands.columns)
+    return y if collective == "reduce_scatter" else y.clone(memory_format=torch.contiguous_format)
 
 
 def _producer(

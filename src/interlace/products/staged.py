@@ -11,21 +11,25 @@ _COUNTER = tl.constexpr(record.COUNTER)
 
 
 @triton.jit(
-    do_not_specialize=["staged_address", "scale_offset", "signals", "call", "rows", "K", "x_stride", "x_scale_stride", "inner_groups"]
+    do_not_specialize=[
+        "staged_address", "scale_offset", "own_address", "own_first", "own_rows", "own_share", "own_distance", "signals", "call",
+        "rows", "K", "x_stride", "x_scale_stride", "inner_groups",
+    ]
 )
 def stage_rows(
-    x, x_scale, staged_address, scale_offset, signals, epochs, ctx, notes, call, rows, K, x_stride, x_scale_stride,
-    inner_groups,
-    WORLD_SIZE: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, x_scale, staged_address, scale_offset, own_address, own_first, own_rows, own_share, own_distance, signals, epochs, ctx,
+    call, rows, K, x_stride, x_scale_stride, inner_groups,
+    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
     Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE + peer]``), copy, and set this
-    rank's signal at every peer. The last program then waits for every peer's signal: copies follow on the same stream. ``notes``,
-    for what follows: this call's epoch; its stamp, or what no call waits for if a peer's rows have not come.
+    rank's signal at every peer.
 
-    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, sets 3 on rank 0, and ends once
-    rank 0 has set 3 here.
+    Of ``own_rows`` from ``own_first`` on, no peer's if ``OWN`` is ``"only"`` and everybody's if it is ``"too"``, each
+    ``own_share`` go to ``own_address``, ``own_distance`` rows from one to the next.
+
+    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, and sets 3 on rank 0.
     """
     program = tl.program_id(0)
     epoch = il.next_epoch(epochs)
@@ -35,30 +39,49 @@ def stage_rows(
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     K_padded = inner_groups * INNER_ALIGN
-    if program == 0:
-        tl.store(notes, epoch)
-        tl.store(notes + 1, 0)
     if il.wait(flags + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others):
         target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
         lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
         for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
             m = (first + lines).to(tl.int64)[:, None]
+            place = m - own_first
+            own = (place >= 0) & (place < own_rows)
             for start in range(0, K, COLS):
                 k = start + columns[None, :]
                 inside = (m < rows) & (k < K)
                 value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
-                tl.store(target + m * K_padded + k, value, mask=inside)
+                if OWN is not None:
+                    here = il.pointer(own_address, x.dtype.element_ty)
+                    line = place // own_share * own_distance + place % own_share
+                    tl.store(here + line * K_padded + k, value, mask=inside & own)
+                tl.store(target + m * K_padded + k, value, mask=inside & ~own if OWN == "only" else inside)
             if x_scale is not None:
                 scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
                 scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
                 tl.store(scales + first + lines, scale, mask=first + lines < rows)
         counter = il.peer_pointer(flags + _COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):
-            stamp = il.mark(epoch, call)
-            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
-            arrived = il.wait(flags + peers, stamp, peers, 0, group, others)
-            tl.store(notes + 1, stamp * arrived.to(tl.int32))
+            il.signal(flags + me + tl.zeros_like(peers), il.mark(epoch, call), peers, group, others)
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["signals", "call"])
+def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
+    """Wait for every peer's :func:`stage_rows`: copies follow on the same stream.
+
+    ``notes``, for what follows: this call's epoch; its stamp, or what no call waits for if a peer's rows have not come.
+
+    Example: two ranks; rank 1's third call ends once rank 0 has set 3 here.
+    """
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    epoch = il.following_epoch(tl.load(notes))  # nothing else counts here, nor changes it while this runs
+    stamp = il.mark(epoch, call)
+    arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, others)
+    tl.store(notes, epoch)
+    tl.store(notes + 1, stamp * arrived.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["signals"])
@@ -75,7 +98,7 @@ def release_rows(signals, ctx, notes, WORLD_SIZE: tl.constexpr):
 def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
     """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes NaN.
 
-    Protocol: :func:`stage_rows` has written this call's stamp to ``notes`` if all came. Advances the epochs of the
+    Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all came. Advances the epochs of the
     operator's own kernel, if it has one, which takes turns with this.
 
     Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is NaN everywhere.

@@ -17,7 +17,7 @@ def _operands(count, rows, inner, columns, dtype, along_k):
     return x, w.mT.contiguous().mT if along_k else w
 
 
-def _errors(cases):
+def _errors(cases, impl):
     """The largest error in roundings of the result's largest element, call after call; weights and rows in several layouts."""
     found = []
     for which, (count, rows, inner, columns, dtype) in enumerate(cases):
@@ -25,7 +25,7 @@ def _errors(cases):
         x, w = _operands(count, rows * ranks, inner, columns, dtype, along_k=bool(which % 2))
         if which % 3 == 2:  # rows that do not lie one behind the other
             x = torch.cat([x, x], 1)[:, : rows * ranks]
-        y = torch.ops.interlace.bmm_all_to_all(x, w, dist.group.WORLD.group_name)
+        y = torch.ops.interlace.bmm_all_to_all(x, w, dist.group.WORLD.group_name, impl)
         sent = torch.bmm(x.double(), w.double()).unflatten(1, (ranks, rows)).transpose(0, 1).contiguous()
         wanted = torch.empty_like(sent)
         dist.all_to_all_single(wanted, sent)
@@ -36,21 +36,21 @@ def _errors(cases):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_matches_float64(ranks, world_size):
+@pytest.mark.parametrize(("world_size", "impl"), [(1, "auto"), (2, "auto"), (3, "fused"), (1, "split"), (3, "split")])
+def test_matches_float64(ranks, world_size, impl):
     """Whole tiles and not, products of one row a rank, weights that do not fill tiles, a batch of one, of none."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = [
         (2, 16, 32, 32, float32), (3, 5, 7, 33, float32), (2, 17, 40, 20, float32), (4, 1, 33, 65, bfloat16), (1, 6, 8, 9, float32),
         (2, 16, 64, 64, bfloat16), (0, 4, 4, 4, float32), (2, 0, 4, 4, float32), (2, 4, 3, 0, float32),
     ]  # fmt: skip
-    for found in ranks(world_size).run(_errors, cases):
+    for found in ranks(world_size).run(_errors, cases, impl):
         assert max(found) < 8, found
 
 
 def _disagree(rows, columns):
     x, w = torch.ones(2, rows, 4), torch.ones(2, 4, columns + dist.get_rank())
-    return error_of(torch.ops.interlace.bmm_all_to_all, x, w, dist.group.WORLD.group_name)
+    return error_of(torch.ops.interlace.bmm_all_to_all, x, w, dist.group.WORLD.group_name, "auto")
 
 
 def test_ranks_that_disagree(ranks):
@@ -58,7 +58,9 @@ def test_ranks_that_disagree(ranks):
 
 
 def _uneven():
-    return error_of(torch.ops.interlace.bmm_all_to_all, torch.ones(2, 3, 4), torch.ones(2, 4, 5), dist.group.WORLD.group_name)
+    return error_of(
+        torch.ops.interlace.bmm_all_to_all, torch.ones(2, 3, 4), torch.ones(2, 4, 5), dist.group.WORLD.group_name, "auto"
+    )
 
 
 def test_rows_must_divide(ranks):
@@ -69,7 +71,9 @@ def test_rows_must_divide(ranks):
 def _check():
     x, w = _operands(2, 4, 5, 6, torch.float32, along_k=False)
     utils = ("test_schema", "test_faketensor")
-    return torch.library.opcheck(torch.ops.interlace.bmm_all_to_all.default, (x, w, dist.group.WORLD.group_name), test_utils=utils)
+    return torch.library.opcheck(
+        torch.ops.interlace.bmm_all_to_all.default, (x, w, dist.group.WORLD.group_name, "auto"), test_utils=utils
+    )
 
 
 def test_opcheck(ranks):

@@ -19,7 +19,7 @@ from interlace.ops.all_gather_gemm import reference
 from interlace.ops.all_gather_gemm.config import OPERATOR, AllGatherGemmConfig
 from interlace.products import fetch
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
-from interlace.products.fetch import Piece, Staging, offset_behind
+from interlace.products.fetch import Own, Piece, Staging, offset_behind
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
@@ -94,8 +94,10 @@ def _fused(
         if group.world_size == 1:
             launch()
             return
-        pieces, first = _pieces(group, staging, splits, whole, gather), bool(config.stage_first)
-        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, first=first, signal=True)
+        pieces, own = _pieces(group, staging, splits, whole), _own(group, staging, splits, whole, gather)
+        fetching = fetch.begin(
+            group, staging, operands.x, operands.x_scale, pieces, mark, own=own, first=bool(config.stage_first), signal=True
+        )  # fmt: skip
         launch()
         fetch.end(group, fetching)
 
@@ -120,9 +122,8 @@ def _split(
 
     def enqueue() -> None:
         parts, arriving, weight = y.split(splits), whole[:, : operands.inner].split(splits), operands.w.T
-        # First: cuBLAS would leave staging no processor, and peers wait for it.
-        pieces = _pieces(group, staging, splits, whole, gather)
-        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, first=True, signal=False)
+        pieces, own = _pieces(group, staging, splits, whole), _own(group, staging, splits, whole, gather)
+        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, own=own, first=True, signal=False)
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
@@ -154,11 +155,11 @@ def _staging(operands: Operands, splits: Sequence[int]) -> Staging:
     return Staging(OPERATOR, max(splits), operands.inner, operands.x.dtype)
 
 
-def _pieces(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor, gather: bool) -> dict[int, list[Piece]]:
-    """What comes from each rank, the neighbour first; with ``gather`` its own rows, too, last: no product waits for them."""
+def _pieces(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor) -> dict[int, list[Piece]]:
+    """What comes from each peer, the neighbour first."""
     scales = whole.data_ptr() + _scale_offset(whole.shape, whole.dtype)
     found: dict[int, list[Piece]] = {}
-    for step in range(1, group.world_size + gather):
+    for step in range(1, group.world_size):
         source = (group.rank + step) % group.world_size
         rows, first = splits[source], sum(splits[:source])
         found[source] = pieces = []
@@ -167,6 +168,12 @@ def _pieces(group: Group, staging: Staging, splits: Sequence[int], whole: torch.
         if rows:
             pieces.append(Piece(0, whole.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes))
     return found
+
+
+def _own(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor, gather: bool) -> Own | None:
+    """This rank's rows among the gathered ones, which are handed out if ``gather``."""
+    rows, first = splits[group.rank], sum(splits[: group.rank])
+    return Own(0, rows, whole.data_ptr() + first * staging.row_bytes, rows, rows, staged=True) if gather else None
 
 
 def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from interlace.ops.all_to_all_bmm.config import OPERATOR
 from interlace.products import fetch
 from interlace.products.choice import Choice, choose_product, group_for
 from interlace.products.config import ProductConfig
-from interlace.products.fetch import Piece, Staging
+from interlace.products.fetch import Own, Piece, Staging
 
 
 def choose(**call: Any) -> Choice[ProductConfig]:
@@ -74,19 +74,20 @@ def _enqueue(
     """The products into ``y``, of this rank's own rows while copies bring the peers' into ``whole [B, R C, padded K]``."""
     ranks, me, count, inner = group.world_size, group.rank, len(w), x.shape[1]
     share = whole.shape[1] // ranks
-    piece_bytes = share * staging.row_bytes
-    pieces = {}
-    for step in range(1, ranks + 1):  # this rank's own rows last: no product waits for them
-        source = (me + step) % ranks
-        pieces[source] = [
-            Piece((me * count + which) * piece_bytes, whole.data_ptr() + (which * ranks + source) * piece_bytes, piece_bytes)
-            for which in range(count)
-        ]
-    # First: cuBLAS would leave staging no processor, and peers wait for it.
-    fetching = fetch.begin(group, staging, x, None, pieces, mark, first=True, signal=False)
+    share_bytes = share * staging.row_bytes
+
+    def place(source: int) -> int:
+        """Where rows of ``source`` begin; those for the next product follow ``ranks`` shares later."""
+        return whole.data_ptr() + source * share_bytes
+
+    pieces = {
+        source: [Piece(me * count * share_bytes, place(source), share_bytes, count, ranks * share_bytes)]
+        for source in ((me + step) % ranks for step in range(1, ranks))
+    }
+    own = Own(me * count * share, count * share, place(me), share, ranks * share, staged=False)
+    fetching = fetch.begin(group, staging, x, None, pieces, mark, own=own, first=True, signal=False)
     arriving, results = whole.view(count, ranks, share, -1)[..., :inner], y.view(count, ranks, share, -1)
-    own = x.view(ranks, count, share, inner)[me]
-    torch.bmm(own, w, out=results[:, me])
+    torch.bmm(x.view(ranks, count, share, inner)[me], w, out=results[:, me])
     # What lies side by side is one product: a product for each source would have a last wave of tiles for each.
     for sources in (slice(me + 1, ranks), slice(0, me)):
         for source in range(ranks)[sources]:

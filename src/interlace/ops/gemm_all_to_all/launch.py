@@ -22,7 +22,7 @@ from interlace.products import record
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
-from interlace.products.outputs import run_into_output
+from interlace.products.outputs import run_batch_into_output, run_into_output
 from interlace.products.splits import balanced, check_sum
 
 
@@ -95,27 +95,36 @@ def _decide(
     return sent, Decision(mark, how, choice.otherwise, GemmAllToAllConfig.parse(config) if config else choice.config)
 
 
-def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Run one call of several products, ``x [B, M, K] @ w [B, K, N]``, rows split evenly; ``[B M, N]``."""
+def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.Tensor:
+    """Run one call of several products, ``x [B, M, K] @ w [B, K, N]``, rows split evenly; ``[B M, N]``.
+
+    Args:
+        impl: ``"fused"``, ``"split"`` (``torch.bmm`` for each rank's rows, and copy engines that take them) or ``"auto"``.
+    """
     count, rows, inner = x.shape
     columns = w.shape[2]
-    along_k = contiguous_dimension(w[0]) == 0 if count else False
-    # Views, where products lie one behind the other.
-    weights = w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
-    operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
-    group = group_for(OPERATOR, group_name, operands.x.device)
+    group = group_for(OPERATOR, group_name, x.device)
 
     def decide() -> Decision[GemmAllToAllConfig]:
-        mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype))
+        mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype), impl=impl)
         check_even(rows, group.world_size)
         choice = choose_batch(
             rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
         )  # fmt: skip
-        return Decision(mark, "fused", choice.otherwise, choice.config)
+        wanted = choice.impl if impl == "auto" else impl
+        return Decision(mark, wanted if wanted == "split" else "fused", "fused", choice.config)
 
-    decision = group.once((BATCH, x.shape, w.shape, x.dtype), decide)
+    decision = group.once((BATCH, x.shape, w.shape, x.dtype, impl), decide)
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
+    if decision.how == "split" and group.world_size > 1:
+        y = run_batch_into_output(x, w, group, process_group_named(group_name), replace=impl != "auto")
+        if y is not None:
+            return y
+    along_k = contiguous_dimension(w[0]) == 0
+    # Views, where products lie one behind the other.
+    weights = w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
+    operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
     sent = [[rows // group.world_size] * group.world_size] * group.world_size
     return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark, Batch(count, rows, columns))
 

@@ -20,7 +20,7 @@ _library.define(
     "str group_name, str impl, str config) -> Tensor",
     tags=OPERATOR_TAGS,
 )
-_library.define("bmm_all_to_all(Tensor x, Tensor w, str group_name) -> Tensor", tags=OPERATOR_TAGS)
+_library.define("bmm_all_to_all(Tensor x, Tensor w, str group_name, str impl) -> Tensor", tags=OPERATOR_TAGS)
 _library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 
 
@@ -58,13 +58,13 @@ def _fake(
     return x.new_empty([rows, w.shape[0]], dtype=out_dtype)
 
 
-def _run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+def _run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.Tensor:
     from interlace.ops.gemm_all_to_all.launch import run_batch
 
-    return run_batch(x, w, group_name)
+    return run_batch(x, w, group_name, impl)
 
 
-def _fake_batch(x: torch.Tensor, w: torch.Tensor, group_name: str) -> torch.Tensor:
+def _fake_batch(x: torch.Tensor, w: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty([x.shape[0] * x.shape[1], w.shape[2]])
 
 

@@ -151,6 +151,17 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(FEW, K), (K, N)],
         ["all_to_all_bmm"],
     ),
+    # A batch of one, as Inductor spells it.
+    "received for a weight cut out later": (
+        lambda x, w: all_to_all(x).view(2, -1, K).flatten(0, 1) @ w.mT.squeeze(0),
+        [(FEW, K), (1, N, K)],
+        ["all_to_all_bmm"],
+    ),
+    "gathered for a weight cut out later": (
+        lambda x, w: all_gather(x).view(2, -1, K).flatten(0, 1) @ w.mT.squeeze(0),
+        [(FEW, K), (1, N, K)],
+        ["all_gather_gemm"],
+    ),
     "a batch received": (lambda x, w: torch.bmm(_by_products(all_to_all(x), 3), w), [(12, K), (3, K, N)], ["all_to_all_bmm"]),
     "a batch received for two products and more": (
         lambda x, v, w: (lambda a: (torch.bmm(a, v), torch.bmm(a, w.mT), a.exp()))(_by_products(all_to_all(x), 2)),

@@ -52,6 +52,24 @@ def between(first: Node, last: Node) -> Iterable[Node]:
         node = node.next
 
 
+_VIEWS = (
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.view.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.unsqueeze.default, aten.select.int, aten.detach.default, aten.alias.default,
+)  # fmt: skip
+
+
+def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
+    """What ``node`` is a view of that comes before another one, and the views in between, the last first.
+
+    Where one of them is no view, that is what is returned.
+    """
+    views = []
+    while not node < before and node.op == "call_function" and node.target in _VIEWS:
+        views.append(node)
+        node = node.all_input_nodes[0]
+    return node, views
+
+
 class Writer:
     """Adds calls to a graph, before a given node."""
 

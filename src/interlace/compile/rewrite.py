@@ -14,7 +14,7 @@ from interlace.compile import collectives, rows, sums
 from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
-from interlace.compile.graph import Writer, argument, aten, erase_unused, evaluate, value
+from interlace.compile.graph import Writer, argument, aten, erase_unused, evaluate, value, views_since
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_even, require_no_other_use, require_unchanged, rows_of
 
@@ -219,7 +219,7 @@ def _all_gather(collective: Collective) -> tuple[str, str]:
     require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
     reason = choose("all_gather_gemm", product, rows_of(product), ranks)
-    writer = Writer(_first_use(collective), product.node)
+    writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
         torch.ops.interlace.all_gather_gemm.default,
@@ -233,9 +233,13 @@ def _all_gather(collective: Collective) -> tuple[str, str]:
     return "all_gather_gemm", reason
 
 
-def _first_use(collective: Collective) -> Node:
-    """Of what it brings: an operator in its place must stand before that."""
-    return min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
+def _writer_before_use(collective: Collective, product: Product) -> Writer:
+    """Before the first use of what a collective brings, where an operator in its place must stand; views of weights move there."""
+    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
+    for source in product.sources:
+        for view in reversed(views_since(source, anchor)[1]):
+            anchor.prepend(view)
+    return Writer(anchor, product.node)
 
 
 def _put_gathered(collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node) -> None:
@@ -284,7 +288,7 @@ def _all_to_all_before(collective: Collective) -> tuple[str, str]:
     if product.bias is not None:
         raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
     reason = choose("all_to_all_bmm", product, rows_of(product), ranks)
-    writer = Writer(_first_use(collective), product.node)
+    writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
     pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name)
     y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
@@ -313,7 +317,8 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
                 raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
             require_suitable(product, batches)
             rows.region(collective.waits[0], product.x)
-            late = [source.name for source in product.sources if source in collective.waits or not source < first_use]
+            origins = [views_since(source, first_use)[0] for source in product.sources]
+            late = [origin.name for origin in origins if origin in collective.waits or not origin < first_use]
             if late:
                 raise LeftAlone(f"{node.name} multiplies with {late[0]}, which comes after the collective's first use")
             found.append(product)

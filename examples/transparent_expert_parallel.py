@@ -211,9 +211,9 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
     console.print(table)
     assert not failures, failures
     if ranks[0]["device"] == "cpu":  # where every pair that can be fused is
-        fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"] if finding.operator]
-        operator = "bmm_all_to_all" if settings.experts > len(ranks) else "gemm_all_to_all"
-        assert fused == [("forward", operator), ("backward", operator)], fused
+        fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"]]
+        back = "bmm_all_to_all" if settings.experts > len(ranks) else "gemm_all_to_all"
+        assert fused == [(graph, name) for graph in ("forward", "backward") for name in ("all_to_all_bmm", back)], fused
 
 
 def milliseconds(time: Timing) -> str:

@@ -19,7 +19,7 @@ from interlace.products.launch import padded_columns, row_stride
 from interlace.products.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
-_STAGERS = 264  # programs that stage rows: two a processor of an H200; with eight a call takes 15 to 70 us more
+_STAGERS = 264  # programs that stage rows: two a processor of an H200; with eight, calls take up to 60 us more
 _SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
 
 

@@ -1,8 +1,8 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl; otherwise, the faster one of fused and unfused, for operands that impl cannot take; config; fused_us, mapped_us and the
-like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
+sizes; impl; otherwise, the faster one of fused and unfused, for operands that impl cannot take; config, empty if there is no kernel
+to configure; fused_us, mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
 """
 
 from __future__ import annotations

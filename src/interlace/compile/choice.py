@@ -57,6 +57,7 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
     """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
+
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, all its products'.
 

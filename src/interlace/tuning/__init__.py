@@ -29,7 +29,7 @@ class Entry:
     Attributes:
         impl: the fastest implementation there.
         otherwise: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
-        config: the fused kernel's best.
+        config: the fused kernel's best; empty for an operator without a kernel of its own.
     """
 
     impl: str

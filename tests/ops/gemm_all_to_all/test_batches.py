@@ -68,6 +68,17 @@ def test_rows_must_divide(ranks):
         assert (error, "must divide evenly over 2 ranks" in text) == ("ArgumentError", True)
 
 
+def _unknown():
+    return error_of(
+        torch.ops.interlace.bmm_all_to_all, torch.ones(2, 4, 4), torch.ones(2, 4, 5), dist.group.WORLD.group_name, "quick"
+    )
+
+
+def test_an_implementation_that_there_is_not(ranks):
+    for error, text, _ in ranks(2).run(_unknown):
+        assert (error, "impl must be one of auto, fused, split; got 'quick'" in text) == ("ArgumentError", True)
+
+
 def _check():
     x, w = _operands(2, 4, 5, 6, torch.float32, along_k=False)
     utils = ("test_schema", "test_faketensor")

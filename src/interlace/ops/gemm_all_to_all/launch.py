@@ -100,6 +100,10 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
 
     Args:
         impl: ``"fused"``, ``"split"`` (``torch.bmm`` for each rank's rows, and copy engines that take them) or ``"auto"``.
+
+    Raises:
+        ArgumentError: rows do not divide evenly, or impl is none of these.
+        RankMismatchError: ranks differ in shapes, dtype or impl.
     """
     count, rows, inner = x.shape
     columns = w.shape[2]
@@ -107,6 +111,8 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
 
     def decide() -> Decision[GemmAllToAllConfig]:
         mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype), impl=impl)
+        if impl not in ("auto", "fused", "split"):
+            raise ArgumentError(f"{BATCH}: impl must be one of auto, fused, split; got {impl!r}.")
         check_even(rows, group.world_size)
         choice = choose_batch(
             rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size

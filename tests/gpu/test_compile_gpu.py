@@ -10,7 +10,7 @@ from torch import nn
 from torch._inductor import config
 
 import interlace
-from interlace.compile import Finding, recording, rewrite, sums
+from interlace.compile import Finding, received, recording, rewrite, sums
 from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import choose_sum, fused, tensors, traced
 from tests.compile.test_models import _step
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 def _patterns() -> dict[str, tuple[list[str], float]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        for module in (rewrite, received):
+            patch.setattr(module, "choose", lambda *_: "tests want it")
         patch.setattr(sums, "choose_sum", choose_sum)
         for name, (program, shapes, _) in FUSED.items():
             arguments = tensors(*shapes)
@@ -41,7 +42,8 @@ def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Fi
     """Findings, and the largest error of each of four steps."""
     wanted = _step(model, model, x)
     with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
-        patch.setattr(rewrite, "choose", lambda *_: "tests want it")
+        for module in (rewrite, received):
+            patch.setattr(module, "choose", lambda *_: "tests want it")
         patch.setattr(sums, "choose_sum", choose_sum)
         compiled: Any = torch.compile(model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
         errors = []

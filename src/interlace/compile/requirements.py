@@ -47,6 +47,13 @@ def require_even(collective: Collective, ranks: int) -> None:
         raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
 
 
+def require_even_splits(collective: Collective, ranks: int) -> None:
+    require_even(collective, ranks)
+    share = value(collective.input).shape[0] // ranks
+    if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
+        raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
+
+
 def rows_of(product: Product) -> int:
     """Rows of a product; the ones it was traced with where they may change from call to call."""
     leading = value(product.x).shape[:-1]

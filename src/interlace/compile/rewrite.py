@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,13 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.ops  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, rows, sums
+from interlace.compile import collectives, received, rows, sums
 from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
-from interlace.compile.graph import Writer, argument, aten, erase_unused, evaluate, value, views_since
+from interlace.compile.graph import Writer, argument, erase_unused, value
 from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_even, require_no_other_use, require_unchanged, rows_of
+from interlace.compile.requirements import require_even, require_even_splits, require_no_other_use, require_unchanged, rows_of
 
 
 def fuse(graph: Graph) -> list[Finding]:
@@ -169,18 +168,18 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
 def _all_to_all(collective: Collective) -> tuple[str, str]:
     """With the product before it or, where there is none or that is not faster, the one after it."""
     try:
-        return _all_to_all_after(collective)
+        return _all_to_all_of_product(collective)
     except LeftAlone as why:
         try:
-            return _all_to_all_before(collective)
+            return received.all_to_all(collective)
         except LeftAlone as other:
             raise LeftAlone(f"{why}; {other}") from None
 
 
-def _all_to_all_after(collective: Collective) -> tuple[str, str]:
+def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     """Rows of a product, or of a batch of them, are sent."""
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
-    _require_even_splits(collective, ranks)
+    require_even_splits(collective, ranks)
     if product.batch > 1:
         return "bmm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     reason = choose("gemm_all_to_all", product, rows_of(product), ranks)
@@ -193,13 +192,6 @@ def _all_to_all_after(collective: Collective) -> tuple[str, str]:
     return "gemm_all_to_all", reason
 
 
-def _require_even_splits(collective: Collective, ranks: int) -> None:
-    require_even(collective, ranks)
-    share = value(collective.input).shape[0] // ranks
-    if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
-        raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
-
-
 def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer) -> str:
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
@@ -210,142 +202,9 @@ def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[N
     return f"a batch of {product.batch}: {reason}"
 
 
-# A collective's result goes into a product
-
-
-def _all_gather(collective: Collective) -> tuple[str, str]:
-    product = _product_after(collective)
-    collective.require_waiting()
-    require_unchanged(collective.node, product.node)
-    ranks = usable_ranks(collective.group_name, product.device)
-    reason = choose("all_gather_gemm", product, rows_of(product), ranks)
-    writer = _writer_before_use(collective, product)
-    x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
-    pair = writer.call(
-        torch.ops.interlace.all_gather_gemm.default,
-        x, product.weight(writer), product.bias, None, None, None, product.dtype, True, collective.group_name, "auto", "",
-    )  # fmt: skip
-    y, gathered = (writer.call(operator.getitem, pair, place) for place in (0, 1))
-    _put_gathered(collective, product, writer, y, gathered)
-    if len(pair.users) == 1:  # nothing else uses what is gathered
-        pair.update_arg(7, False)
-        evaluate(pair)
-    return "all_gather_gemm", reason
-
-
-def _writer_before_use(collective: Collective, product: Product) -> Writer:
-    """Before the first use of what a collective brings, where an operator in its place must stand; views of weights move there."""
-    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
-    for source in product.sources:
-        for view in reversed(views_since(source, anchor)[1]):
-            anchor.prepend(view)
-    return Writer(anchor, product.node)
-
-
-def _put_gathered(collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node) -> None:
-    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for what else uses it."""
-    wait = collective.waits[0]
-    nodes = rows.region(wait, product.x)
-    kept = rows.in_order(wait, nodes)
-    if product.x not in kept:
-        y = rows.replay(writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns]))
-    _put_product(product, writer, y)
-    _put_rows(kept, nodes, writer, gathered)
-    whole = writer.reshape(gathered, value(wait).shape)  # before nodes go: the writer's place is at one of them
-    erase_unused(nodes)
-    collective.replace(whole)
-    erase_unused([whole, gathered])
-
-
-def _put_product(product: Product, writer: Writer, y: Node) -> None:
-    """Let ``y``, of as many elements, take the place of a product."""
-    product.node.replace_all_uses_with(writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node)))
-    erase_unused([product.node])
-
-
-def _put_rows(kept: list[Node], nodes: list[Node], writer: Writer, brought: Node) -> None:
-    """Let what was ``brought`` take the place of one of ``kept``, which have all its rows in its order.
-
-    Nodes other than ``nodes`` use that one.
-    """
-    used = [node for node in kept if any(user not in nodes for user in node.users)]
-    if len(used) == 1:  # several may have been copies of each other, and must not become views
-        used[0].replace_all_uses_with(writer.reshape(brought, value(used[0]).shape))
-
-
-def _all_to_all_before(collective: Collective) -> tuple[str, str]:
-    """Rows that come, those for each product of a batch from each rank, are multiplied."""
-    product = _product_after(collective, batches=True)
-    collective.require_waiting()
-    require_unchanged(collective.node, product.node)
-    ranks = usable_ranks(collective.group_name, product.device)
-    _require_even_splits(collective, ranks)
-    wait = collective.waits[0]
-    nodes = rows.region(wait, product.x)
-    by_products = rows.by_products(wait, nodes, product.batch, ranks)
-    if product.x not in by_products:
-        raise LeftAlone(f"the rows of {product.node.name} are not those from one rank after the other")
-    if product.bias is not None:
-        raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
-    reason = choose("all_to_all_bmm", product, rows_of(product), ranks)
-    writer = _writer_before_use(collective, product)
-    x = writer.reshape(collective.input, [rows_of(product), product.inner])
-    pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name)
-    y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
-    _put_product(product, writer, y)
-    _put_rows([node for node in by_products if node is not wait], nodes, writer, received)
-    apart = writer.reshape(received, [product.batch, ranks, -1, product.inner])
-    turned = writer.call(aten.permute.default, apart, [1, 0, 2, 3])
-    whole = writer.reshape(turned, value(wait).shape)  # as they came, for what else uses them
-    erase_unused(nodes)
-    collective.replace(whole)
-    erase_unused([*rows.upstream(whole)][:-1])
-    return "all_to_all_bmm", reason
-
-
-def _product_after(collective: Collective, batches: bool = False) -> Product:
-    """Of the products with the collective's rows the one with most columns, which hides most; a batch of them if ``batches``."""
-    found: list[Product] = []
-    refusals: list[str] = []
-    first_use = min(user for wait in collective.waits for user in wait.users)
-    for node in _downstream(collective.waits):
-        product = product_of(node)
-        if product is None:
-            continue
-        try:
-            if collective.waits[0] not in rows.upstream(product.x):
-                raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
-            require_suitable(product, batches)
-            rows.region(collective.waits[0], product.x)
-            origins = [views_since(source, first_use)[0] for source in product.sources]
-            late = [origin.name for origin in origins if origin in collective.waits or not origin < first_use]
-            if late:
-                raise LeftAlone(f"{node.name} multiplies with {late[0]}, which comes after the collective's first use")
-            found.append(product)
-        except LeftAlone as why:
-            refusals.append(str(why))
-    if not found:
-        raise LeftAlone("; ".join(refusals) or "no product takes what it brings")
-    return max(found, key=lambda product: product.columns)
-
-
-def _downstream(waits: list[Node]) -> list[Node]:
-    """Users of what waits return, moved or not."""
-    found: list[Node] = []
-    pending = [user for wait in waits for user in wait.users]
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        found.append(node)
-        if rows.moves_rows(node) or node.target in rows.MOVES:
-            pending += node.users
-    return sorted(found)
-
-
 _FUSE: dict[Any, Callable[[Collective], tuple[str, str]]] = {
     collectives.ALL_REDUCE: _all_reduce,
     collectives.REDUCE_SCATTER: _reduce_scatter,
     collectives.ALL_TO_ALL: _all_to_all,
-    collectives.ALL_GATHER: _all_gather,
+    collectives.ALL_GATHER: received.all_gather,
 }

@@ -54,6 +54,7 @@ class Settings:
     tokens: int = 24
     capacity_factor: float = 1.25
     dtype: str = "float32"
+    separate: bool = False
     times: bool = False
     steps: int = 20
 
@@ -67,7 +68,7 @@ class Settings:
 
 
 class MoE(nn.Module):
-    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one. ``[tokens, hidden]``, and the same."""
+    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or not. ``[tokens, hidden]``, and the same."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -76,7 +77,8 @@ class MoE(nn.Module):
         torch.manual_seed(0)  # the same router on every rank
         self.router = nn.Linear(settings.hidden, settings.experts, bias=False)
         torch.manual_seed(1 + dist.get_rank())
-        self.w13 = nn.Parameter(torch.randn(here, 2 * settings.ffn, settings.hidden) / settings.hidden**0.5)
+        w13 = torch.randn(here, 2 * settings.ffn, settings.hidden) / settings.hidden**0.5
+        self.w13 = nn.ParameterList(half.clone() for half in w13.chunk(1 + settings.separate, 1))
         self.w2 = nn.Parameter(torch.randn(here, settings.hidden, settings.ffn) / settings.ffn**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,8 @@ class MoE(nn.Module):
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[rank * expert * capacity, hidden]``, and the same."""
         rows = rows.view(self.ranks, -1, self.settings.capacity, rows.shape[1]).transpose(0, 1).flatten(1, 2)
-        gate, up = torch.bmm(rows, self.w13.transpose(1, 2)).chunk(2, -1)
+        products = [torch.bmm(rows, w.transpose(1, 2)) for w in self.w13]
+        gate, up = products if self.settings.separate else products[0].chunk(2, -1)
         rows = torch.bmm(F.silu(gate) * up, self.w2.transpose(1, 2))
         return rows.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 2)
 
@@ -213,7 +216,9 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
     if ranks[0]["device"] == "cpu":  # where every pair that can be fused is
         fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"]]
         back = "bmm_all_to_all" if settings.experts > len(ranks) else "gemm_all_to_all"
-        assert fused == [(graph, name) for graph in ("forward", "backward") for name in ("all_to_all_bmm", back)], fused
+        gradient = "bmm_sum_all_to_all" if settings.separate else back
+        expected = [("forward", "all_to_all_bmm"), ("forward", back), ("backward", "all_to_all_bmm"), ("backward", gradient)]
+        assert fused == expected, fused
 
 
 def milliseconds(time: Timing) -> str:
@@ -231,6 +236,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = Settings.tokens,
     capacity_factor: Annotated[float, typer.Option(help="Room for an expert's even share of tokens, times this.")] = 1.25,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
+    separate: Annotated[bool, typer.Option("--separate", help="w1 and w3 as two products.")] = Settings.separate,
     times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
 ) -> None:
@@ -244,7 +250,7 @@ def main(
         raise typer.BadParameter(f"--top-k must be from 1 to {experts} experts; got {top_k}.")
     if min(hidden, ffn, tokens, steps) < 1 or not 0 < capacity_factor < math.inf:
         raise typer.BadParameter("--hidden, --ffn, --tokens, --steps and --capacity-factor must be positive.")
-    settings = Settings(hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, times, steps)
+    settings = Settings(hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps)
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:

@@ -72,15 +72,16 @@ def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
 class Experts(nn.Module):
     """Experts on each rank, the best for each token, and room for as many tokens from each rank as it has. ``[tokens, width]``."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, separate: bool = False) -> None:
+        """``separate``: gate and up are two products."""
         super().__init__()
         self.ranks, self.experts = dist.get_world_size(), experts  # a rank
         torch.manual_seed(5)
         self.router = nn.Linear(WIDTH, self.ranks * experts, bias=False)
         torch.manual_seed(6 + dist.get_rank())
-        self.w_in, self.w_out = (
-            nn.Parameter(torch.randn(experts, *shape) / WIDTH) for shape in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN))
-        )
+        w_in, w_out = (torch.randn(experts, *shape) / WIDTH for shape in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)))
+        self.w_in = nn.ParameterList(half.clone() for half in w_in.chunk(2, 1)) if separate else nn.ParameterList([w_in])
+        self.w_out = nn.Parameter(w_out)
         self.to(default_device_type())
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Experts(nn.Module):
         sent = x * F.one_hot(expert, self.ranks * self.experts).t()[..., None].to(x.dtype)  # [experts of all, tokens, width]
         arrived = self.exchanged(sent.flatten(0, 1)).view(self.ranks, self.experts, len(x), WIDTH)
         rows = arrived.transpose(0, 1).flatten(1, 2)  # [experts, tokens of all, width]
-        gate, up = torch.bmm(rows, self.w_in.mT).chunk(2, -1)
+        gate, up = torch.cat([torch.bmm(rows, w.mT) for w in self.w_in], -1).chunk(2, -1)
         y = torch.bmm(F.silu(gate) * up, self.w_out.mT)
         back = self.exchanged(y.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 2))
         return weight[:, None] * back.unflatten(0, (-1, len(x))).sum(0)

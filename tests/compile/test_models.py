@@ -66,24 +66,24 @@ def test_sequence_parallel_block(ranks: Any) -> None:
         assert [f.operator for f in backward] == ["all_gather_gemm", "gemm_sum_reduce_scatter"] * 2
 
 
-def _experts(experts: int) -> tuple[Report, list[Finding], dict[str, float]]:
-    model = Experts(experts)
+def _experts(experts: int, separate: bool) -> tuple[Report, list[Finding], dict[str, float]]:
+    model = Experts(experts, separate)
     torch.manual_seed(7 + dist.get_rank())
     x = torch.randn(6, WIDTH)
     return explain(model, x.clone().requires_grad_()), *_compare(model, x)
 
 
-@pytest.mark.parametrize("experts", [1, 2])
-def test_experts(ranks: Any, experts: int) -> None:
+@pytest.mark.parametrize(("experts", "separate"), [(1, False), (2, False), (1, True), (2, True)])
+def test_experts(ranks: Any, experts: int, separate: bool) -> None:
     """Tokens and the first product, the second one and its way back; and, in the backward pass, gradients likewise."""
-    for report, findings, errors in ranks(2).run(_experts, experts):
+    for report, findings, errors in ranks(2).run(_experts, experts, separate):
         assert max(errors.values()) < 2e-6, errors
         operator = "bmm_all_to_all" if experts == 2 else "gemm_all_to_all"
         assert [(f.graph, f.operator) for f in findings] == [
             ("forward", "all_to_all_bmm"),
             ("forward", operator),
             ("backward", "all_to_all_bmm"),
-            ("backward", operator),
+            ("backward", "bmm_sum_all_to_all" if separate else operator),
         ]
         assert report.findings == tuple(findings)
         assert (len(report.fused), len(report.left)) == (4, 0)

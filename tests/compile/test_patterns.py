@@ -145,6 +145,20 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(3, 4, K), (3, N, K)],
         ["bmm_all_to_all"],
     ),
+    "a sum sent": (lambda x, v, w, u: all_to_all(x @ w.t() + v @ u), [(FEW, K), (FEW, 3), (N, K), (3, N)], ["bmm_sum_all_to_all"]),
+    "a sum of three sent, transposed": (
+        lambda x, v, w, u: all_to_all(((x @ w.t() + v @ u) + v @ (2 * u)).view(3, 4, N).transpose(0, 1).contiguous()),
+        [(12, K), (12, 3), (N, K), (3, N)],
+        ["bmm_sum_all_to_all"],
+    ),
+    # The gradient of two products with one input, as of an expert's gate and up.
+    "a sum of batches sent": (
+        lambda x, v, w, u: all_to_all(
+            (torch.bmm(x, w) + torch.bmm(v, u.mT)).unflatten(1, (2, -1)).transpose(0, 1).contiguous().flatten(0, 2)
+        ),
+        [(2, 6, K), (2, 6, 4), (2, K, N), (2, N, 4)],
+        ["bmm_sum_all_to_all"],
+    ),
     "received": (lambda x, w: all_to_all(x) @ w.t(), [(FEW, K), (N, K)], ["all_to_all_bmm"]),
     "received, and used otherwise": (
         lambda x, w: (lambda a: (a @ w, a.exp()))(all_to_all(x)),
@@ -380,6 +394,16 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         lambda x, w: all_to_all(torch.bmm(x, w)),
         [(2, 4, K), (2, K, N)],
         "bmm is a batch of products, and its rows are not for one rank after the other",
+    ),
+    "a sum of batches, each for a rank": (
+        lambda x, w: all_to_all(torch.bmm(x, w) + torch.bmm(x, 2 * w)),
+        [(2, 4, K), (2, K, N)],
+        "it is a sum of batches, and its rows are not for one rank after the other",
+    ),
+    "a sum of a batch and a product": (
+        lambda x, w: all_to_all(torch.bmm(x, w).view(-1, N) + x.view(-1, K) @ w[0]),
+        [(2, 4, K), (2, K, N)],
+        "it is a sum of batches of several sizes",
     ),
     "a batch that does not divide": (
         lambda x, w: all_to_all(torch.bmm(x, w).transpose(0, 1).contiguous().flatten(0, 1)),

@@ -61,6 +61,40 @@ def test_batches_sent(world_size: int, impl: str) -> None:
         assert differs == 0 or impl == "split"  # which adds up in another order
 
 
+def _sums(turns: int) -> tuple[float, int]:
+    """The largest relative error of sums of two batches; elements that differ from the first results, as above."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator("cuda").manual_seed(rank)
+    assert dist.group.WORLD is not None
+    call, name = torch.ops.interlace.bmm_sum_all_to_all, dist.group.WORLD.group_name
+    calls, expected, worst = [], [], 0.0
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for count, rows, inner, columns in SHAPES:
+        x = [torch.randn(count, rows * ranks, k, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
+        w = [torch.randn(count, k, columns, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
+        y = call(x, w, name).clone()
+        total = sum((torch.bmm(one.double(), other.double()) for one, other in zip(x, w, strict=True)), start=torch.zeros(1).cuda())
+        sent = total.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+        wanted = torch.empty_like(sent)
+        dist.all_to_all_single(wanted, sent)
+        worst = max(worst, float((y.double().view(wanted.shape) - wanted).norm() / wanted.norm()))
+        calls.append((x, w))
+        expected.append(y)
+    for turn in range(turns):
+        if (turn + rank) % 5 == 0:
+            torch.cuda._sleep(500_000)
+        for (x, w), y in zip(calls, expected, strict=True):
+            wrong = wrong + (call(x, w, name) != y).sum()
+    interlace.synchronize()
+    return worst, int(wrong)
+
+
+def test_sums_of_batches_sent(world_size: int) -> None:
+    for worst, wrong in interlace.launch(_sums, world_size, 200, backend="cuda"):
+        assert worst < 0.01
+        assert wrong == 0
+
+
 def _received(x: torch.Tensor, count: int) -> torch.Tensor:
     """``[B, R C, K]``, by an all-to-all."""
     rows = torch.empty_like(x)

@@ -104,7 +104,7 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     """Whether a sum of products is one product, operands side by side, and its parts are not added up; why ``operator`` is faster.
 
     Args:
-        rows: M.
+        rows: M; of batches, all rows.
 
     Raises:
         LeftAlone: neither is faster for one product of all their K, or nothing was measured.
@@ -112,11 +112,13 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = _chooser(operator)(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
-    side_by_side = choice.impl == "fused" and are_small(products, rows)
-    in_parts = operator == "gemm_reduce_scatter" and (choice.impl == "split" or first.device.type == "cpu")
+    batches = operator == gemm_all_to_all.BATCH
+    side_by_side = not batches and choice.impl == "fused" and are_small(products, rows)
+    in_parts = "split" in choice.faster if batches else operator == "gemm_reduce_scatter" and choice.impl == "split"
+    in_parts |= operator != "gemm_all_reduce" and first.device.type == "cpu"
     if first.device.type == "cuda" and not choice.measured:
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products")
-    if choice.impl == "fused" and not (side_by_side or in_parts):
+    if choice.impl == "fused" and not (side_by_side or in_parts or batches):
         raise LeftAlone("it is a sum of products whose operands are too large to be put side by side")
     if not (side_by_side or in_parts):
         raise LeftAlone(f"it is a sum of products, and {operator} of them is not faster: {choice.reason}")

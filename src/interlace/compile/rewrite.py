@@ -177,7 +177,9 @@ def _all_to_all(collective: Collective) -> tuple[str, str]:
 
 
 def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
-    """Rows of a product, or of a batch of them, are sent."""
+    """Rows of a product, of a batch of them, or of a sum of these, are sent."""
+    if sums.is_sum(collective.input):
+        return sums.all_to_all(collective)
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
     require_even_splits(collective, ranks)
     if product.batch > 1:
@@ -194,7 +196,7 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
 
 def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer) -> str:
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
-    if not rows.is_by_ranks(product.node, nodes, collective.input, ranks):
+    if not rows.is_by_ranks([(product.node, nodes)], ranks):
         raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
     reason = choose("bmm_all_to_all", product, rows_of(product), ranks)
     y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name, "auto")

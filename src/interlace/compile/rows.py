@@ -8,7 +8,7 @@ only move rows, so they may as well move a product's rows before it is computed:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,16 +148,22 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
         return [node for node, rows in order.items() if torch.equal(rows, order[start])]
 
 
-def is_by_ranks(start: Node, nodes: list[Node], end: Node, ranks: int) -> bool:
-    """Whether ``end`` has, for each rank in turn, an even share of the rows of each product of a batch ``start``, in order.
+def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
+    """Whether a batch is moved so that each rank in turn has an even share of the rows of each product, in order.
 
     ``[B, R * share, N]`` is then ``[R, B, share, N]``: what experts send back to the ranks of their tokens.
+
+    Args:
+        moves: where rows start, and the calls that move them from there, one after the other; the batch is the first.
     """
-    batch, rows = value(start).shape[:2]
+    batch, rows = value(moves[0][0]).shape[:2]
     if rows % ranks:
         return False
-    found = _order(start, nodes)[end]
     with unset_fake_temporarily():
+        found = torch.arange(batch * rows)
+        for start, nodes in moves:
+            if nodes:
+                found = found[_order(start, nodes)[nodes[-1]]]
         return torch.equal(found, _turned(batch * rows, batch, ranks))
 
 

@@ -15,7 +15,7 @@ from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
 from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_even, require_no_other_use, require_unchanged, rows_of
+from interlace.compile.requirements import require_even, require_even_splits, require_no_other_use, require_unchanged, rows_of
 from interlace.products.operands import contiguous_dimension
 
 
@@ -83,6 +83,25 @@ def all_reduce(collective: Collective) -> tuple[str, str]:
     return "gemm_all_reduce", reason
 
 
+def all_to_all(collective: Collective) -> tuple[str, str]:
+    """The same for an all-to-all, of products or of batches."""
+    terms, nodes, ranks = _read(collective, batches=True)
+    products = [term.product for term in terms]
+    require_even_splits(collective, ranks)
+    if len({product.batch for product in products}) > 1:
+        raise LeftAlone("it is a sum of batches of several sizes")
+    batch = products[0].batch
+    if batch > 1 and not all(rows.is_by_ranks(term.moves, ranks) for term in terms):
+        raise LeftAlone("it is a sum of batches, and its rows are not for one rank after the other")
+    _, reason = choose_sum("bmm_all_to_all", products, rows_of(products[0]), ranks)
+    writer = Writer(collective.node, collective.node)
+    xs = [term.product.x if batch > 1 else writer.call(aten.unsqueeze.default, term.x(writer), 0) for term in terms]
+    ws = [product.weights(writer) for product in products]
+    y = writer.call(torch.ops.interlace.bmm_sum_all_to_all.default, xs, ws, collective.group_name)
+    collective.become(y, writer, nodes)
+    return "bmm_sum_all_to_all", reason
+
+
 def merge_all_reduces(graph: Graph) -> dict[Node, str]:
     """Let sums of all-reduced products be products whose sum is all-reduced, where an operator is faster for those.
 
@@ -128,14 +147,18 @@ def _merge(add: Node) -> tuple[Node, Node]:
     return first.node, second.node
 
 
-def _read(collective: Collective) -> tuple[list[_Term], list[Node], int]:
-    """The products that are added up before a collective, that of the largest K first; what leads from them to it; ranks."""
+def _read(collective: Collective, batches: bool = False) -> tuple[list[_Term], list[Node], int]:
+    """The products that are added up before a collective, that of the largest K first; what leads from them to it; ranks.
+
+    Args:
+        batches: whether batches of several products will do.
+    """
     terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # a kernel in parts multiplies the first one
     products = [term.product for term in terms]
     nodes = sorted({node for term in terms for start, moved in term.moves for node in (start, *moved)})
     require_no_other_use(nodes, collective, "a part of the sum")
     for product in products:
-        require_suitable(product)
+        require_suitable(product, batches)
         if product.bias is not None:
             raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
         if not is_static(*value(product.x).shape):

@@ -33,6 +33,7 @@ class Choice(Generic[Config]):
     Attributes:
         otherwise: what is run where ``impl`` cannot: the faster one of those that take any operands.
         measured: the tuned table says so, rather than a default.
+        faster: all implementations that were measured to be faster than the unfused pair.
     """
 
     impl: str
@@ -40,6 +41,7 @@ class Choice(Generic[Config]):
     reason: str
     otherwise: str = "unfused"
     measured: bool = False
+    faster: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -69,7 +71,7 @@ def choose_product(
         config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
         return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
     config = config_type.parse(found.config) if found.config else config_type()  # of an operator without a kernel of its own
-    return Choice(found.impl, config, found.reason, found.otherwise, measured=True)
+    return Choice(found.impl, config, found.reason, found.otherwise, measured=True, faster=found.faster)
 
 
 def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -56,29 +56,43 @@ def run_into_output(
 
 
 def run_batch_into_output(
-    x: torch.Tensor, w: torch.Tensor, group: Group, process_group: dist.ProcessGroup | None, *, replace: bool
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    group: Group,
+    process_group: dist.ProcessGroup | None,
+    *,
+    replace: bool,
 ) -> torch.Tensor | None:
-    """A batch ``x [B, M, K] @ w [B, K, N]`` and the all-to-all of each product's rows, ``[B M, N]``, by ``"split"``.
+    """A batch ``x [B, M, K] @ w [B, K, N]``, or a sum of several, and the all-to-all of each product's rows, by ``"split"``.
 
-    The rest as :func:`run_into_output`.
+    ``[B M, N]``; the rest as :func:`run_into_output`.
     """
-    count, rows, _ = x.shape
+    count, rows, columns = *x[0].shape[:2], w[0].shape[2]
     settings = {
         "producer": functools.partial(_split_batch, group),
-        "shape": (group.world_size, count * rows // group.world_size, w.shape[2]),
+        "shape": (group.world_size, count * rows // group.world_size, columns),
         "transport": "copy_engine",
     }
-    y = _run_kept("split batch", "all_to_all", settings, (x, w), x.dtype, group, process_group, replace=replace)
-    return y if y is None else y.view(count * rows, w.shape[2])
+    y = _run_kept("split batch", "all_to_all", settings, (x, w), x[0].dtype, group, process_group, replace=replace)
+    return y if y is None else y.view(count * rows, columns)
 
 
-def _split_batch(group: Group, x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, send: Callable[[int], None]) -> None:
+def _split_batch(
+    group: Group, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], *, out: torch.Tensor, send: Callable[[int], None]
+) -> None:
     """As :func:`split_product`, of every product the rows for one rank at a time."""
-    parts = x.unflatten(1, (group.world_size, -1))
+    parts = [each.unflatten(1, (group.world_size, -1)) for each in x]
     for step in range(group.world_size):
         to = (group.rank + 1 + step) % group.world_size
-        torch.bmm(parts[:, to], w, out=out[to].unflatten(0, (len(x), -1)))
+        multiply_batch_into(out[to].unflatten(0, (len(x[0]), -1)), [part[:, to] for part in parts], w)
         send(to)
+
+
+def multiply_batch_into(out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> None:
+    """The sum of batches ``x @ w`` into ``out``, by cuBLAS where there is one."""
+    torch.bmm(x[0], w[0], out=out)
+    for part, weight in zip(x[1:], w[1:], strict=True):
+        out.baddbmm_(part, weight)
 
 
 def _run_kept(

@@ -30,12 +30,14 @@ class Entry:
         impl: the fastest implementation there.
         otherwise: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
         config: the fused kernel's best; empty for an operator without a kernel of its own.
+        faster: implementations that are faster than the fastest unfused pair.
     """
 
     impl: str
     otherwise: str
     config: str
     reason: str
+    faster: tuple[str, ...]
 
 
 # A size that differs by more than this factor is another regime: better a default than a wrong lesson.
@@ -72,7 +74,8 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
         f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us{pair}"
     )
-    return Entry(str(entry["impl"]), str(entry.get("otherwise", "unfused")), str(entry["config"]), reason)
+    faster = tuple(way for way in ("fused", *CARRIED) if entry.get(f"{way}_us", math.inf) < entry["unfused_us"])
+    return Entry(str(entry["impl"]), str(entry.get("otherwise", "unfused")), str(entry["config"]), reason, faster)
 
 
 def file_name(operator: str, device_name: str) -> str:

@@ -22,7 +22,7 @@ from interlace.products import record
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
 from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
-from interlace.products.outputs import run_batch_into_output, run_into_output
+from interlace.products.outputs import multiply_batch_into, run_batch_into_output, run_into_output
 from interlace.products.splits import balanced, check_sum
 
 
@@ -124,7 +124,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
     if decision.how == "split" and group.world_size > 1:
-        y = run_batch_into_output(x, w, group, process_group_named(group_name), replace=impl != "auto")
+        y = run_batch_into_output([x], [w], group, process_group_named(group_name), replace=impl != "auto")
         if y is not None:
             return y
     along_k = contiguous_dimension(w[0]) == 0
@@ -133,6 +133,33 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
     operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
     sent = [[rows // group.world_size] * group.world_size] * group.world_size
     return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark, Batch(count, rows, columns))
+
+
+def run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: str) -> torch.Tensor:
+    """Run one call of a sum of batches, each as :func:`run_batch` takes it, by ``"split"``.
+
+    Raises:
+        ArgumentError: rows do not divide evenly.
+        RankMismatchError: ranks differ in shapes or dtype.
+    """
+    (count, rows, _), columns = x[0].shape, w[0].shape[2]
+    group = group_for(OPERATOR, group_name, x[0].device)
+    shapes = tuple(tuple(each.shape) for each in (*x, *w))
+
+    def decide() -> bool:
+        group.agree(f"{BATCH}, sum", the_shapes_of_x_and_w=shapes, dtype=str(x[0].dtype))
+        check_even(rows, group.world_size)
+        return True
+
+    group.once((f"{BATCH}, sum", shapes, x[0].dtype), decide)
+    if group.world_size > 1 and count * rows * columns:
+        y = run_batch_into_output(x, w, group, process_group_named(group_name), replace=False)
+        if y is not None:
+            return y
+    total = x[0].new_empty([count, rows, columns])
+    multiply_batch_into(total, x, w)
+    sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1).reshape(count * rows, columns)
+    return reference.send_back(sent, None, None, process_group_named(group_name))
 
 
 def run_gradient(

@@ -1,7 +1,8 @@
 """``torch.ops.interlace.gemm_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
 
 The gradient travels by an operator of its own, ``gemm_all_to_all_gradient``, so that compilers see it. ``bmm_all_to_all`` is the
-same for a batch of products; the pass for ``torch.compile`` makes it, after autograd, so it has no gradient.
+same for a batch of products, ``bmm_sum_all_to_all`` for a sum of batches; the pass for ``torch.compile`` makes them, after
+autograd, so they have no gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _library.define(
     tags=OPERATOR_TAGS,
 )
 _library.define("bmm_all_to_all(Tensor x, Tensor w, str group_name, str impl) -> Tensor", tags=OPERATOR_TAGS)
+_library.define("bmm_sum_all_to_all(Tensor[] x, Tensor[] w, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 _library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=OPERATOR_TAGS)
 
 
@@ -68,6 +70,16 @@ def _fake_batch(x: torch.Tensor, w: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty([x.shape[0] * x.shape[1], w.shape[2]])
 
 
+def _run_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
+    from interlace.ops.gemm_all_to_all.launch import run_sum
+
+    return run_sum(x, w, group_name)
+
+
+def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
+    return _fake_batch(x[0], w[0])
+
+
 def _run_gradient(
     grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
 ) -> torch.Tensor:
@@ -104,8 +116,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 for _key in ("CPU", "CUDA"):
     _library.impl("gemm_all_to_all", _run, _key)
     _library.impl("bmm_all_to_all", _run_batch, _key)
+    _library.impl("bmm_sum_all_to_all", _run_sum, _key)
     _library.impl("gemm_all_to_all_gradient", _run_gradient, _key)
 torch.library.register_fake("interlace::gemm_all_to_all", _fake, lib=_library)
 torch.library.register_fake("interlace::bmm_all_to_all", _fake_batch, lib=_library)
+torch.library.register_fake("interlace::bmm_sum_all_to_all", _fake_sum, lib=_library)
 torch.library.register_fake("interlace::gemm_all_to_all_gradient", _fake_gradient, lib=_library)
 torch.library.register_autograd("interlace::gemm_all_to_all", _backward, setup_context=_setup_context, lib=_library)

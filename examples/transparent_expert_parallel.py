@@ -68,7 +68,7 @@ class Settings:
 
 
 class MoE(nn.Module):
-    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or not. ``[tokens, hidden]``, and the same."""
+    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or two; ``[tokens, hidden]`` in and out."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()

@@ -355,7 +355,8 @@ class Group:
         self.check()
         if self.backend == "cpu":
             return self._running_here()
-        self._follow_last_stream()
+        if not self.replays.capturing:  # what becomes a graph runs in the order of the call that replays it
+            self._follow_last_stream()
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

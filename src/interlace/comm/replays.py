@@ -55,8 +55,8 @@ class Replays:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Enqueue on the current stream what ``enqueue()`` does, if need be by calling it. Within ``Group.running``.
+    def run(self, key: Hashable, enqueue: Callable[[], None]) -> bool:
+        """Enqueue on the current stream what ``enqueue()`` does; whether it was called for that. Within ``Group.running``.
 
         The second call with ``key`` makes a graph, which later ones replay; in a CUDA graph of the program's own none is made, nor
         where as many as are kept are all in use.
@@ -67,17 +67,19 @@ class Replays:
         """
         if not self._enabled or torch.cuda.is_current_stream_capturing():
             enqueue()
-            return
+            return True
         self._runs += 1
         kept = self._kept.get(key)
+        new = kept is None
         if kept is None:
             if not self._may_keep(key):
                 enqueue()
-                return
+                return True
             kept = self._kept[key] = _Kept(self._capture(enqueue), 0)
         kept.last_run = self._runs
         self._kept.move_to_end(key)
         kept.graph.replay()
+        return new
 
     def clear(self) -> None:
         """Forget all graphs, once they have run: memory that they refer to is about to go."""

@@ -81,6 +81,13 @@ class Fused:
             call.
             reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory as above. Sums are float32, in rank order.
         """
+        return self._run(None, args, kwargs)
+
+    def run_into(self, result: torch.Tensor, *args: Any) -> None:
+        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays as it is."""
+        self._run(result, args, {})
+
+    def _run(self, result: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         group, half = self.output.group, self.output.half
         target = self.output.begin()
         if isinstance(self.output, TriggeredTransfers):
@@ -98,14 +105,19 @@ class Fused:
                 return received if group.rank == self.root else received[:0]
             case "scatter":
                 return received[self.root]
-            case "all_to_all":
-                return received.flatten(0, 1) if len(self.shape) == 2 else received
-        return self._sum(received, half)
+            case "reduce_scatter":
+                return self._sum(received, half, received.new_empty(received.shape[1:]) if result is None else result)
+            case "all_reduce":
+                y = self._sum(received, half, None)
+            case _:
+                y = received.flatten(0, 1) if len(self.shape) == 2 else received
+        return y if result is None else result.view(y.shape).copy_(y)
 
-    def _sum(self, received: torch.Tensor, half: int) -> torch.Tensor:
+    def _sum(self, received: torch.Tensor, half: int, result: torch.Tensor | None) -> torch.Tensor:
+        """The sum over ranks, in ``result`` or, of an all-reduce, in memory that the call after the next one writes."""
         group, (ranks, rows, columns) = self.output.group, received.shape
         if self._sums is None:
-            result = received.new_empty([rows, columns])
+            assert result is not None
             address, first = result.data_ptr(), 0
         else:
             nbytes = math.prod(self.shape) * received.dtype.itemsize

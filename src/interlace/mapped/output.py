@@ -133,7 +133,7 @@ class MappedOutput:
         self.group.check()
         if self._writing:
             raise ArgumentError(f"{type(self).__name__}.begin: an epoch must end before the next begins. Call exchange() first.")
-        self.captured |= self.group.capture_id() is not None
+        self.captured |= self.group.capture_id() is not None and not self.group.replays.capturing
         if self.captured:
             self._meet()
         self._writing = True
@@ -167,6 +167,10 @@ class MappedOutput:
         next one begins as if it had never been.
         """
         self._writing = False
+
+    def advance(self) -> None:
+        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``."""
+        self._half = 1 - self._half
 
     def meet(self) -> None:
         """Wait, on the current stream, until every rank's stream is here. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interlace.comm import Group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_parts
+from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.mapped import Fused, fuse
 from interlace.products.config import ProductConfig
@@ -51,8 +52,16 @@ def run_into_output(
         BackendError: with ``replace``: the driver cannot map memory, or cannot let copies wait.
     """
     settings, arguments = _producer(how, operands, group, config, bias_once=collective != "all_to_all")
-    y = _run_kept(how, collective, settings, arguments, operands.out_dtype, group, process_group, replace=replace)
-    return y if y is None else y.view(-1, operands.columns)
+    product = _kept_output(how, collective, settings, operands.out_dtype, group, process_group, replace=replace)
+    if product is None:
+        return None
+    rows = operands.rows // group.world_size if collective == "reduce_scatter" else operands.rows
+    y = operands.x.new_empty([rows, operands.columns], dtype=operands.out_dtype)
+    if how == "triggered":  # its copies' waits are not for graphs that anybody may replay
+        product.run_into(y, *arguments)
+    else:
+        _run(product, y, arguments, (how, collective, operands.place()), group)
+    return y
 
 
 def run_batch_into_output(
@@ -73,8 +82,12 @@ def run_batch_into_output(
         "shape": (group.world_size, count * rows // group.world_size, columns),
         "transport": "copy_engine",
     }
-    y = _run_kept("split batch", "all_to_all", settings, (x, w), x[0].dtype, group, process_group, replace=replace)
-    return y if y is None else y.view(count * rows, columns)
+    product = _kept_output("split batch", "all_to_all", settings, x[0].dtype, group, process_group, replace=replace)
+    if product is None:
+        return None
+    y = x[0].new_empty([count * rows, columns])
+    _run(product, y, (x, w), ("split batch", places(*x, *w)), group)
+    return y
 
 
 def _split_batch(
@@ -95,18 +108,17 @@ def multiply_batch_into(out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequenc
         out.baddbmm_(part, weight)
 
 
-def _run_kept(
+def _kept_output(
     how: str,
     collective: str,
     settings: dict[str, Any],
-    arguments: tuple[Any, ...],
     dtype: torch.dtype,
     group: Group,
     process_group: dist.ProcessGroup | None,
     *,
     replace: bool,
-) -> torch.Tensor | None:
-    """Run a producer into an output that the group keeps; contiguous."""
+) -> Fused | None:
+    """The producer with the output that the group keeps for it."""
     key = (how, collective, settings["shape"], dtype, settings.get("tiles"))
     product = group.kept.get(key)
     if product is None:
@@ -119,13 +131,27 @@ def _run_kept(
             if replace:
                 raise
             return None
-        for one in kept[: max(0, len(kept) + 1 - _MOST)]:
+        given_up = kept[: max(0, len(kept) + 1 - _MOST)]
+        if given_up:
+            group.replays.clear()  # some may have their memory
+        for one in given_up:
             del group.kept[one]
         group.kept[key] = product
     group.kept.move_to_end(key)
-    y = cast("Fused", product)(*arguments)
-    # Sums for one rank are new tensors; anything else is memory that the call after the next writes.
-    return y if collective == "reduce_scatter" else y.clone(memory_format=torch.contiguous_format)
+    return cast("Fused", product)
+
+
+def _run(product: Fused, y: torch.Tensor, arguments: tuple[Any, ...], where: tuple[Hashable, ...], group: Group) -> None:
+    """Run a producer and its collective into ``y``; a call that comes again, as a graph.
+
+    Args:
+        where: the call, and the addresses of its operands.
+    """
+    output = product.output
+    key = (*where, output.half, output.captured, places(y))
+    with group.running():
+        if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
+            output.advance()
 
 
 def _producer(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
 from interlace import tuning
+from interlace.products.choice import ANY_ROWS
 from interlace.products.operands import Operands
 from interlace.products.outputs import run_into_output
 from tests.errors import error_of
@@ -69,6 +72,40 @@ def test_split_matches_float64(ranks, world_size, operator):
 def test_gradients(ranks, operator, impl):
     call = Call(operator, 8, 12, 6, impl=impl, bias=impl != "mapped")
     check_gradients(call, ranks(2).run(differentiate, call))
+
+
+def _as_graphs(call, turns):
+    """Whether calls are right where each rank, in some of them, does what a graph does: all of it, and nothing on the host."""
+    group, random = interlace.group_of(), torch.Generator().manual_seed(dist.get_rank())
+    right = []
+
+    def run(key, enqueue):
+        output = next(reversed(group.kept.values())).output
+        half = output.half
+        enqueue()
+        if torch.rand((), generator=random) < 0.5:
+            return True
+        output._half = half
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.replays, "run", run)
+        for turn in range(turns):
+            tensors = call.placed()
+            tensors["x"] += turn
+            y = call.make(**tensors)
+            wanted = dataclasses.replace(call, impl="unfused").make(**tensors)
+            right.append(torch.allclose(y, wanted, atol=1e-4, rtol=1e-4))
+    return right
+
+
+_KEPT = [(operator, impl) for operator in OPERATORS for impl in ("mapped", "split") if (operator, impl) not in ANY_ROWS]
+
+
+@pytest.mark.parametrize(("operator", "impl"), _KEPT)
+def test_ranks_that_replay_graphs_in_some_calls(ranks, operator, impl):
+    """The two sets of slots go on in turn."""
+    assert ranks(2).run(_as_graphs, Call(operator, 8, 1024, 4, impl=impl), 12) == [[True] * 12] * 2
 
 
 def _memory_of_many_sizes(impl):

@@ -263,6 +263,30 @@ def test_half_precision(ranks: Any, dtype: torch.dtype) -> None:
         assert max(errors) < 2 * torch.finfo(dtype).eps
 
 
+def _shared_memory() -> list[tuple[bool, float]]:
+    """Whether what a program returns beside its copy is the same memory after the pass; and the error."""
+
+    def returning_a_copy(came: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copy = came.clone()
+        return copy @ w.t(), came, copy
+
+    programs = (lambda x, w: returning_a_copy(all_gather(x), w), lambda x, w: returning_a_copy(all_to_all(x), w))
+    found = []
+    for program in programs:
+        arguments = tensors((FEW, K), (N, K))
+        module = traced(program, arguments)
+        _, _, error = fused(module, arguments)
+        _, one, other = module(*arguments)
+        found.append((one.data_ptr() == other.data_ptr(), error))
+    return found
+
+
+def test_copies_do_not_become_views(ranks: Any) -> None:
+    for found in ranks(2).run(_shared_memory):
+        assert [shared for shared, _ in found] == [False, False]
+        assert max(error for _, error in found) < 1e-6
+
+
 def _gather_flags() -> list[bool]:
     """Whether the gathered value is asked for: where nothing else uses it, and where something does."""
     flags = []

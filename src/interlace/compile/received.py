@@ -73,7 +73,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name)
     y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
     _put_product(product, writer, y)
-    _put_rows([node for node in by_products if node is not wait], nodes, writer, received)
+    _put_rows(by_products, nodes, writer, received)
     apart = writer.reshape(received, [product.batch, ranks, -1, product.inner])
     turned = writer.call(aten.permute.default, apart, [1, 0, 2, 3])
     whole = writer.reshape(turned, value(wait).shape)  # as they came, for what else uses them

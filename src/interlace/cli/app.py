@@ -35,6 +35,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(tune_app, name="tune")
 app.add_typer(sim_app, name="sim")
 
+TableFile = Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")]
+HalfDtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")]
 Ranks = Annotated[int | None, typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8.")]
 Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
@@ -178,7 +180,7 @@ def _add_product_commands(operator: str, title: str) -> None:
     def bench_product(
         shape: ProductShapes = None,
         world_size: Ranks = None,
-        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
         tune: Annotated[bool, typer.Option("--tune", help="First find a good configuration of each shape.")] = False,
         transports: Annotated[
@@ -195,10 +197,10 @@ def _add_product_commands(operator: str, title: str) -> None:
 
     @tune_app.command(operator, help=f"{title}: find good configurations and write each shape's to the tuned table.")
     def tune_product(
-        table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+        table: TableFile,
         shape: ProductShapes = None,
         world_size: Ranks = None,
-        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
     ) -> None:
         from interlace.cli.bench_products import run_tune
@@ -222,7 +224,7 @@ def _add_batch_commands(operator: str, title: str) -> None:
     def bench_batch(
         shape: BatchShapes = None,
         world_size: Ranks = None,
-        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
     ) -> None:
         from interlace.cli.bench_batches import run
@@ -231,10 +233,10 @@ def _add_batch_commands(operator: str, title: str) -> None:
 
     @tune_app.command(operator, help=f"{title}: measure each shape and write to the tuned table which way is the fastest.")
     def tune_batch(
-        table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+        table: TableFile,
         shape: BatchShapes = None,
         world_size: Ranks = None,
-        dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+        dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
     ) -> None:
         from interlace.cli.bench_batches import run_tune
@@ -257,7 +259,7 @@ def bench_table(files: Annotated[list[Path], typer.Argument(help="JSON files tha
 
 @tune_app.command("gemv_all_reduce")
 def tune_gemv_all_reduce(
-    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    table: TableFile,
     tokens: Tokens = "1,2,4,8,16,32,64",
     shape: Shapes = None,
     world_size: Ranks = None,
@@ -272,7 +274,7 @@ def tune_gemv_all_reduce(
 
 @tune_app.command("embedding_all_to_all")
 def tune_embedding_all_to_all(
-    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    table: TableFile,
     shape: TableShapes = None,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
@@ -288,7 +290,7 @@ def tune_embedding_all_to_all(
 
 @tune_app.command("mixture_of_experts")
 def tune_mixture_of_experts(
-    table: Annotated[Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")],
+    table: TableFile,
     shape: LayerShapes = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 4096,
     world_size: Ranks = None,

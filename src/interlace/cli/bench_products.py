@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def run(
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
     if transports and operator not in CARRIED:
         raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
-    work = parse_work(operator, shapes, dtype)
+    work = parse_work(operator, shapes or SHAPES, dtype)
     what = f"Measuring {operator}"
     kind = "transports" if transports else "tune" if tune else "bench"
     document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, kind), world_size, json_file)
@@ -43,16 +44,18 @@ def run_tune(
 ) -> None:
     """Find a good configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
     old = tuned.read(table, operator)  # before minutes are spent
-    work = parse_work(operator, shapes, dtype)
+    work = parse_work(operator, shapes or SHAPES, dtype)
     document = bench.measure_on_gpus("tune", f"Tuning {operator}", work, run_product_rank, (dtype, "tune"), world_size, json_file)
     bench.write_table(document, old, operator, table)
 
 
-def parse_work(operator: str, shapes: list[str] | None, dtype: str) -> list[tuple[Any, ...]]:
-    """Operator, M, N and K of every shape."""
+def parse_work(
+    operator: str, shapes: Sequence[str], dtype: str, names: str = "MxNxK", what: str = "product"
+) -> list[tuple[Any, ...]]:
+    """Operator and sizes of every shape, which is written as in :func:`parse_sizes`."""
     if dtype not in DTYPES:
         raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    return [(operator, *parse_sizes(shape, "MxNxK", "product")) for shape in shapes or SHAPES]
+    return [(operator, *parse_sizes(shape, names, what)) for shape in shapes]
 
 
 def parse_sizes(text: str, names: str, what: str) -> tuple[int, ...]:

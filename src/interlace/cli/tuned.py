@@ -17,10 +17,11 @@ from interlace.errors import ArgumentError
 from interlace.tuning import CARRIED
 
 _GEMV = "gemv_all_reduce"
+_PRODUCT = ("rows", "columns", "inner")
 
 SIZES = {
-    **dict.fromkeys(("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), ("rows", "columns", "inner")),
-    **dict.fromkeys(("bmm_all_to_all", "all_to_all_bmm"), ("rows", "columns", "inner")),  # rows of all products
+    **dict.fromkeys(("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), _PRODUCT),
+    **dict.fromkeys(("bmm_all_to_all", "all_to_all_bmm"), _PRODUCT),  # rows of all products
     _GEMV: ("tokens", "rows", "columns"),
     "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
     "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),

@@ -52,10 +52,11 @@ def between(first: Node, last: Node) -> Iterable[Node]:
         node = node.next
 
 
-_VIEWS = (
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.view.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.unsqueeze.default, aten.select.int, aten.detach.default, aten.alias.default,
+VIEWS = (
+    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.unsqueeze.default, aten.detach.default, aten.alias.default,
 )  # fmt: skip
+"""Calls that give all elements of their argument, where they lie."""
 
 
 def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
@@ -64,7 +65,7 @@ def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
     Where one of them is no view, that is what is returned.
     """
     views = []
-    while not node < before and node.op == "call_function" and node.target in _VIEWS:
+    while not node < before and node.op == "call_function" and node.target in (*VIEWS, aten.select.int):
         views.append(node)
         node = node.all_input_nodes[0]
     return node, views

@@ -74,18 +74,12 @@ def _product_before(collective: Collective, batches: bool = False) -> Product:
     *moves, first = rows.upstream(collective.input)
     product = product_of(first)
     if product is None:
-        raise LeftAlone(_why_no_product(first))
+        raise LeftAlone(f"what goes into it is {first.name}, not a product")
     require_no_other_use([first, *moves], collective, "the product")
     require_suitable(product, batches)
     collective.require_waiting()
     require_unchanged(first, collective.node)
     return product
-
-
-def _why_no_product(node: Node) -> str:
-    if sums.is_sum(node):
-        return f"{node.name} is a sum of products; a collective for each would send the bytes again"
-    return f"what goes into it is {node.name}, not a product"
 
 
 def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | None:

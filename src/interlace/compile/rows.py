@@ -17,9 +17,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, aten, evaluate, is_static, value
+from interlace.compile.graph import VIEWS, Writer, argument, aten, evaluate, is_static, value
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
@@ -72,7 +72,7 @@ def _keeps_cat(node: Node) -> bool:
 
 
 _KEEPS: dict[Any, Callable[[Node], bool]] = {
-    **dict.fromkeys(_VIEWS, _keeps_view),
+    **dict.fromkeys(_RESHAPES, _keeps_view),
     **dict.fromkeys((*_SAME, operator.getitem), lambda _: True),
     **dict.fromkeys(_SPLITS, _keeps_cut),
     aten.permute.default: _keeps_permute,
@@ -85,10 +85,7 @@ _KEEPS: dict[Any, Callable[[Node], bool]] = {
 }
 
 # What moves elements, all of them, and changes none: a sum over ranks may come before it.
-MOVES = (
-    *_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.unsqueeze.default,
-)  # fmt: skip
+MOVES = (*VIEWS, *_RESHAPES, *_SAME)
 
 
 def moves_rows(node: Node) -> bool:
@@ -192,7 +189,7 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
         index = torch.arange(leading.numel())
         done: dict[Node, Any] = {start: index.view(*leading, 1)}
         for node in nodes:
-            if node.target in _VIEWS:
+            if node.target in _RESHAPES:
                 done[node] = done[node.all_input_nodes[0]].reshape(*value(node).shape[:-1], 1)
             else:
                 target: Any = node.target
@@ -205,7 +202,7 @@ def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) ->
     columns = int(value(replacement).shape[-1])
     done = {start: replacement}
     for node in nodes:
-        if node.target in _VIEWS:
+        if node.target in _RESHAPES:
             assert isinstance(node.args[0], Node)
             done[node] = writer.reshape(done[node.args[0]], [*value(node).shape[:-1], columns])
             continue

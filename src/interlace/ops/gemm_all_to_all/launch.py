@@ -145,13 +145,8 @@ def run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: st
     (count, rows, _), columns = x[0].shape, w[0].shape[2]
     group = group_for(OPERATOR, group_name, x[0].device)
     shapes = tuple(tuple(each.shape) for each in (*x, *w))
-
-    def decide() -> bool:
-        group.agree(f"{BATCH}, sum", the_shapes_of_x_and_w=shapes, dtype=str(x[0].dtype))
-        check_even(rows, group.world_size)
-        return True
-
-    group.once((f"{BATCH}, sum", shapes, x[0].dtype), decide)
+    group.agree(f"{BATCH}, sum", the_shapes_of_x_and_w=shapes, dtype=str(x[0].dtype))
+    check_even(rows, group.world_size)
     if group.world_size > 1 and count * rows * columns:
         y = run_batch_into_output(x, w, group, process_group_named(group_name), replace=False)
         if y is not None:

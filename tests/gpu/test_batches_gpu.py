@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,27 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(2, 256, 512, 1024), (3, 130, 200, 136), (8, 128, 256, 512), (2, 1, 64, 64)]
 
 
+def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([(one != other).sum() for one, other in zip(found, expected, strict=True)]).sum()
+
+
+def _repeated(turns: int, make: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> int:
+    """Elements of what ``make`` makes that differ from those expected: with late ranks, then in a graph."""
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(turns):
+        if (turn + dist.get_rank()) % 5 == 0:
+            torch.cuda._sleep(500_000)
+        wrong = wrong + _differing(make(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = make()
+    for _ in range(turns):
+        graph.replay()
+        wrong = wrong + _differing(captured, expected)
+    interlace.synchronize()
+    return int(wrong)
+
+
 def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
     """What differs from the fused kernel for each product: the relative error, and elements.
 
@@ -26,7 +49,7 @@ def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     calls, expected, worst = [], [], 0.0
-    differs = wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    differs = torch.zeros((), dtype=torch.int64, device="cuda")
     for which, (count, rows, inner, columns) in enumerate(SHAPES):
         x = torch.randn(count, rows * ranks, inner, generator=generator, device="cuda").bfloat16()
         w = torch.randn(count, columns, inner, generator=generator, device="cuda").bfloat16()
@@ -38,19 +61,8 @@ def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
         differs = differs + (found != wanted).sum()
         calls.append((x, batch))
         expected.append(y)
-    for turn in range(turns):
-        if (turn + rank) % 5 == 0:
-            torch.cuda._sleep(500_000)
-        for (x, w), y in zip(calls, expected, strict=True):
-            wrong = wrong + (torch.ops.interlace.bmm_all_to_all(x, w, name, impl) != y).sum()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [torch.ops.interlace.bmm_all_to_all(x, w, name, impl) for x, w in calls]
-    for _ in range(turns):
-        graph.replay()
-    wrong = wrong + sum((found != y).sum() for found, y in zip(captured, expected, strict=True))
-    interlace.synchronize()
-    return worst, int(differs), int(wrong)
+    call = torch.ops.interlace.bmm_all_to_all
+    return worst, int(differs), _repeated(turns, lambda: [call(x, w, name, impl) for x, w in calls], expected)
 
 
 @pytest.mark.parametrize("impl", ["fused", "split"])
@@ -68,7 +80,6 @@ def _sums(turns: int) -> tuple[float, int]:
     assert dist.group.WORLD is not None
     call, name = torch.ops.interlace.bmm_sum_all_to_all, dist.group.WORLD.group_name
     calls, expected, worst = [], [], 0.0
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for count, rows, inner, columns in SHAPES:
         x = [torch.randn(count, rows * ranks, k, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
         w = [torch.randn(count, k, columns, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
@@ -80,13 +91,7 @@ def _sums(turns: int) -> tuple[float, int]:
         worst = max(worst, float((y.double().view(wanted.shape) - wanted).norm() / wanted.norm()))
         calls.append((x, w))
         expected.append(y)
-    for turn in range(turns):
-        if (turn + rank) % 5 == 0:
-            torch.cuda._sleep(500_000)
-        for (x, w), y in zip(calls, expected, strict=True):
-            wrong = wrong + (call(x, w, name) != y).sum()
-    interlace.synchronize()
-    return worst, int(wrong)
+    return worst, _repeated(turns, lambda: [call(x, w, name) for x, w in calls], expected)
 
 
 def test_sums_of_batches_sent(world_size: int) -> None:
@@ -109,7 +114,7 @@ def _arriving(turns: int) -> tuple[int, float, int]:
     assert dist.group.WORLD is not None
     call, name = torch.ops.interlace.all_to_all_bmm, dist.group.WORLD.group_name
     calls, expected, worst = [], [], 0.0
-    differs = wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    differs = torch.zeros((), dtype=torch.int64, device="cuda")
     for which, (count, share, inner, columns) in enumerate(SHAPES):
         x = torch.randn(ranks * count * share, inner, generator=generator, device="cuda").bfloat16()
         w = torch.randn(count, columns, inner, generator=generator, device="cuda").bfloat16()
@@ -120,24 +125,9 @@ def _arriving(turns: int) -> tuple[int, float, int]:
         worst = max(worst, float((y.double() - wanted).norm() / wanted.norm()))
         differs = differs + (rows != sent).sum()
         calls.append((x, batch))
-        expected.append((y, rows))
-
-    def differences(found: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        pairs = [pair for each, wanted in zip(found, expected, strict=True) for pair in zip(each, wanted, strict=True)]
-        return torch.stack([(one != other).sum() for one, other in pairs]).sum()
-
-    for turn in range(turns):
-        if (turn + rank) % 5 == 0:
-            torch.cuda._sleep(500_000)
-        wrong = wrong + differences([call(x, w, name) for x, w in calls])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [call(x, w, name) for x, w in calls]
-    for _ in range(turns):
-        graph.replay()
-        wrong = wrong + differences(captured)
-    interlace.synchronize()
-    return int(differs), worst, int(wrong)
+        expected += [y, rows]
+    wrong = _repeated(turns, lambda: [each for x, w in calls for each in call(x, w, name)], expected)
+    return int(differs), worst, wrong
 
 
 def test_batches_received(world_size: int) -> None:

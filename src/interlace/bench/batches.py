@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +41,7 @@ class Shape(products.Shape):
         return f"{self.count} x {super().__str__()}"
 
 
-class Case:
+class Case(abc.ABC):
     """A shape's operands on this rank, and every way to compute it: what both directions have in common."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
@@ -52,8 +53,7 @@ class Case:
 
         self.sets = [(random(shape.rows, shape.inner), random(shape.inner, shape.columns)) for _ in range(SETS)]
         self.product = self.sets[0][0].new_empty([shape.count, shape.rows, shape.columns])
-        columns = shape.columns if shape.operator == "bmm_all_to_all" else shape.inner
-        self.sent = self.product.new_empty([self.owner.world_size, shape.count, self.share, columns])
+        self.sent = self.product.new_empty([self.owner.world_size, shape.count, self.share, self.width])
         self.received = torch.empty_like(self.sent)
 
     @property
@@ -61,25 +61,11 @@ class Case:
         """Rows of a product for, or from, one rank."""
         return self.shape.rows // self.owner.world_size
 
-    def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[B, M, columns] -> [R, B, M / R, columns]``, a view."""
-        return rows.view(self.shape.count, self.owner.world_size, self.share, rows.shape[-1]).transpose(0, 1)
-
     def multiply(self, i: int) -> torch.Tensor:
         return torch.bmm(*self.sets[i % SETS], out=self.product)
 
     def exchange(self, i: int) -> None:
         dist.all_to_all_single(self.received, self.sent, group=self.group)
-
-    def fused(self, i: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def pair(self, i: int) -> None:
-        raise NotImplementedError
-
-    def expected(self, i: int) -> torch.Tensor:
-        """What :meth:`fused` returns, in float64."""
-        raise NotImplementedError
 
     def ways(self) -> dict[str, Callable[[int], Any]]:
         """Every way to compute all of it."""
@@ -91,9 +77,51 @@ class Case:
         found = (way(i).double().view(expected.shape) for name, way in self.ways().items() if name in ("fused", *CARRIED))
         return max(float((y - expected).norm() / expected.norm()) for y in found)
 
+    def choose(self) -> Choice[Any]:
+        """What the pass for ``torch.compile`` goes by."""
+        shape = self.shape
+        sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
+        return self.chooser(**sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.owner.device)
+
+    def sizes(self) -> dict[str, Any]:
+        """Of one product, as costs take them."""
+        shape = self.shape
+        sizes = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
+        return sizes | {"itemsize": shape.dtype.itemsize, "world_size": self.owner.world_size}
+
+    chooser: Callable[..., Choice[Any]]
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """Columns of what travels."""
+
+    @abc.abstractmethod
+    def fused(self, i: int) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def pair(self, i: int) -> None: ...
+
+    @abc.abstractmethod
+    def expected(self, i: int) -> torch.Tensor:
+        """What :meth:`fused` returns, in float64."""
+
+    @abc.abstractmethod
+    def cost(self) -> ProductCost: ...
+
+    def config(self) -> str:
+        """The fused kernel's; empty where there is none."""
+        return ""
+
 
 class Sent(Case):
     """A batch of products before an all-to-all."""
+
+    chooser = staticmethod(choose_sent)
+
+    @property
+    def width(self) -> int:
+        return self.shape.columns
 
     def call(self, i: int, impl: str) -> torch.Tensor:
         x, w = self.sets[i % SETS]
@@ -112,6 +140,10 @@ class Sent(Case):
         parts = [interlace.gemm_all_to_all(*pair, group=self.group, impl="fused") for pair in zip(x, w.mT, strict=True)]
         return torch.cat([part.view(self.owner.world_size, self.share, -1) for part in parts], 1)
 
+    def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[B, M, N] -> [R, B, M / R, N]``, a view."""
+        return rows.view(self.shape.count, self.owner.world_size, self.share, -1).transpose(0, 1)
+
     def pair(self, i: int) -> None:
         self.sent.copy_(self.by_ranks(self.multiply(i)))
         self.exchange(i)
@@ -126,9 +158,22 @@ class Sent(Case):
         dist.all_to_all_single(expected, sent, group=self.group)
         return expected
 
+    def cost(self) -> ProductCost:
+        one = sent_costs.fused(**self.sizes())
+        return ProductCost(**{name: self.shape.count * each for name, each in dataclasses.asdict(one).items()})
+
+    def config(self) -> str:
+        return str(self.choose().config)
+
 
 class Received(Case):
     """A batch of products after an all-to-all; of x, ``[B, M, K]``, the memory is sent."""
+
+    chooser = staticmethod(choose_received)
+
+    @property
+    def width(self) -> int:
+        return self.shape.inner
 
     def fused(self, i: int) -> torch.Tensor:
         x, w = self.sets[i % SETS]
@@ -136,15 +181,19 @@ class Received(Case):
         assert isinstance(y, torch.Tensor)
         return y
 
+    def sort(self, i: int) -> torch.Tensor:
+        """What comes, ``[B, M, K]``."""
+        dist.all_to_all_single(self.received, self.sets[i % SETS][0].view(self.sent.shape), group=self.group)
+        return self.received.transpose(0, 1).flatten(1, 2)
+
     def pair(self, i: int) -> None:
-        x, w = self.sets[i % SETS]
-        dist.all_to_all_single(self.received, x.view(self.sent.shape), group=self.group)
-        torch.bmm(self.received.transpose(0, 1).flatten(1, 2), w, out=self.product)
+        torch.bmm(self.sort(i), self.sets[i % SETS][1], out=self.product)
 
     def expected(self, i: int) -> torch.Tensor:
-        x, w = self.sets[i % SETS]
-        dist.all_to_all_single(self.received, x.view(self.sent.shape), group=self.group)
-        return torch.bmm(self.received.transpose(0, 1).flatten(1, 2).double(), w.double())
+        return torch.bmm(self.sort(i).double(), self.sets[i % SETS][1].double())
+
+    def cost(self) -> ProductCost:
+        return received_costs.fused(batch=self.shape.count, **self.sizes())
 
 
 CASES: Mapping[str, type[Case]] = {"bmm_all_to_all": Sent, "all_to_all_bmm": Received}
@@ -157,7 +206,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         InterlaceError: the fused result is wrong; nothing is timed then.
     """
     case = CASES[shape.operator](shape, group)
-    device, ranks = case.owner.device, case.owner.world_size
+    device = case.owner.device
     worst = torch.tensor(max(case.error(i) for i in range(SETS)), device=device)
     case.owner.synchronize()
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
@@ -169,7 +218,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     alone: dict[str, Step] = {"NCCL alone": case.exchange, "cuBLAS alone": case.multiply}
     times = {name: dataclasses.asdict(timed(case, step)) for name, step in (ways | alone).items()}
     host = {name: host_us(step, device=device, group=group) for name, step in ways.items()}
-    cost, choice = _cost(shape, ranks), _choice(shape, ranks, device)
+    cost = case.cost()
     return {
         "operator": shape.operator,
         "shape": str(shape),
@@ -178,9 +227,9 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         "columns": shape.columns,
         "inner": shape.inner,
         "dtype": str(shape.dtype).removeprefix("torch."),
-        "world_size": ranks,
-        "config": str(choice.config) if shape.operator == "bmm_all_to_all" else "",
-        "auto": choice.impl,
+        "world_size": case.owner.world_size,
+        "config": case.config(),
+        "auto": case.choose().impl,
         "relative_error": worst.item(),
         "floor_us": round(H200_NODE.floor_ns(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops) / 1e3, 2),
         "flops": cost.flops,
@@ -189,20 +238,3 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         "times": times,
         "host_us": host,
     }
-
-
-def _choice(shape: Shape, ranks: int, device: torch.device) -> Choice[Any]:
-    """What the pass for ``torch.compile`` goes by."""
-    choose = choose_sent if shape.operator == "bmm_all_to_all" else choose_received
-    sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
-    return choose(**sizes, dtype=shape.dtype, world_size=ranks, device=device)
-
-
-def _cost(shape: Shape, ranks: int) -> ProductCost:
-    sizes: dict[str, Any] = {
-        "rows": shape.rows, "columns": shape.columns, "inner": shape.inner, "itemsize": shape.dtype.itemsize,
-    }  # fmt: skip
-    if shape.operator == "all_to_all_bmm":
-        return received_costs.fused(batch=shape.count, **sizes, world_size=ranks)
-    one = sent_costs.fused(**sizes, world_size=ranks)
-    return ProductCost(**{name: shape.count * each for name, each in dataclasses.asdict(one).items()})

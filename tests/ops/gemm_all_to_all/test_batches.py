@@ -75,34 +75,23 @@ def test_sums_match_float64(ranks, world_size):
         assert max(found) < 8, found
 
 
-def _disagree(rows, columns):
-    x, w = torch.ones(2, rows, 4), torch.ones(2, 4, columns + dist.get_rank())
-    return error_of(torch.ops.interlace.bmm_all_to_all, x, w, dist.group.WORLD.group_name, "auto")
+def _refusal(rows, columns, impl="auto"):
+    """Of a call of two products, where ``columns`` says how many this rank has."""
+    x, w = torch.ones(2, rows, 4), torch.ones(2, 4, columns[dist.get_rank()])
+    return error_of(torch.ops.interlace.bmm_all_to_all, x, w, dist.group.WORLD.group_name, impl)
 
 
 def test_ranks_that_disagree(ranks):
-    assert [error for error, *_ in ranks(2).run(_disagree, 4, 4)] == ["RankMismatchError"] * 2
-
-
-def _uneven():
-    return error_of(
-        torch.ops.interlace.bmm_all_to_all, torch.ones(2, 3, 4), torch.ones(2, 4, 5), dist.group.WORLD.group_name, "auto"
-    )
+    assert [error for error, *_ in ranks(2).run(_refusal, 4, (4, 5))] == ["RankMismatchError"] * 2
 
 
 def test_rows_must_divide(ranks):
-    for error, text, _ in ranks(2).run(_uneven):
+    for error, text, _ in ranks(2).run(_refusal, 3, (5, 5)):
         assert (error, "must divide evenly over 2 ranks" in text) == ("ArgumentError", True)
 
 
-def _unknown():
-    return error_of(
-        torch.ops.interlace.bmm_all_to_all, torch.ones(2, 4, 4), torch.ones(2, 4, 5), dist.group.WORLD.group_name, "quick"
-    )
-
-
 def test_an_implementation_that_there_is_not(ranks):
-    for error, text, _ in ranks(2).run(_unknown):
+    for error, text, _ in ranks(2).run(_refusal, 4, (5, 5), "quick"):
         assert (error, "impl must be one of auto, fused, split; got 'quick'" in text) == ("ArgumentError", True)
 
 

@@ -13,6 +13,7 @@ import triton.runtime.interpreter
 from triton._C.libtriton import interpreter
 
 from interlace.comm import cpu_faults
+from interlace.language import _shortcuts
 
 
 class _Patches:
@@ -40,6 +41,7 @@ class _Patches:
 
 
 triton.runtime.interpreter._patch_lang = _Patches(triton.runtime.interpreter._patch_lang)
+_shortcuts.take()
 # Checking every sum and product of integers for overflow takes a third of what is left. GPUs do not check either.
 _builder = triton.runtime.interpreter.interpreter_builder
 _builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.language import primitives
 from interlace.mapped import empty_rotating
 from tests.errors import error_of
 
@@ -154,6 +155,59 @@ def _many_epochs() -> int:
 
 def test_epochs_of_slow_and_fast_ranks(ranks: Any) -> None:
     assert ranks(2).run(_many_epochs) == [0, 0]
+
+
+def _in_the_same_buffer(name: str, calls: int) -> list[bool]:
+    """As a graph that is replayed: every call writes to the same slots. Rank 1 reads long after all have come."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    y = torch.empty(4 * ranks if name != "reduce_scatter" else 4, 1024)
+    run = interlace.fuse(torch.mm, name, shape=(4 * ranks, 1024), dtype=y.dtype)
+    run.output.captured = True
+    right = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(primitives, "load_acquire", _late(primitives.load_acquire))
+        for call in range(calls):
+            run.output._half = 0
+            products = [(call + 1) * x @ w.T for x, w in (_inputs(4 * ranks, 1024, 6, each) for each in range(ranks))]
+            x, w = _inputs(4 * ranks, 1024, 6, rank)
+            run.run_into(y, (call + 1) * x, w.T)
+            mine = slice(4 * rank, 4 * rank + 4)
+            wanted = {
+                "all_to_all": torch.cat([product[mine] for product in products]), "reduce_scatter": sum(products)[mine],
+                "all_reduce": sum(products),
+            }[name]  # fmt: skip
+            right.append(torch.equal(y, wanted))
+    return right
+
+
+def _late(look: Any) -> Any:
+    def late(*args: Any) -> Any:
+        seen = look(*args)
+        time.sleep(0.05)
+        return seen
+
+    return late
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "reduce_scatter", "all_reduce"])
+def test_slots_that_a_graph_writes_again(ranks: Any, name: str) -> None:
+    assert ranks(2).run(_in_the_same_buffer, name, 5) == [[True] * 5] * 2
+
+
+def _views_and_results() -> list[str]:
+    views, results = (interlace.fuse(lambda out: out.zero_(), "all_to_all", shape=(2, 1024), dtype=torch.float32) for _ in range(2))
+    y = torch.empty(2, 1024)
+    views()
+    results.run_into(y)
+    return [error_of(lambda: views.run_into(y))[1], error_of(results)[1]]
+
+
+def test_an_all_to_all_gives_views_or_fills_results(ranks: Any) -> None:
+    """What reads a view cannot be waited for by who writes to it in a graph."""
+    for first, second in ranks(2).run(_views_and_results):
+        assert first == "fuse: an all_to_all that was called for views must not be run_into. Make another."
+        assert second == "fuse: an all_to_all whose calls are run_into must not be called for views. Make another."
 
 
 def _groups() -> list[float]:

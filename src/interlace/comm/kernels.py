@@ -11,7 +11,11 @@ import torch
 
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group
+from interlace.units import ceil_div
 
+MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
+_ENOUGH = 132  # of them, where rows are few: one a processor of an H200
+_TILE = {"ROWS": 4, "COLS": 1024}
 _ALONE = 1 << 20  # a stride between ranks, where there is one
 _MOST_COMPILED = 4096  # calls whose compiled kernel is remembered
 _LARGE = 1 << 31  # integers from here on are 64 bits wide, to Triton; addresses are, and are others in each call
@@ -74,6 +78,16 @@ def _aligned(address: int) -> str:
 def processors(device: torch.device) -> int:
     """How many processors (streaming multiprocessors) a GPU has."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def cut_rows(rows: int, columns: int, group: Group) -> tuple[int, dict[str, int]]:
+    """How many programs move rows, and the tile that each takes at a time.
+
+    Each has signals to send and to wait for, so where rows are few, few programs are faster.
+    """
+    tiles = ceil_div(rows, _TILE["ROWS"]) * ceil_div(columns, _TILE["COLS"])
+    most = 8 if group.backend == "cpu" else min(max(_ENOUGH, tiles // 2), MOST_MOVERS)
+    return max(min(tiles, most), 1), _TILE
 
 
 @functools.cache

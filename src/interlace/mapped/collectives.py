@@ -10,12 +10,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, triton_dtype
 from interlace.errors import ArgumentError
-from interlace.mapped.output import OPERATOR, MappedOutput
+from interlace.mapped.output import MappedOutput
 from interlace.mapped.triggered import TriggeredTransfers
-from interlace.units import ceil_div
 
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce", "gather", "scatter")
 TRANSPORTS = ("stores", "copy_engine")
@@ -67,7 +64,10 @@ class Fused:
                 shape, dtype=dtype, tiles=tiles, pieces=pieces, order=order, group=group, device=device
             )  # fmt: skip
         self.shape = tuple(int(size) for size in shape)
-        self._sums = None
+        ranks = self.output.group.world_size
+        self._parts = self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])
+        self._sums, self._gives_views = None, False
+        self.output.collects = collective in ("reduce_scatter", "all_reduce")
         if collective == "all_reduce":
             self._sums = self.output.group.allocate(math.prod(self.shape) * dtype.itemsize, 2)
 
@@ -81,10 +81,20 @@ class Fused:
             call.
             reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory as above. Sums are float32, in rank order.
         """
+        if self.collective == "all_to_all" and self.output.collects:
+            raise ArgumentError("fuse: an all_to_all whose calls are run_into must not be called for views. Make another.")
+        self._gives_views = True
         return self._run(None, args, kwargs)
 
     def run_into(self, result: torch.Tensor, *args: Any) -> None:
-        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays as it is."""
+        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays as it is.
+
+        Raises:
+            ArgumentError: an all_to_all that was called for a view before.
+        """
+        if self.collective == "all_to_all" and self._gives_views:
+            raise ArgumentError("fuse: an all_to_all that was called for views must not be run_into. Make another.")
+        self.output.collects = True
         self._run(result, args, {})
 
     def _run(self, result: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -99,49 +109,31 @@ class Fused:
             except BaseException:  # the next call is another epoch
                 self.output.abandon()
                 raise
-        received = self.output.exchange()
         match self.collective:
             case "gather":
+                received = self.output.exchange()
                 return received if group.rank == self.root else received[:0]
             case "scatter":
-                return received[self.root]
+                return self.output.exchange()[self.root]
             case "reduce_scatter":
-                return self._sum(received, half, received.new_empty(received.shape[1:]) if result is None else result)
+                result = target.new_empty(self._parts[1:]) if result is None else result
+                return self.output.collect("sum", result)
             case "all_reduce":
-                y = self._sum(received, half, None)
+                result = self._sums_of(half) if result is None else result
+                return self.output.collect("sum_for_all", result, self._sums)
+            case _ if result is not None:
+                return self.output.collect("copy", result)
             case _:
-                y = received.flatten(0, 1) if len(self.shape) == 2 else received
-        return y if result is None else result.view(y.shape).copy_(y)
+                received = self.output.exchange()
+                return received.flatten(0, 1) if len(self.shape) == 2 else received
 
-    def _sum(self, received: torch.Tensor, half: int, result: torch.Tensor | None) -> torch.Tensor:
-        """The sum over ranks, in ``result`` or, of an all-reduce, in memory that the call after the next one writes."""
-        group, (ranks, rows, columns) = self.output.group, received.shape
-        if self._sums is None:
-            assert result is not None
-            address, first = result.data_ptr(), 0
-        else:
-            nbytes = math.prod(self.shape) * received.dtype.itemsize
-            address, first = self._sums.address + half * (self._sums.nbytes // 2), group.rank * rows
-            raw = bytes_at(address + group.rank * group.stride, (nbytes,), (1,), group.device, self._sums)
-            result = view_as(raw, (ranks * rows, columns), received.dtype)
-        require(group.backend)
-        from interlace.mapped import kernel
-
-        block = (4, 1024)
-        tiles = ceil_div(rows, block[0]) * ceil_div(columns, block[1])
-        with group.running():
-            arguments = (
-                received, address, group.context(OPERATOR), first, rows, columns, received.stride(0), received.stride(1),
-                result.stride(0),
-            )  # fmt: skip
-            constants = {
-                "WORLD_SIZE": ranks, "BROADCAST": self._sums is not None, "DTYPE": triton_dtype(received.dtype),
-                "ROWS": block[0], "COLS": block[1],
-            }  # fmt: skip
-            Launch(kernel.sum_slots, (max(1, min(tiles, 8 if group.backend == "cpu" else 2048)),), arguments, constants)()
-        if self._sums is not None:
-            self.output.meet()
-        return result
+    def _sums_of(self, half: int) -> torch.Tensor:
+        """Where the sums of all ranks arrive, in memory that the call after the next one writes."""
+        assert self._sums is not None
+        group, (ranks, rows, columns) = self.output.group, self._parts
+        nbytes = math.prod(self._parts) * self.output.dtype.itemsize
+        address = self._sums.address + half * (self._sums.nbytes // 2) + group.rank * group.stride
+        return view_as(bytes_at(address, (nbytes,), (1,), group.device, self._sums), (ranks * rows, columns), self.output.dtype)
 
 
 def fuse(

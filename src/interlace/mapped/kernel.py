@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.comm.kernels import MOST_MOVERS
+
+_SET = tl.constexpr(MOST_MOVERS)  # signals of a set, for each rank
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
@@ -11,19 +14,16 @@ def meet(signals, epochs, ctx, sound, call, WORLD_SIZE: tl.constexpr):
     """A barrier of all ranks' streams. One program.
 
     Protocol: what kernels before this one stored, to peers too, is in the past of its signals (they release, at system scope), and
-    what follows it comes after its waits (they acquire). Where ``sound`` is 0, what this rank stored is no result: its signals are
-    then none that anyone waits for.
+    what follows it comes after its waits (they acquire).
 
     Example: two ranks; a product on rank 0 stored rows to rank 1. Rank 1's kernel ends once rank 0's signal is here, and the rows
     with it.
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    stamp = il.mark(epoch, call)
-    if sound is not None:
-        stamp = stamp * tl.load(sound)
     # Two sets of signals in turn: a rank may be one barrier ahead, and its next one may be of another call, with another mark.
-    il.barrier(il.pointer(signals, tl.int32) + (epoch & 1) * WORLD_SIZE, stamp, group, WORLD_SIZE)
+    flags = il.pointer(signals, tl.int32) + (epoch & 1) * _SET * WORLD_SIZE
+    il.barrier(flags, _if_sound(il.mark(epoch, call), sound), group, WORLD_SIZE)
     il.advance_epoch(epochs, epoch)
 
 
@@ -50,35 +50,82 @@ def settle(counters, tiles, sound, ctx, pieces, PIECES: tl.constexpr):
     tl.atomic_xchg(counters + lanes, wanted, mask=wrong, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["result", "first", "rows"])
-def sum_slots(
-    slots, result, ctx, first, rows, columns, slot_stride, row_stride, result_stride, WORLD_SIZE: tl.constexpr,
-    BROADCAST: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+@triton.jit(do_not_specialize=["slots", "result", "landing", "signals", "call", "rows"])
+def collect(
+    slots, result, landing, signals, epochs, ctx, sound, call, rows, columns, slot_stride, row_stride,
+    WORLD_SIZE: tl.constexpr, HOW: tl.constexpr, IN_PLACE: tl.constexpr, CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what every rank wrote, float32, in rank order.
+    """:func:`meet`, and then what every rank wrote for this one, ``[rank, row, column]``, goes to the contiguous ``result``.
 
-    Protocol: the slots are this rank's, and complete. The sum goes to ``result``: rows ``first`` and following of every rank's
-    (``BROADCAST``; symmetric), else rows 0 and following of this rank's own.
+    ``HOW`` is ``"copy"``: all of it, ``[rank * row, column]``. ``"sum"``: the sum over ranks, ``[row, column]``, float32 in rank
+    order. ``"sum_for_all"``: that sum, of every rank: ``[rank * row, column]``; ``landing`` is symmetric memory of this size, the
+    result itself if ``IN_PLACE``.
 
-    Example: two ranks, slots [1, 2] and [10, 20] here: result [11, 22].
+    Protocol: each program meets the programs of its index on all ranks, as :func:`meet` does. Under ``"sum_for_all"`` it then puts
+    its tiles of this rank's sum into every peer's landing, signals, and waits for its peers' programs of the same index, whose
+    tiles are then here. What does not come in time is NaN. Landings are free: a peer that has met this rank has read the
+    one of the call before the last. Slots take turns, too, unless the call is ``CAPTURED``: then the next one may write to the
+    same, and programs part only when their peers have read them, which the sums of all imply.
+
+    Example: two ranks, slots [1, 2] and [10, 20] here: the result is [1, 2, 10, 20], or [11, 22], or the peer's sum behind these.
     """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     me = il.rank(group)
+    stamp = il.mark(epoch, call)
+    flags = il.pointer(signals, tl.int32) + program * WORLD_SIZE
+    met = il.barrier(flags + (epoch & 1) * _SET * WORLD_SIZE, _if_sound(stamp, sound), group, WORLD_SIZE).to(tl.int32)
     lines, lanes = tl.arange(0, ROWS), tl.arange(0, COLS)
     tiles_n = (columns + COLS - 1) // COLS
     tiles = (rows + ROWS - 1) // ROWS * tiles_n
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    target, there = il.pointer(result, DTYPE), il.pointer(landing, DTYPE)
+    for tile in range(program, tiles, programs):
         m = (tile // tiles_n * ROWS + lines).to(tl.int64)[:, None]
         n = (tile % tiles_n * COLS + lanes)[None, :]
         inside = (m < rows) & (n < columns)
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for source in tl.static_range(WORLD_SIZE):
-            part = tl.load(slots + source * slot_stride.to(tl.int64) + m * row_stride + n, mask=inside, other=0.0)
-            total += part.to(tl.float32)
-        value = total.to(DTYPE)
-        target = il.pointer(result, DTYPE) + (first + m) * result_stride + n
-        if BROADCAST:
-            for step in tl.static_range(WORLD_SIZE):
-                il.put(target, value, (me + 1 + step) % WORLD_SIZE, group, inside)
+        here = il.pointer(slots, DTYPE) + m * row_stride + n
+        if HOW == "copy":
+            for source in tl.static_range(WORLD_SIZE):
+                part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, _if_here(part, met), mask=inside)
         else:
-            tl.store(target, value, mask=inside)
+            total = tl.zeros([ROWS, COLS], tl.float32)
+            for source in tl.static_range(WORLD_SIZE):
+                part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+            value = _if_here(total.to(DTYPE), met)
+            first = me * rows.to(tl.int64) if HOW == "sum_for_all" else 0
+            cells = (first + m) * columns + n
+            if HOW == "sum_for_all":
+                for step in tl.static_range(WORLD_SIZE - 1):
+                    il.put(there + cells, value, (me + 1 + step) % WORLD_SIZE, group, inside)
+            tl.store(target + cells, value, mask=inside)
+    if (HOW == "sum_for_all") | CAPTURED:
+        complete = il.barrier(flags + 2 * _SET * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
+    if HOW == "sum_for_all":
+        if (not IN_PLACE) | (complete == 0):
+            for tile in range(program, tiles, programs):
+                m = (tile // tiles_n * ROWS + lines).to(tl.int64)[:, None]
+                n = (tile % tiles_n * COLS + lanes)[None, :]
+                inside = (m < rows) & (n < columns)
+                for step in tl.static_range(WORLD_SIZE - 1):
+                    cells = ((me + 1 + step) % WORLD_SIZE * rows.to(tl.int64) + m) * columns + n
+                    value = il.get(there + cells, me, group, inside, 0.0)
+                    tl.store(target + cells, _if_here(value, complete), mask=inside)
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _if_sound(stamp, sound):
+    """What a rank signals: where ``sound`` is 0, what it stored is no result, and its signals are none that anyone waits for."""
+    if sound is not None:
+        stamp = stamp * tl.load(sound)
+    return stamp
+
+
+@triton.jit
+def _if_here(value, arrived):
+    """A tile, or NaN."""
+    return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, float("nan"))

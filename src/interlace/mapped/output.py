@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_of
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
+from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
+from interlace.comm.memory import Block
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
+_SETS = 3  # of signals: two of meetings, which take turns, and one of sums
 
 
 class MappedOutput:
@@ -34,6 +36,7 @@ class MappedOutput:
         dtype: of the elements.
         destinations: the rank that each part of the tensor is for.
         captured: whether a CUDA graph has captured it.
+        collects: whether every epoch ends by :meth:`collect`. Set before the first.
     """
 
     def __init__(
@@ -95,11 +98,11 @@ class MappedOutput:
             mine = self._slot(half, rank, 0)
             self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block))
         self._written = [self._map(homes, whole, strides) for homes in self._homes()]
-        self._workspace = self.group.workspace(OPERATOR, 4096, 2 * ranks)
+        self._workspace = self.group.workspace(OPERATOR, 4096, _SETS * MOST_MOVERS * ranks)
         self._sound: torch.Tensor | None = None  # int32 on the device: 0 if what was written must not be used
         self._half = 0
         self._writing = False
-        self.captured = False
+        self.captured = self.collects = False
 
     def _homes(self) -> list[list[int]]:
         """For each half, the addresses of the parts that a producer writes, in its order."""
@@ -123,8 +126,8 @@ class MappedOutput:
     def begin(self) -> torch.Tensor:
         """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its contents are anything.
 
-        Collective in a CUDA graph, and after the output has been in one: a graph replays with the same buffer, so ranks first
-        wait, on the stream, until all have read it.
+        Collective in a CUDA graph, and after the output has been in one, unless epochs end by :meth:`collect`: a graph replays
+        with the same buffer, so ranks first wait, on the stream, until all have read it.
 
         Raises:
             ArgumentError: the epoch has begun already.
@@ -134,7 +137,7 @@ class MappedOutput:
         if self._writing:
             raise ArgumentError(f"{type(self).__name__}.begin: an epoch must end before the next begins. Call exchange() first.")
         self.captured |= self.group.capture_id() is not None and not self.group.replays.capturing
-        if self.captured:
+        if self.captured and not self.collects:
             self._meet()
         self._writing = True
         return self._written[self._half]
@@ -152,13 +155,57 @@ class MappedOutput:
             PeerTimeoutError: a peer did not exchange before the group's deadline. On CUDA the kernel ends, and the next call on
                 the group, or :func:`interlace.synchronize`, raises.
         """
+        received = self._end()
+        self._meet()
+        return received
+
+    def _end(self) -> torch.Tensor:
+        """What will have been received once all ranks have met."""
         if not self._writing:
             raise ArgumentError(f"{type(self).__name__}.exchange: an epoch must have begun. Call begin() and write first.")
+        self._complete()
         self._writing = False
-        self._meet()
         received = self._received[self._half]
         self._half = 1 - self._half
         return received
+
+    def _complete(self) -> None:
+        """Enqueue what is left of this rank's epoch, before it meets the others."""
+
+    def collect(self, how: str, result: torch.Tensor, sums: Block | None = None) -> torch.Tensor:
+        """:meth:`exchange`, with what came in ``result``, contiguous, by the same kernel. Collective; the host does not wait.
+
+        What did not come by the deadline is NaN.
+
+        Args:
+            how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in rank order. ``"sum_for_all"``: the
+                sums of all ranks, ``[R, ...]``.
+            result: of as many elements, and this dtype.
+            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The result may be the half of this
+                epoch.
+
+        Returns:
+            ``result``.
+        """
+        half, received = self._half, self._end()
+        require(self.group.backend)
+        from interlace.mapped import kernel
+
+        parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
+        ranks, rows, columns = parts.shape
+        landing = 0 if sums is None else sums.address + half * (sums.nbytes // 2)
+        programs, tile = cut_rows(rows, columns, self.group)
+        arguments = (
+            parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address, self._workspace.epochs,
+            self.group.context(OPERATOR), self._sound, self._mark, rows, columns, parts.stride(0), parts.stride(1),
+        )  # fmt: skip
+        constants = {
+            "WORLD_SIZE": ranks, "HOW": how, "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
+            "CAPTURED": self.captured, "DTYPE": triton_dtype(self.dtype), **tile,
+        }  # fmt: skip
+        with self.group.running():
+            Launch(kernel.collect, (programs,), arguments, constants)()
+        return result
 
     def abandon(self) -> None:
         """Give up the epoch that has begun, if one has: whoever was to write has failed.
@@ -171,10 +218,6 @@ class MappedOutput:
     def advance(self) -> None:
         """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``."""
         self._half = 1 - self._half
-
-    def meet(self) -> None:
-        """Wait, on the current stream, until every rank's stream is here. Collective."""
-        self._meet()
 
     def _meet(self) -> None:
         if self.group.world_size == 1:

@@ -155,24 +155,17 @@ class TriggeredTransfers(MappedOutput):
         self._sent.add(part)
         push(self.group, self._transfers(self.half, part))
 
-    def exchange(self) -> torch.Tensor:
-        """End the epoch, and send what was not sent yet; see :meth:`MappedOutput.exchange`. On the stream of the kernels.
-
-        Raises:
-            MiscountError: kernels did not count every tile once. On CUDA this call may raise, or the next one on the group, or
-                :func:`interlace.synchronize`; peers raise :class:`PeerTimeoutError`.
-            As for :class:`MappedOutput`.
-        """
-        if self._writing and self._queues:
+    def _complete(self) -> None:
+        """Check what kernels have counted, or send what was not sent yet; then wait, on the current stream, for all copies."""
+        if self._queues:
             self._settle()
             self._queues[self.half].release()
-        elif self._writing:
+        else:
             for part in self._order():
                 if part not in self._sent:
                     self.send(part)
-        if self._writing and self.group.world_size > 1:
+        if self.group.world_size > 1:
             join(self.group)
-        return super().exchange()
 
     def abandon(self) -> None:
         """See :meth:`MappedOutput.abandon`. Parts that were sent have gone; nobody takes them for a result."""

@@ -25,6 +25,7 @@ def _cases(kernel):
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
+        "collect": _collect,
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
@@ -43,8 +44,8 @@ def _cases(kernel):
         "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
         "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
+        "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
-        "sum_slots": _sum_slots,
         "sum_results": lambda: _mixture_of_experts_rows(),
         "swiglu_backward": lambda: _mixture_of_experts_rows(),
     }[kernel]()
@@ -66,14 +67,26 @@ def _stage_rows():
     yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": None}
 
 
-def _sum_slots():
-    """To this rank, and to all."""
+def _spread_rows():
+    """The same rows to all, and others to each."""
+    addresses, sizes = ("landing_address", "half_bytes"), ("share", "distance", "K", "x_stride", "whole_stride")
+    types = _MEETING | {"routes": "*i64"} | dict.fromkeys(addresses, "i64") | dict.fromkeys(sizes, "i32")
+    for dtype, each in (("*bf16", False), ("*fp32", True)):
+        yield types | {"x": dtype, "whole": dtype}, {"WORLD_SIZE": 4, "EACH": each, "ROWS": 4, "COLS": 1024}
+
+
+def _collect():
+    """As it came, and sums: for this rank, and for all, in memory of its own or where they arrive."""
     import triton.language as tl
 
-    sizes = ("first", "rows", "columns", "slot_stride", "row_stride", "result_stride")
-    types = {"slots": "*bf16", "result": "i64", "ctx": "*i64", **dict.fromkeys(sizes, "i32")}
-    for everyone in (True, False):
-        yield types, {"WORLD_SIZE": 4, "BROADCAST": everyone, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024}
+    addresses = dict.fromkeys(("slots", "result", "landing"), "i64")
+    types = _MEETING | addresses | dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
+    options = {"WORLD_SIZE": 4, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024, "sound": None}
+    for how, flag in (("copy", True), ("sum", True), ("sum_for_all", False), ("sum_for_all", True)):
+        yield types, options | {"HOW": how, "IN_PLACE": flag and how == "sum_for_all", "CAPTURED": flag}
+    yield types | {"sound": "*i32"}, {name: value for name, value in options.items() if name != "sound"} | {
+        "HOW": "copy", "IN_PLACE": False, "CAPTURED": False, "DTYPE": tl.float32,
+    }  # fmt: skip
 
 
 _EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
@@ -283,7 +296,7 @@ def compile_all(target_name: str, part: int = 0, parts: int = 1) -> int:
             compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 3})
             binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
             assert len(binary) > 0
-            if target_name == "sm_90":
+            if target_name == "sm_90" and "wgmma" in compiled.asm["ptx"]:
                 assert "serialized" not in _ptxas_says(compiled.asm["ptx"]), kernel.__name__
             print(kernel.__name__, target_name, len(binary), flush=True)
             count += 1

@@ -107,7 +107,7 @@ def _received(x: torch.Tensor, count: int) -> torch.Tensor:
     return rows.view(dist.get_world_size(), count, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)
 
 
-def _arriving(turns: int) -> tuple[int, float, int]:
+def _arriving(impl: str, turns: int) -> tuple[int, float, int]:
     """Rows that differ from those sent, the largest relative error, elements that differ from the first results; as above."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -119,30 +119,34 @@ def _arriving(turns: int) -> tuple[int, float, int]:
         x = torch.randn(ranks * count * share, inner, generator=generator, device="cuda").bfloat16()
         w = torch.randn(count, columns, inner, generator=generator, device="cuda").bfloat16()
         batch = w.mT if which % 2 else w.mT.contiguous()
-        y, rows = call(x, batch, name)
+        y, rows = call(x, batch, name, impl)
         sent = _received(x, count)
         wanted = torch.bmm(sent.double(), batch.double())
         worst = max(worst, float((y.double() - wanted).norm() / wanted.norm()))
         differs = differs + (rows != sent).sum()
         calls.append((x, batch))
         expected += [y, rows]
-    wrong = _repeated(turns, lambda: [each for x, w in calls for each in call(x, w, name)], expected)
+    wrong = _repeated(turns, lambda: [each for x, w in calls for each in call(x, w, name, impl)], expected)
     return int(differs), worst, wrong
 
 
-def test_batches_received(world_size: int) -> None:
-    for differs, worst, wrong in interlace.launch(_arriving, world_size, 200, backend="cuda"):
+@pytest.mark.parametrize("impl", ["fused", "mapped"])
+def test_batches_received(world_size: int, impl: str) -> None:
+    for differs, worst, wrong in interlace.launch(_arriving, world_size, impl, 200, backend="cuda"):
         assert (differs, wrong) == (0, 0)
         assert worst < 0.01
 
 
-def _without_a_peer() -> tuple[str, int, float, bool] | None:
+def _without_a_peer(impl: str) -> tuple[str, int, float, bool] | None:
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     x, w = torch.ones(512, 256, device="cuda"), torch.ones(2, 256, 128, device="cuda")
-    torch.ops.interlace.all_to_all_bmm(x, w, name)
-    return call_without(1, lambda: torch.ops.interlace.all_to_all_bmm(x, w, name)[0])
+    torch.ops.interlace.all_to_all_bmm(x, w, name, impl)
+    return call_without(1, lambda: torch.ops.interlace.all_to_all_bmm(x, w, name, impl)[0])
 
 
-def test_a_peer_that_never_calls() -> None:
-    assert interlace.launch(_without_a_peer, 2, backend="cuda", timeout_s=60)[0] == ("PeerTimeoutError", 1, 1.0, True)
+@pytest.mark.parametrize("impl", ["fused", "mapped"])
+def test_a_peer_that_never_calls(impl: str) -> None:
+    """By copies, products know nothing of peers that did not come, and all is NaN; else what needs them."""
+    spoilt = {"fused": 1.0, "mapped": 0.5}[impl]
+    assert interlace.launch(_without_a_peer, 2, impl, backend="cuda", timeout_s=60)[0] == ("PeerTimeoutError", 1, spoilt, True)

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.products.choice import ANY_ROWS, takes_bias
 from tests.gpu.absent import call_without
 from tests.products.calls import IMPLS, Call, check_all, check_gradients, compiled, differentiate, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
 
-_BY_COPIES = {"all_gather_gemm": ["split"], "gemm_reduce_scatter": ["split"]}  # signals are set by copies behind the data
-AT_ONCE = {operator: ["fused", *_BY_COPIES.get(operator, [])] for operator in IMPLS}
-"""Implementations with protocols of their own; tests of triggered transfers and mapped outputs have the others."""
+AT_ONCE = {operator: ["fused", "mapped", *(["split"] if (operator, "split") in ANY_ROWS else [])] for operator in IMPLS}
+"""Implementations with protocols of their own; tests of triggered transfers have the others."""
 
 # Columns, inner, dtype, bias, given splits, what w is contiguous along. Even, odd, and larger than a tile.
 KINDS = [
@@ -101,7 +101,7 @@ def test_many_calls_with_late_ranks(world_size: int, operator: str) -> None:
     rows = 128 * world_size
     for impl in AT_ONCE[operator]:
         calls = [
-            Call(operator, rows, 512, 256, "bfloat16", True, impl=impl, seed=1),
+            Call(operator, rows, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl, seed=1),
             Call(operator, 2 * world_size, 130, 520, "float16", impl="fused", seed=2),
             Call(operator, 8 * rows, 256, 512, "bfloat16", impl=impl, seed=3),
         ]
@@ -109,7 +109,7 @@ def test_many_calls_with_late_ranks(world_size: int, operator: str) -> None:
 
 
 def _replay(call: Call) -> list[bool]:
-    """A captured call, replayed back to back on its x and on another, between ordinary calls."""
+    """A captured call, replayed on its x and on others, back to back and between ordinary calls."""
     tensors = call.placed()
     xs = [tensors["x"].clone(), -2 * tensors["x"], tensors["x"] + 1]
     expected = [call.make(**{**tensors, "x": x}) for x in xs]
@@ -123,7 +123,7 @@ def _replay(call: Call) -> list[bool]:
         tensors["x"].copy_(xs[turn % 3])
         graph.replay()
         found = y.clone()
-        again = call.make(**tensors)
+        again = found if turn % 4 < 2 else call.make(**tensors)
         same += [torch.equal(found, expected[turn % 3]), torch.equal(again, expected[turn % 3])]
     interlace.synchronize()
     return same
@@ -131,7 +131,7 @@ def _replay(call: Call) -> list[bool]:
 
 def test_graphs(world_size: int, operator: str) -> None:
     for impl in AT_ONCE[operator]:
-        call = Call(operator, 128 * world_size, 512, 256, "bfloat16", True, impl=impl)
+        call = Call(operator, 128 * world_size, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl)
         assert all(all(same) for same in interlace.launch(_replay, world_size, call, backend="cuda", timeout_s=60))
 
 

@@ -64,7 +64,7 @@ def test_bad_arguments(operator, x, w, more, message):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_implementation_that_does_not_exist(operator):
-    carried = "split" if operator == "all_gather_gemm" else "mapped, split, triggered"
+    carried = "mapped, split" if operator == "all_gather_gemm" else "mapped, split, triggered"
     impls = f"auto, fused, {carried}, unfused"
     with pytest.raises(ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"):
         getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl="fast")
@@ -182,6 +182,8 @@ SAME = "a result of the dtype of x"
         ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [3, 1]}, EVEN),
         ("gemm_all_to_all", 4, {"input_splits": [1, 3], "output_splits": [2, 2]}, EVEN),
         ("all_gather_gemm", 4, {"splits": [4, 9]}, ""),
+        ("all_gather_gemm", 4, {"bias": _t(5)}, ""),
+        ("all_gather_gemm", 4, {"out_dtype": bf16}, SAME),
     ],
 )  # fmt: skip
 def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, options, unmet):

@@ -97,14 +97,17 @@ class Case(abc.ABC):
         """Columns of what travels."""
 
     @abc.abstractmethod
-    def fused(self, i: int) -> torch.Tensor: ...
+    def call(self, i: int, impl: str) -> torch.Tensor: ...
+
+    def fused(self, i: int) -> torch.Tensor:
+        return self.call(i, "fused")
 
     @abc.abstractmethod
     def pair(self, i: int) -> None: ...
 
     @abc.abstractmethod
     def expected(self, i: int) -> torch.Tensor:
-        """What :meth:`fused` returns, in float64."""
+        """What :meth:`call` returns, in float64."""
 
     @abc.abstractmethod
     def cost(self) -> ProductCost: ...
@@ -127,9 +130,6 @@ class Sent(Case):
         x, w = self.sets[i % SETS]
         y: torch.Tensor = torch.ops.interlace.bmm_all_to_all(x, w, default_name(self.group), impl)
         return y
-
-    def fused(self, i: int) -> torch.Tensor:
-        return self.call(i, "fused")
 
     def split(self, i: int) -> torch.Tensor:
         return self.call(i, "split")
@@ -175,11 +175,17 @@ class Received(Case):
     def width(self) -> int:
         return self.shape.inner
 
-    def fused(self, i: int) -> torch.Tensor:
+    def call(self, i: int, impl: str) -> torch.Tensor:
         x, w = self.sets[i % SETS]
-        y, _ = torch.ops.interlace.all_to_all_bmm(x.flatten(0, 1), w, default_name(self.group))
+        y, _ = torch.ops.interlace.all_to_all_bmm(x.flatten(0, 1), w, default_name(self.group), impl)
         assert isinstance(y, torch.Tensor)
         return y
+
+    def mapped(self, i: int) -> torch.Tensor:
+        return self.call(i, "mapped")
+
+    def ways(self) -> dict[str, Callable[[int], Any]]:
+        return super().ways() | {"mapped": self.mapped}
 
     def sort(self, i: int) -> torch.Tensor:
         """What comes, ``[B, M, K]``."""

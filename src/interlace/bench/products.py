@@ -54,7 +54,7 @@ _CHOOSE: Mapping[str, Callable[..., Any]] = {
 }
 _COLLECTIVES = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
 """The collective of operators whose product may carry itself."""
-_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("split",)}
+_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("mapped", "split")}
 """Implementations that are neither the fused kernel nor the pair."""
 
 OPERATORS = tuple(_COSTS)

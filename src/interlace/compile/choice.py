@@ -15,7 +15,7 @@ from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.ops.gemm_all_to_all import config as gemm_all_to_all
 from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
-from interlace.products.choice import ANY_ROWS, MAX_RANKS
+from interlace.products.choice import ANY_ROWS, MAX_RANKS, takes_bias
 from interlace.tuning import CARRIED
 
 
@@ -75,7 +75,7 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"{operator} is not faster: {choice.reason}")
     if choice.impl in CARRIED and choice.otherwise == "fused":
         return str(choice.reason)  # whatever the operands
-    if choice.impl == "mapped" and product.bias is not None:
+    if product.bias is not None and not takes_bias(operator, choice.impl):
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
     if choice.impl in CARRIED and (operator, choice.impl) not in ANY_ROWS and rows % ranks:
         raise LeftAlone(

@@ -70,7 +70,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     reason = choose("all_to_all_bmm", product, rows_of(product), ranks)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
-    pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name)
+    pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name, "auto")
     y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
     _put_product(product, writer, y)
     _put_rows(by_products, nodes, writer, received)

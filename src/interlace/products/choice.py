@@ -102,7 +102,7 @@ def _shared_bytes(device: torch.device) -> int:
 IMPLS = ("auto", "fused", *tuning.CARRIED, "unfused")
 """Implementations of the operators whose product travels."""
 
-ANY_ROWS = {("all_gather_gemm", "split"), ("gemm_reduce_scatter", "split")}
+ANY_ROWS = {("all_gather_gemm", "mapped"), ("all_gather_gemm", "split"), ("gemm_reduce_scatter", "split")}
 """Those of :data:`interlace.tuning.CARRIED` that do not need rows to be split evenly."""
 
 
@@ -151,9 +151,14 @@ def unmet(operator: str, impl: str, operands: Operands, even: bool) -> list[str]
     missing = [] if even or (operator, impl) in ANY_ROWS else ["rows that are split evenly"]
     if impl != "triggered" and operands.out_dtype != operands.x.dtype:
         missing.append("a result of the dtype of x")
-    if impl == "mapped" and operands.bias is not None:
+    if operands.bias is not None and not takes_bias(operator, impl):
         missing.append("no bias")
     return missing
+
+
+def takes_bias(operator: str, impl: str) -> bool:
+    """Whether an implementation adds biases: all but a product that cuBLAS writes into the peers' memory."""
+    return impl != "mapped" or operator == "all_gather_gemm"
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:

@@ -1,13 +1,21 @@
-"""Small kernels around the copies of ``fetch.py``; the README.md of ``all_gather_gemm`` explains the protocol."""
+"""Small kernels that move rows before a product: around the copies of ``fetch.py``, and in their place.
+
+The README.md of ``all_gather_gemm`` explains the protocols.
+"""
 
 import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.comm.kernels import MOST_MOVERS
 from interlace.products import record
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
+_FIRST_ROW = tl.constexpr(record.FIRST_ROW)
+_ROWS = tl.constexpr(record.ROWS)
+_ROUTE = tl.constexpr(record.ROUTE)
+_SET = tl.constexpr(MOST_MOVERS)  # signals of a set, for each rank
 
 
 @triton.jit(
@@ -109,4 +117,67 @@ def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
             place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
             nothing = tl.full([BLOCK], float("nan"), tl.float32)
             tl.store(y + place, nothing.to(y.dtype.element_ty), mask=place < cells)
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["landing_address", "half_bytes", "signals", "call", "share", "distance"])
+def spread_rows(
+    x, whole, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance, K, x_stride, whole_stride,
+    WORLD_SIZE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Store this rank's rows in every rank's memory, and gather what the peers store here.
+
+    Row m of those that rank s gives to a rank goes to row ``routes[s] + m // share * distance + m % share``. Every rank gets the same
+    rows, or (``EACH``) rank r those from the r-th part of x.
+
+    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch, signals, waits for its peers'
+    programs of the same index, and copies what they have put here into ``whole``, an ordinary tensor; NaN where it did not come.
+    The half is free: a peer that has signalled the call before this one has copied the one before that. Signals have two sets,
+    which take turns, since a rank may be one call ahead.
+
+    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of its ``whole`` and of rank 1's
+    landing, and copies b from row 1 of its own landing.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    me = il.rank(group)
+    stamp = il.mark(epoch, call)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32) + ((epoch & 1) * _SET + program) * WORLD_SIZE
+    landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
+    lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
+    tiles_k = (K + COLS - 1) // COLS
+    first = tl.load(routes + me * _ROUTE + _FIRST_ROW)
+    rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
+    for tile in range(program, (rows + ROWS - 1) // ROWS * tiles_k, programs):
+        m = (tile // tiles_k * ROWS + lines).to(tl.int64)[:, None]
+        k = (tile % tiles_k * COLS + columns)[None, :]
+        inside = (m < rows) & (k < K)
+        cells = (first + m // share * distance + m % share) * whole_stride + k
+        if not EACH:
+            value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
+        for step in tl.static_range(WORLD_SIZE):
+            to = (me + 1 + step) % WORLD_SIZE
+            if EACH:
+                value = tl.load(x + (to * rows + m) * x_stride + k, mask=inside, other=0.0)
+            if step < WORLD_SIZE - 1:
+                il.put(landing + cells, value, to, group, inside)
+            else:
+                tl.store(whole + cells, value, mask=inside)
+    il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+    arrived = il.wait(flags + peers, stamp, peers, program, group, others).to(tl.int32)
+    for step in tl.static_range(WORLD_SIZE - 1):
+        source = (me + 1 + step) % WORLD_SIZE
+        first = tl.load(routes + source * _ROUTE + _FIRST_ROW)
+        rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
+        for tile in range(program, (rows + ROWS - 1) // ROWS * tiles_k, programs):
+            m = (tile // tiles_k * ROWS + lines).to(tl.int64)[:, None]
+            k = (tile % tiles_k * COLS + columns)[None, :]
+            inside = (m < rows) & (k < K)
+            cells = (first + m // share * distance + m % share) * whole_stride + k
+            value = il.get(landing + cells, me, group, inside, 0.0)
+            value = tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, float("nan"))
+            tl.store(whole + cells, value, mask=inside)
     il.advance_epoch(epochs, epoch)

@@ -84,8 +84,9 @@ def all_gather_gemm(
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
         return_gathered: whether to return the gathered x too. It is a constant to autograd: gradients reach x through the product.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"split"`` (``torch.mm`` for each rank's rows once copy engines have brought them; not float8, and no
-            other ``out_dtype``), ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to be
+        impl: ``"fused"``, ``"split"`` (``torch.mm`` for each rank's rows once copy engines have brought them), ``"mapped"`` (one
+            kernel stores rows in all ranks' memory, then ``torch.mm``: for few rows; these two not for float8, nor for another
+            ``out_dtype``), ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to be
             faster; :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
 

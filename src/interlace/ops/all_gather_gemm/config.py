@@ -8,7 +8,7 @@ from interlace.errors import ArgumentError
 from interlace.products.config import ProductConfig
 
 OPERATOR = "all_gather_gemm"
-IMPLS = ("auto", "fused", "split", "unfused")
+IMPLS = ("auto", "fused", "mapped", "split", "unfused")
 
 
 @dataclasses.dataclass(frozen=True)

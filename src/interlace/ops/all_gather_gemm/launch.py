@@ -24,6 +24,7 @@ from interlace.products.launch import has_descriptors, operand_arguments, option
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
 from interlace.products.splits import check_sum
+from interlace.products.spread import spread
 
 
 def choose(**call: Any) -> Choice[AllGatherGemmConfig]:
@@ -44,6 +45,8 @@ def run(
             return _fused(operands.for_kernel(), rows, gather, group, decision.config, decision.mark)
         if decision.how == "split":
             return _split(operands, rows, gather, group, decision.mark)
+        if decision.how == "mapped":
+            return _mapped(operands, rows, gather, group, decision.mark)
     group.check()
     y, gathered = reference.all_gather_gemm(
         operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
@@ -134,6 +137,30 @@ def _split(
 
     with group.running():
         key = (OPERATOR, "split", tuple(splits), gather, mark, places(y, whole), operands.place())
+        group.replays.run(key, enqueue)
+    return y, _result(operands, whole, gather)
+
+
+def _mapped(
+    operands: Operands, splits: Sequence[int], gather: bool, group: Group, mark: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same by one kernel that stores rows in all ranks' memory, and cuBLAS once they are here."""
+    operands = operands.with_contiguous_rows()
+    x = operands.x
+    y = x.new_empty([sum(splits), operands.columns])
+    if group.world_size == 1:
+        multiply_into(y, x, operands.w.T, operands.bias)
+        return y, _result(operands, None, gather)
+    require(group.backend)
+    whole = _gathered(operands, splits)
+    spreading = spread(group, OPERATOR, x, whole, splits, mark)  # before anything is enqueued: its memory may have to grow
+
+    def enqueue() -> None:
+        spreading()
+        multiply_into(y, whole[:, : operands.inner], operands.w.T, operands.bias)
+
+    with group.running():
+        key = (OPERATOR, "mapped", tuple(splits), mark, places(y, whole), operands.place())
         group.replays.run(key, enqueue)
     return y, _result(operands, whole, gather)
 

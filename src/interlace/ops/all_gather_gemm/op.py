@@ -56,8 +56,9 @@ def _fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
-    # What the gradient's operator cannot do for these splits, it was not asked for.
-    ctx.impl = "auto" if impl == "split" and ctx.splits is not None and len(set(ctx.splits)) > 1 else impl
+    # What the gradient's operator cannot do for these rows, it was not asked for.
+    uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
+    ctx.impl = "auto" if impl == "mapped" or (impl == "split" and uneven) else impl
     gathered = output[1]
     if ctx.needs_input_grad[1] and not gather:
         raise ArgumentError("all_gather_gemm: gather must be True where w requires a gradient; got False.")

@@ -10,16 +10,16 @@ import torch
 from interlace.comm.tags import OPERATOR_TAGS
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-_library.define("all_to_all_bmm(Tensor x, Tensor w, str group_name) -> (Tensor, Tensor)", tags=OPERATOR_TAGS)
+_library.define("all_to_all_bmm(Tensor x, Tensor w, str group_name, str impl) -> (Tensor, Tensor)", tags=OPERATOR_TAGS)
 
 
-def _run(x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     from interlace.ops.all_to_all_bmm.launch import run
 
-    return run(x, w, group_name)
+    return run(x, w, group_name, impl)
 
 
-def _fake(x: torch.Tensor, w: torch.Tensor, group_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: torch.Tensor, w: torch.Tensor, *_: str) -> tuple[torch.Tensor, torch.Tensor]:
     count, inner, columns = w.shape
     rows = x.shape[0] // count
     return x.new_empty([count, rows, columns]), x.new_empty([count, rows, inner])

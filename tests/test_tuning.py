@@ -16,7 +16,9 @@ H200 = "NVIDIA H200"
 # Each operator's configuration, if it has a kernel of its own, and the sizes by which its entries are found.
 PRODUCT = ("rows", "columns", "inner")
 OTHERS = {
-    **dict.fromkeys(("all_gather_gemm", "bmm_all_to_all"), ("split",)),
+    "all_gather_gemm": ("mapped", "split"),
+    "all_to_all_bmm": ("mapped",),
+    "bmm_all_to_all": ("split",),
     **dict.fromkeys(("gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"), tuning.CARRIED),
 }
 OPERATORS = {

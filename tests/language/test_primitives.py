@@ -1,5 +1,7 @@
 """The primitives of ``interlace.language`` between ranks, in kernels that are as small as they can be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -273,3 +275,24 @@ def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
     assert [epochs for epochs, _ in seen] == [{epoch} for epoch in expected]
     assert [before for _, before in seen[1:]] == [{epoch} for epoch in expected[:2]]
     assert distinct == 1
+
+
+def _arrays_to_store():
+    """Whether the arrays of every store to a peer may be written to; of a whole tile, and of one value for several peers."""
+    from interlace.language import _interpreted
+
+    store, writeable = _interpreted.interpreter.store, []
+
+    def watched(*arrays):
+        writeable.extend(each.flags.writeable for each in arrays)
+        store(*arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_interpreted, "interpreter", SimpleNamespace(store=watched))
+        _ring(interlace.Faults())
+    return len(writeable) > 0, all(writeable)
+
+
+def test_stores_of_triton_3_6(ranks):
+    """It refuses arrays that may not be written to, which a broadcast array is not."""
+    assert ranks(2).run(_arrays_to_store) == [(True, True)] * 2

@@ -118,11 +118,8 @@ def _store_arguments(ptr, value, mask):
     mask = _plain(mask)
     taken = np.asarray(True if mask is None else mask)
     shape = np.broadcast_shapes(addresses.shape, value.handle.data.shape, taken.shape)
-    return (
-        np.ascontiguousarray(np.broadcast_to(addresses, shape)),
-        np.ascontiguousarray(np.broadcast_to(value.handle.data, shape)),
-        np.ascontiguousarray(np.broadcast_to(taken, shape).astype(bool)),
-    )
+    # Copies: a broadcast array may not be written to, which Triton 3.6 asks of what it only reads.
+    return tuple(np.array(np.broadcast_to(each, shape), order="C") for each in (addresses, value.handle.data, taken.astype(bool)))
 
 
 def _plain(x):

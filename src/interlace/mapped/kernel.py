@@ -89,13 +89,13 @@ def collect(
         if HOW == "copy":
             for source in tl.static_range(WORLD_SIZE):
                 part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, _if_here(part, met), mask=inside)
+                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, if_here(part, met), mask=inside)
         else:
             total = tl.zeros([ROWS, COLS], tl.float32)
             for source in tl.static_range(WORLD_SIZE):
                 part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
                 total += part.to(tl.float32)
-            value = _if_here(total.to(DTYPE), met)
+            value = if_here(total.to(DTYPE), met)
             first = me * rows.to(tl.int64) if HOW == "sum_for_all" else 0
             cells = (first + m) * columns + n
             if HOW == "sum_for_all":
@@ -113,7 +113,7 @@ def collect(
                 for step in tl.static_range(WORLD_SIZE - 1):
                     cells = ((me + 1 + step) % WORLD_SIZE * rows.to(tl.int64) + m) * columns + n
                     value = il.get(there + cells, me, group, inside, 0.0)
-                    tl.store(target + cells, _if_here(value, complete), mask=inside)
+                    tl.store(target + cells, if_here(value, complete), mask=inside)
     il.advance_epoch(epochs, epoch)
 
 
@@ -126,6 +126,7 @@ def _if_sound(stamp, sound):
 
 
 @triton.jit
-def _if_here(value, arrived):
-    """A tile, or NaN."""
-    return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, float("nan"))
+def if_here(value, arrived):
+    """A tile of floats; NaN unless ``arrived`` (int32 scalar)."""
+    nothing = tl.full(value.shape, float("nan"), tl.float32).to(value.dtype)  # Triton 3.6's interpreter has no constants of bfloat16
+    return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, nothing)

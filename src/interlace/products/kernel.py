@@ -106,4 +106,5 @@ def fill_nan(address, count, dtype: tl.constexpr):
     target = il.pointer(address, dtype)
     lanes = tl.arange(0, 1024)
     for start in range(0, count, 1024):
-        tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)
+        nothing = tl.full([1024], float("nan"), tl.float32).to(dtype)
+        tl.store(target + start + lanes, nothing, mask=start + lanes < count)

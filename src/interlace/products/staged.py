@@ -8,6 +8,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.comm.kernels import MOST_MOVERS
+from interlace.mapped.kernel import if_here
 from interlace.products import record
 
 _DONE = tl.constexpr(record.DONE)
@@ -178,6 +179,5 @@ def spread_rows(
             inside = (m < rows) & (k < K)
             cells = (first + m // share * distance + m % share) * whole_stride + k
             value = il.get(landing + cells, me, group, inside, 0.0)
-            value = tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, float("nan"))
-            tl.store(whole + cells, value, mask=inside)
+            tl.store(whole + cells, if_here(value, arrived), mask=inside)
     il.advance_epoch(epochs, epoch)

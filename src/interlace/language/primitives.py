@@ -397,6 +397,26 @@ def _sum_words(
     return tl.sum(tl.where(counted, total, 0.0), 2)
 
 
+# What did not come
+
+
+@triton.jit
+def nan_unless(arrived, value):
+    """``value``, a tile of floats, or NaN where ``arrived`` (int32 scalar) is 0: a failed wait must not pass a number on."""
+    nothing = tl.full(value.shape, float("nan"), tl.float32).to(value.dtype)  # Triton 3.6's interpreter has no constants of bfloat16
+    return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, nothing)
+
+
+@triton.jit
+def fill_nan(address, count, dtype: tl.constexpr):
+    """Fill ``count`` elements of this rank's memory: a result that could not be computed."""
+    target = pointer(address, dtype)
+    lanes = tl.arange(0, 1024)
+    for start in range(0, count, 1024):
+        nothing = tl.full([1024], float("nan"), tl.float32).to(dtype)
+        tl.store(target + start + lanes, nothing, mask=start + lanes < count)
+
+
 # Giving up
 
 

@@ -77,25 +77,21 @@ def collect(
     stamp = il.mark(epoch, call)
     flags = il.pointer(signals, tl.int32) + program * WORLD_SIZE
     met = il.barrier(flags + (epoch & 1) * _SET * WORLD_SIZE, _if_sound(stamp, sound), group, WORLD_SIZE).to(tl.int32)
-    lines, lanes = tl.arange(0, ROWS), tl.arange(0, COLS)
-    tiles_n = (columns + COLS - 1) // COLS
-    tiles = (rows + ROWS - 1) // ROWS * tiles_n
+    tiles = tiles_of(rows, columns, ROWS, COLS)
     target, there = il.pointer(result, DTYPE), il.pointer(landing, DTYPE)
     for tile in range(program, tiles, programs):
-        m = (tile // tiles_n * ROWS + lines).to(tl.int64)[:, None]
-        n = (tile % tiles_n * COLS + lanes)[None, :]
-        inside = (m < rows) & (n < columns)
+        m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
         here = il.pointer(slots, DTYPE) + m * row_stride + n
         if HOW == "copy":
             for source in tl.static_range(WORLD_SIZE):
                 part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, if_here(part, met), mask=inside)
+                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, il.nan_unless(met, part), mask=inside)
         else:
             total = tl.zeros([ROWS, COLS], tl.float32)
             for source in tl.static_range(WORLD_SIZE):
                 part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
                 total += part.to(tl.float32)
-            value = if_here(total.to(DTYPE), met)
+            value = il.nan_unless(met, total.to(DTYPE))
             first = me * rows.to(tl.int64) if HOW == "sum_for_all" else 0
             cells = (first + m) * columns + n
             if HOW == "sum_for_all":
@@ -107,14 +103,27 @@ def collect(
     if HOW == "sum_for_all":
         if (not IN_PLACE) | (complete == 0):
             for tile in range(program, tiles, programs):
-                m = (tile // tiles_n * ROWS + lines).to(tl.int64)[:, None]
-                n = (tile % tiles_n * COLS + lanes)[None, :]
-                inside = (m < rows) & (n < columns)
+                m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
                 for step in tl.static_range(WORLD_SIZE - 1):
                     cells = ((me + 1 + step) % WORLD_SIZE * rows.to(tl.int64) + m) * columns + n
                     value = il.get(there + cells, me, group, inside, 0.0)
-                    tl.store(target + cells, if_here(value, complete), mask=inside)
+                    tl.store(target + cells, il.nan_unless(complete, value), mask=inside)
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def tiles_of(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """How many tiles a matrix has."""
+    return (rows + ROWS - 1) // ROWS * ((columns + COLS - 1) // COLS)
+
+
+@triton.jit
+def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Of one of them: its rows ``[ROWS, 1]`` (int64), its columns ``[1, COLS]``, and which of its elements there are."""
+    across = (columns + COLS - 1) // COLS
+    m = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    n = (tile % across * COLS + tl.arange(0, COLS))[None, :]
+    return m, n, (m < rows) & (n < columns)
 
 
 @triton.jit
@@ -123,10 +132,3 @@ def _if_sound(stamp, sound):
     if sound is not None:
         stamp = stamp * tl.load(sound)
     return stamp
-
-
-@triton.jit
-def if_here(value, arrived):
-    """A tile of floats; NaN unless ``arrived`` (int32 scalar)."""
-    nothing = tl.full(value.shape, float("nan"), tl.float32).to(value.dtype)  # Triton 3.6's interpreter has no constants of bfloat16
-    return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, nothing)

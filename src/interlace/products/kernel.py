@@ -98,13 +98,3 @@ def start_in_turn(spread_ns):
     start = tl.max(il.clock_ns(lanes), 0)
     while tl.max(il.clock_ns(lanes), 0) - start < spread_ns.to(tl.int64) * tl.program_id(0) // tl.num_programs(0):
         pass
-
-
-@triton.jit
-def fill_nan(address, count, dtype: tl.constexpr):
-    """Fill ``count`` elements of this rank's memory: a result that could not be computed."""
-    target = il.pointer(address, dtype)
-    lanes = tl.arange(0, 1024)
-    for start in range(0, count, 1024):
-        nothing = tl.full([1024], float("nan"), tl.float32).to(dtype)
-        tl.store(target + start + lanes, nothing, mask=start + lanes < count)

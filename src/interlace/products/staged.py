@@ -8,7 +8,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.comm.kernels import MOST_MOVERS
-from interlace.mapped.kernel import if_here
+from interlace.mapped.kernel import tile_at, tiles_of
 from interlace.products import record
 
 _DONE = tl.constexpr(record.DONE)
@@ -131,7 +131,7 @@ def spread_rows(
     Row m of those that rank s gives to a rank goes to row ``routes[s] + m // share * distance + m % share``. Every rank gets the same
     rows, or (``EACH``) rank r those from the r-th part of x.
 
-    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch, signals, waits for its peers'
+    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch, meets its peers'
     programs of the same index, and copies what they have put here into ``whole``, an ordinary tensor; NaN where it did not come.
     The half is free: a peer that has signalled the call before this one has copied the one before that. Signals have two sets,
     which take turns, since a rank may be one call ahead.
@@ -144,18 +144,12 @@ def spread_rows(
     group = il.join(ctx)
     me = il.rank(group)
     stamp = il.mark(epoch, call)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32) + ((epoch & 1) * _SET + program) * WORLD_SIZE
     landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
-    lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
-    tiles_k = (K + COLS - 1) // COLS
     first = tl.load(routes + me * _ROUTE + _FIRST_ROW)
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
-    for tile in range(program, (rows + ROWS - 1) // ROWS * tiles_k, programs):
-        m = (tile // tiles_k * ROWS + lines).to(tl.int64)[:, None]
-        k = (tile % tiles_k * COLS + columns)[None, :]
-        inside = (m < rows) & (k < K)
+    for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
+        m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
         cells = (first + m // share * distance + m % share) * whole_stride + k
         if not EACH:
             value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
@@ -167,17 +161,14 @@ def spread_rows(
                 il.put(landing + cells, value, to, group, inside)
             else:
                 tl.store(whole + cells, value, mask=inside)
-    il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
-    arrived = il.wait(flags + peers, stamp, peers, program, group, others).to(tl.int32)
+    arrived = il.barrier(flags, stamp, group, WORLD_SIZE).to(tl.int32)
     for step in tl.static_range(WORLD_SIZE - 1):
         source = (me + 1 + step) % WORLD_SIZE
         first = tl.load(routes + source * _ROUTE + _FIRST_ROW)
         rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
-        for tile in range(program, (rows + ROWS - 1) // ROWS * tiles_k, programs):
-            m = (tile // tiles_k * ROWS + lines).to(tl.int64)[:, None]
-            k = (tile % tiles_k * COLS + columns)[None, :]
-            inside = (m < rows) & (k < K)
+        for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
+            m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
             cells = (first + m // share * distance + m % share) * whole_stride + k
             value = il.get(landing + cells, me, group, inside, 0.0)
-            tl.store(whole + cells, if_here(value, arrived), mask=inside)
+            tl.store(whole + cells, il.nan_unless(arrived, value), mask=inside)
     il.advance_epoch(epochs, epoch)

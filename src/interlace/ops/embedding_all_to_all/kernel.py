@@ -108,14 +108,6 @@ def _owned(dest, B, chunk):
     return tl.minimum(chunk, tl.maximum(B - dest * chunk, 0))
 
 
-@triton.jit
-def _fill_nan(address, count, dtype: tl.constexpr):
-    target = il.pointer(address, dtype)
-    lanes = tl.arange(0, 1024)
-    for start in range(0, count, 1024):
-        tl.store(target + start + lanes, tl.full([1024], float("nan"), dtype), mask=start + lanes < count)
-
-
 @triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups", "own_groups"])
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
@@ -240,7 +232,7 @@ def embedding_all_to_all_forward(
                 complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
                 arrived = arrived & complete
             if not arrived:
-                _fill_nan(own_address, _owned(me, B, chunk).to(tl.int64) * columns, OUT)
+                il.fill_nan(own_address, _owned(me, B, chunk).to(tl.int64) * columns, OUT)
     il.advance_epoch(epochs, epoch)
 
 

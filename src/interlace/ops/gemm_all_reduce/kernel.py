@@ -5,7 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import fill_nan, start_in_turn
+from interlace.products.kernel import start_in_turn
 from interlace.products.reduction import send_and_sum
 
 _DONE = tl.constexpr(record.DONE)
@@ -68,5 +68,5 @@ def gemm_all_reduce(
         complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others).to(tl.int32)
         if arrived * complete == 0:
             mine = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
-            fill_nan(mine, M.to(tl.int64) * row_groups * ALIGN, OUT)
+            il.fill_nan(mine, M.to(tl.int64) * row_groups * ALIGN, OUT)
     il.advance_epoch(epochs, epoch)

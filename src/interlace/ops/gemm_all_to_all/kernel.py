@@ -5,7 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.products import record
-from interlace.products.kernel import add_bias, fill_nan, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
+from interlace.products.kernel import add_bias, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
 
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
@@ -120,5 +120,5 @@ def gemm_all_to_all(
             complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
             arrived = arrived & complete
             if not arrived:
-                fill_nan(own_address, own_rows.to(tl.int64) * row_stride, OUT)
+                il.fill_nan(own_address, own_rows.to(tl.int64) * row_stride, OUT)
     il.advance_epoch(epochs, epoch)

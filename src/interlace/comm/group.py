@@ -116,24 +116,31 @@ class Group:
 
     # Agreement on the host
 
-    def exchange(self, what: str, value: object) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order. Collective, on the host, with the group's deadline.
+    def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order. Collective, on the host.
+
+        Args:
+            what: Name of the exchange, for errors; it must be the same on every rank.
+            value: What this rank contributes.
+            deadline_s: Seconds to wait for the slowest rank. Default: the group's deadline. Where ranks do work of
+                unbounded length before they meet, such as writing files, give a deadline that allows for it.
 
         Raises:
-            PeerTimeoutError: a peer did not join in time.
+            PeerTimeoutError: a peer did not join in time; the group is broken then.
         """
         if self.world_size == 1:
             return [value]
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         sequence, self._sequence = self._sequence, self._sequence + 1
         keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps([what, value]))
         try:
-            self._store.wait(keys, datetime.timedelta(seconds=self._deadline_s))
+            self._store.wait(keys, datetime.timedelta(seconds=deadline_s))
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             peer = missing[0] if missing else -1
             self._declare_broken(what, peer)
-            raise PeerTimeoutError(operator=what, rank=self.rank, peer=peer, deadline_s=self._deadline_s) from error
+            raise PeerTimeoutError(operator=what, rank=self.rank, peer=peer, deadline_s=deadline_s) from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         if sequence > 0:  # everyone has read the exchange before this one
             self._store.delete_key(f"{sequence - 1}/{self.rank}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
+from interlace.comm.interpreter import require
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
 from interlace.comm.replays import Replays
@@ -361,7 +362,10 @@ class Group:
 
     @contextlib.contextmanager
     def _running_here(self) -> Iterator[None]:
-        with cpu_faults.counting(self.traffic):
+        require("cpu")
+        from interlace.comm import shortcuts  # imports Triton
+
+        with cpu_faults.counting(self.traffic), shortcuts.taken():
             yield
         self.check()
 

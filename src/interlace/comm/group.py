@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
+from interlace.comm.interpreter import require
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
 from interlace.comm.replays import Replays
@@ -615,25 +616,35 @@ class Group:
         return CpuHeap(self)
 
 
+@contextlib.contextmanager
+def _interpreting(traffic: cpu_faults.Traffic) -> Iterator[None]:
+    """Run kernels in Triton's interpreter meanwhile, quickly, and count what they send."""
+    require("cpu")
+    from interlace.comm import shortcuts  # imports Triton
+
+    with cpu_faults.counting(traffic), shortcuts.taken():
+        yield
+
+
 class _Running:
     """What :meth:`Group.running` returns."""
 
-    __slots__ = ("_before", "_counting", "_group")
+    __slots__ = ("_before", "_group", "_interpreting")
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._before = launches.value
-        self._counting = cpu_faults.counting(group.traffic) if group.backend == "cpu" else None
+        self._interpreting = _interpreting(group.traffic) if group.backend == "cpu" else None
 
     def __enter__(self) -> None:
-        if self._counting is not None:
-            self._counting.__enter__()
+        if self._interpreting is not None:
+            self._interpreting.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._counting is not None:
-            self._counting.__exit__(kind, error, traceback)
+        if self._interpreting is not None:
+            self._interpreting.__exit__(kind, error, traceback)
         if error is None:
-            if self._counting is not None:
+            if self._interpreting is not None:
                 self._group.check()
         # What the program captures has not run; the graph is lost, and with it the call, on this rank's epochs.
         elif launches.value != self._before and self._group.capture_id() is None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
+from interlace.comm.identity import identity
 from interlace.comm.launches import launches
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
@@ -120,6 +121,8 @@ class Group:
         # One cache line each: the flag that waits look at, and the word that fences write.
         self._state = torch.zeros(64, dtype=torch.int32, device=device)
         self._check_members()
+        # Choices of implementations are made by each rank on its own: they must be made by the same code and tables.
+        self.compare("joining a group", identity(device))
         self._heap = self._make_heap()
 
     # Agreement on the host

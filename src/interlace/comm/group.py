@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
+from interlace.comm.identity import identity
 from interlace.comm.interpreter import require
+from interlace.comm.launches import launches
 from interlace.comm.memory import Block, Heap, SoloHeap
 from interlace.comm.outputs import OutputPool
 from interlace.comm.replays import Replays
@@ -46,17 +48,6 @@ T = TypeVar("T")
 
 Answers = list[dict[str, Any]]
 """What every rank said in an exchange of named values, in rank order."""
-
-
-class _LaunchCount:
-    """Counts what this process has enqueued. Whether it has changed says whether an operator's kernels may be running."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
-launches = _LaunchCount()
-"""Incremented before every kernel launch and every replay of a graph of :class:`interlace.comm.replays.Replays`."""
 
 
 @dataclasses.dataclass
@@ -131,6 +122,8 @@ class Group:
         # One cache line each: the flag that waits look at, and the word that fences write.
         self._state = torch.zeros(64, dtype=torch.int32, device=device)
         self._check_members()
+        # Choices of implementations are made by each rank on its own: they must be made by the same code and tables.
+        self.compare("joining a group", identity(device))
         self._heap = self._make_heap()
 
     # Agreement on the host
@@ -156,7 +149,7 @@ class Group:
             return [value]
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         text = json.dumps([what, value])
-        with self._indivisible(what):
+        with self.indivisible(what):
             answers = self._exchange(what, text, deadline_s)
         calls = [call for call, _ in answers]
         if len(set(calls)) != 1:
@@ -184,7 +177,7 @@ class Group:
         return answers
 
     @contextlib.contextmanager
-    def _indivisible(self, what: str) -> Iterator[None]:
+    def indivisible(self, what: str) -> Iterator[None]:
         """A step that all ranks take or none: if it is interrupted on this rank, the group is broken.
 
         Interlace's own errors pass: they are raised on every rank alike, or the group is broken already.
@@ -202,7 +195,7 @@ class Group:
         """A local step of a collective call: if it fails on one rank, it fails on every rank. Collective.
 
         Without it, a rank that runs out of memory would leave its peers waiting, or let them go on with another
-        implementation than its own. The body must not exchange anything.
+        implementation than its own. What fails between two exchanges of the body must be settled within it.
 
         Args:
             what: What is being done, for errors; the same on every rank.
@@ -214,6 +207,8 @@ class Group:
         failure: InterlaceError | None = None
         try:
             yield
+        except (PeerTimeoutError, RankMismatchError):  # of an exchange in the body: on every rank
+            raise
         except InterlaceError as error:
             failure = error
         except torch.OutOfMemoryError as error:
@@ -246,7 +241,7 @@ class Group:
         key = (operator, *arguments.items())
         mark = self._agreed.get(key)
         if mark is None:
-            with self._indivisible(operator):
+            with self.indivisible(operator):
                 self.compare(operator, arguments)
                 mark = (1 + len(self._agreed) % 127) << ctx.EPOCH_BITS
                 self._agreed[key] = mark
@@ -302,7 +297,7 @@ class Group:
                         f"got {value!r}, and {before[what]!r} before. Give other tables another name, on every rank."
                     )
             return answers
-        with self._indivisible(operator):
+        with self.indivisible(operator):
             answers = self.exchange(f"{operator} (getting to know the ranks)", {"name": name, **shared, **own})
             for what in ("name", *shared):
                 _require_same(operator, what, [answer[what] for answer in answers])
@@ -325,7 +320,7 @@ class Group:
         """
         settled = self._settled.get(question)
         if settled is None:
-            with self._indivisible(question):
+            with self.indivisible(question):
                 settled = any(self.exchange(question, here))
                 if settled or final:
                     self._settled[question] = settled
@@ -344,13 +339,18 @@ class Group:
     # Memory
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """A block of symmetric memory (collective), ``pieces`` times ``nbytes``. Not while a CUDA graph is being captured."""
+        """A block of symmetric memory (collective), ``pieces`` times ``nbytes``. Not while a CUDA graph is being captured.
+
+        Raises:
+            WorkspaceError: on every rank, if the memory does not fit on one.
+        """
         if self._capturing():
             raise WorkspaceError(
                 "symmetric memory must be allocated before a CUDA graph is captured. "
                 "Call the operator once with these shapes first, then capture."
             )
-        return self._heap.allocate(nbytes, pieces)
+        with self.together("allocating symmetric memory"):  # mapped everywhere before anyone writes
+            return self._heap.allocate(nbytes, pieces)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
         """Map pieces of symmetric memory once more, one behind the other; see ``Heap.remap``. Collective."""
@@ -388,7 +388,7 @@ class Group:
             half_bytes, signal_count = max(half_bytes, old.half_bytes), max(signal_count, old.signal_count)
         half_bytes, signal_count = next_power_of_2(max(half_bytes, 4096)), next_power_of_2(max(signal_count, 1024))
         what = f"growing the memory of {operator}"
-        with self._indivisible(what):
+        with self.indivisible(what):
             data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
             with self.together(what):
                 new = Workspace(

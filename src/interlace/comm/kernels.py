@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.group import Group, launches
+from interlace.comm.group import Group
 from interlace.comm.interpreter import interpreting
+from interlace.comm.launches import launches
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own

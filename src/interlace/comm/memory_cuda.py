@@ -98,7 +98,6 @@ class CudaHeap(Heap):
         mine = self._base + self._group.rank * self.stride + offset
         _call(cu.cuMemsetD8(mine, 0, size))
         torch.cuda.synchronize(self.device)
-        self._group.exchange("empty_symmetric", "mapped")  # zeroed and mapped everywhere before anyone writes
 
         def release() -> None:
             # Kernels of this rank may still be writing; peers keep the memory that they map.

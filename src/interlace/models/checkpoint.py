@@ -91,9 +91,15 @@ def save_checkpoint(
         if group.rank == 0:
             _flush(partial)
             shutil.rmtree(replaced, ignore_errors=True)
-            if target.exists():
+            exists = target.exists()
+            if exists:
                 target.rename(replaced)  # no folder can be renamed onto another one that has files in it
-            partial.rename(target)
+            try:
+                partial.rename(target)
+            except OSError:
+                if exists:
+                    replaced.rename(target)
+                raise
             _flush(folder)
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -103,8 +109,6 @@ def save_checkpoint(
     except DataError:
         # Every rank has come to the end of its action, so nobody is writing any more.
         if group.rank == 0:
-            if replaced.exists() and not target.exists():
-                replaced.rename(target)
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return target

@@ -12,10 +12,12 @@ from torch import nn
 
 from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import autocast, operands
+from interlace.nn.group_member import GroupMember
 from interlace.units import round_up
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(GroupMember, nn.Module):
     """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
 
     Attributes:
@@ -24,6 +26,8 @@ class ParallelLinear(nn.Module):
         sequence_parallel: whether what is not sharded by features is sharded by tokens instead.
         impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
     """
+
+    _group_attributes = ("group",)
 
     # Which axis of weight is cut, whether bias is cut with it, and what the cut features are called.
     _axis: ClassVar[int]
@@ -72,6 +76,15 @@ class ParallelLinear(nn.Module):
             self.register_parameter("bias", None)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
+
+    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x, weight and bias in the dtype in which they are multiplied: under autocast, another one than their own.
+
+        Raises:
+            ArgumentError: x has another dtype than the weight, or lies on another device.
+        """
+        x, weight = operands(type(self).__name__, x, self.weight)
+        return x, weight, None if self.bias is None else autocast(self.bias)
 
     def _copy(self, linear: nn.Linear) -> Self:
         """Take this rank's shard of ``linear`` and its flags; the parameters are copies."""

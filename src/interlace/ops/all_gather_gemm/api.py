@@ -127,4 +127,4 @@ def all_gather_gemm(
         impl,
         "" if config is None else str(config),
     )
-    return (y, gathered) if return_gathered else y
+    return (y, gathered.detach()) if return_gathered else y

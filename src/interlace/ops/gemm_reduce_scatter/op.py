@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.products.splits import balanced, balanced_rows, place
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -87,9 +87,5 @@ def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> 
     return x[0].new_empty([balanced_rows(x[0].shape[0], rank, world_size), w[0].shape[0]])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gemm_reduce_scatter", _run, _key)
-    _library.impl("gemm_sum_reduce_scatter", _run_sum, _key)
-torch.library.register_fake("interlace::gemm_sum_reduce_scatter", _fake_sum, lib=_library)
-torch.library.register_fake("interlace::gemm_reduce_scatter", _fake, lib=_library)
-torch.library.register_autograd("interlace::gemm_reduce_scatter", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "gemm_reduce_scatter", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(_library, "gemm_sum_reduce_scatter", _run_sum, _fake_sum)

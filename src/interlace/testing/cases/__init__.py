@@ -34,11 +34,16 @@ def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]
             yield from _MODULES[operator].every(operator, impl, world_size)
 
 
-def draw_case(world_size: int, source: random.Random, operators: Sequence[str] = ()) -> Case:
-    """A random call of a random implementation of a random operator; the same for the same state of ``source``."""
+def draw_case(world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True) -> Case:
+    """A random call of a random implementation; the same for the same state of ``source``.
+
+    Args:
+        operators: the operators to draw from; default: all.
+        large: whether some calls may be too large for Triton's interpreter to be quick.
+    """
     operator = source.choice(list(operators or IMPLEMENTATIONS))
     impl = source.choice(IMPLEMENTATIONS[operator])
-    case: Case = _MODULES[operator].draw(operator, impl, world_size, source)
+    case: Case = _MODULES[operator].draw(operator, impl, world_size, source, large)
     return case
 
 

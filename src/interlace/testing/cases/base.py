@@ -143,10 +143,7 @@ class Prepared:
 
     def load(self, variant: int) -> None:
         """Copy a variant's inputs to where the call reads them, on the current stream."""
-        for name, place in self._places.items():
-            source = self._variants[variant][name]
-            if place.numel():
-                place.copy_(source)
+        torch._foreach_copy_(list(self._places.values()), list(self._variants[variant].values()))
 
     def run(self) -> list[torch.Tensor]:
         """Make the call, and its backward pass if the case has one, on the current stream. Collective."""

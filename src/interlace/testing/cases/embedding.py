@@ -204,7 +204,7 @@ def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
     return cases
 
 
-def draw(operator: str, impl: str, ranks: int, source: random.Random) -> EmbeddingCase:
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> EmbeddingCase:
     """A random call."""
     widths, dtype, output = source.choice(_EQUAL_KINDS if "tiles" in impl else _KINDS)
     backward = source.random() < 0.6

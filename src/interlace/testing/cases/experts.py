@@ -142,7 +142,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
     ]
 
 
-def draw(operator: str, impl: str, ranks: int, source: random.Random) -> ExpertsCase:
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ExpertsCase:
     """A random call."""
     tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
     return ExpertsCase(

@@ -169,7 +169,7 @@ def every(operator: str, impl: str, ranks: int) -> list[Case]:
     return [KernelCase(operator, impl)] if operator == KERNEL else [OutputCase(operator, impl, "bfloat16")]
 
 
-def draw(operator: str, impl: str, ranks: int, source: random.Random) -> Case:
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> Case:
     """A random call."""
     if operator == KERNEL:
         return KernelCase(operator, impl)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class ProductCase(Case):
         return int((self.splits or balanced(self.rows, ranks))[rank])
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        names = [name for name in ("x", "w", "bias") if name in inputs[0]]
+        names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
         leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
         outputs = self._forward(leaves, inputs)
         if not self.backward:
@@ -112,7 +111,7 @@ class ProductCase(Case):
             by_rank = [each | {"bias": by_rank[0]["bias"]} for each in by_rank]
         return [[output.detach(), *each.values()] for output, each in zip(outputs, by_rank, strict=True)]
 
-    def _forward(self, leaves: Sequence[Mapping[str, torch.Tensor]], inputs: list[Tensors]) -> list[torch.Tensor]:
+    def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         ranks = len(inputs)
         xs = [each["x"] * given.get("x_scale", 1) for each, given in zip(leaves, inputs, strict=True)]
         ws = [
@@ -165,15 +164,15 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     return cases
 
 
-def draw(operator: str, impl: str, ranks: int, source: random.Random) -> ProductCase:
-    """A random call."""
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ProductCase:
+    """A random call; ``large`` allows some with many rows."""
     columns, inner, dtype, bias, uneven, along = source.choice(
         [kind for kind in _KINDS if impl in ("fused", "unfused") or kind[2] != "float8"]
     )
     uneven = uneven and takes_any_rows(operator, impl)
     splits = _uneven(operator, source, ranks) if uneven else None
     sizes = _MAPPED_ROWS if impl == "mapped" and operator != "all_gather_gemm" else _ROWS
-    share = source.choice(sizes) if source.random() < 0.9 else _MOST_ROWS
+    share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
     rows = share if operator == "all_gather_gemm" else share * ranks
     if operator == "gemm_all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:
         rows = max(1, rows - 1)  # not a multiple of the ranks

@@ -246,9 +246,9 @@ class _Search:
         """The state in which schedules begin to differ: at the start, or once all ranks are ready."""
         if self._start is not None and not trace:
             return self._start.copy()
+        first = [tree.start() for tree in self._trees]
         machine = Machine(len(self._trees), self._cells, lambda rank, *node: self._trees[rank].extend(*node))
-        machine.trace = {} if trace else None
-        machine.at = [tree.start() for tree in self._trees]
+        machine.at, machine.trace = first, {} if trace else None
         for rank in self._ranks:
             machine.settle(rank)
         start = machine.copy()

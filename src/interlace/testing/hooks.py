@@ -31,8 +31,11 @@ class _World:
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
         run = current()
-        if run is None or not run.send(addresses, values, kind):
+        assert run is not None
+        if not run.tree.view.holds(addresses).all():
             raise ArgumentError("a put must go to symmetric memory; got other addresses.")
+        if len(addresses):
+            run.send(addresses, values, kind)
 
     def fence(self) -> None:
         run = current()
@@ -42,12 +45,13 @@ class _World:
     def move(self, target: int, source: int, nbytes: int) -> None:
         run = current()
         assert run is not None
-        steps = np.arange(0, nbytes, run.tree.cells.grain, dtype=np.uint64)
         dtype = f"u{run.tree.cells.grain}"
-        values = run.load(np.uint64(source) + steps, dtype)
-        if values is None:
-            values = _real(source, nbytes).view(dtype)
-        if not run.send(np.uint64(target) + steps, values, "release"):
+        steps = np.arange(0, nbytes, run.tree.cells.grain, dtype=np.uint64)
+        sources, targets = np.uint64(source) + steps, np.uint64(target) + steps
+        values = run.load(sources, dtype) if run.tree.view.holds(sources).all() else _real(source, nbytes).view(dtype)
+        if run.tree.view.holds(targets).all():
+            run.send(targets, values, "release")
+        else:
             _real(target, nbytes)[:] = values.view(np.uint8)
 
     def pause(self) -> None:
@@ -136,60 +140,66 @@ def _set_grid_idx(original: Callable[..., None], x: int, y: int, z: int) -> None
 
 
 def _masked_load(original: Callable[..., Any], ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
-    run = current()
-    if run is None:
+    run, shared = _shared(ptrs, mask)
+    if run is None or not shared.any():
         return original(ptrs, mask, other, *rest, **options)
-    chosen = np.broadcast_to(mask.data, ptrs.data.shape)
-    dtype = interpreter._get_np_dtype(ptrs.get_element_ty())
-    values = run.load(ptrs.data[chosen], dtype)
-    if values is None:
-        return original(ptrs, mask, other, *rest, **options)
-    result = np.zeros(ptrs.data.shape, dtype)
-    if other is not None:
-        result[...] = other.data
-    result[chosen] = values
-    return interpreter.TensorHandle(result, ptrs.get_element_ty())
+    result = original(ptrs, _handle_of(mask.data & ~shared), other, *rest, **options)
+    data = np.array(np.broadcast_to(result.data, ptrs.data.shape))
+    data[shared] = run.load(ptrs.data[shared], data.dtype)
+    return interpreter.TensorHandle(data, result.dtype)
 
 
 def _masked_store(original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-    run = current()
-    if run is not None:
-        chosen = np.broadcast_to(mask.data, ptrs.data.shape)
-        if run.send(ptrs.data[chosen], np.broadcast_to(value.data, ptrs.data.shape)[chosen], "store"):
-            return None
-    return original(ptrs, value, mask, *rest, **options)
+    run, shared = _shared(ptrs, mask)
+    if run is None or not shared.any():
+        return original(ptrs, value, mask, *rest, **options)
+    run.send(ptrs.data[shared], np.broadcast_to(value.data, ptrs.data.shape)[shared], "store")
+    return original(ptrs, value, _handle_of(mask.data & ~shared), *rest, **options)
 
 
 def _atomic_rmw(original: Callable[..., Any], rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-    chosen = np.broadcast_to(mask.data, ptr.data.shape)
-    values = np.broadcast_to(val.data, ptr.data.shape)[chosen]
-    found = _atomic(ptr, chosen, values.dtype, sem, functools.partial(_MODIFY[rmw.name], values) if rmw.name in _MODIFY else None)
-    return original(rmw, ptr, val, mask, sem, scope) if found is None else interpreter.TensorHandle(found, val.dtype.scalar)
+    run, shared = _shared(ptr, mask)
+    if run is None or not shared.any():
+        return original(rmw, ptr, val, mask, sem, scope)
+    function = _MODIFY.get(rmw.name)
+    values = np.broadcast_to(val.data, ptr.data.shape)[shared]
+    return _atomic(run, ptr, shared, val, sem, None if function is None else functools.partial(function, values))
 
 
 def _atomic_cas(original: Callable[..., Any], ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-    chosen = np.ones(ptr.data.shape, bool)
-    function = functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel())
-    found = _atomic(ptr, chosen, val.data.dtype, sem, function)
-    return original(ptr, cmp, val, sem, scope) if found is None else interpreter.TensorHandle(found, cmp.dtype.scalar)
+    run, shared = _shared(ptr, None)
+    if run is None or not shared.any():
+        return original(ptr, cmp, val, sem, scope)
+    return _atomic(run, ptr, shared, val, sem, functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel()))
 
 
-def _atomic(ptr: Any, chosen: Words, dtype: Any, sem: Any, function: Callable[[Words], Words] | None) -> Words | None:
-    """The values before an atomic operation on symmetric memory; None for other memory."""
-    run = current()
-    offsets = None if run is None else run.tree.view.offsets_of(ptr.data[chosen])
-    if run is None or offsets is None:
-        return None
-    values = run.load(ptr.data[chosen], dtype) if run.awaited is not None else None
-    if values is None:
-        if function is None:
-            raise ArgumentError("an atomic operation on symmetric memory must be add, exchange or compare-and-swap to be explored.")
-        cells = run.tree.cells.cells_at(offsets, np.dtype(dtype).itemsize)
-        detail = function, dtype, "ACQ" in sem.name, "REL" in sem.name and sem.name != "RELAXED"
+def _atomic(run: Run, ptr: Any, shared: Words, val: Any, sem: Any, function: Callable[[Words], Words] | None) -> Any:
+    """The values before an atomic operation on symmetric memory."""
+    dtype = val.data.dtype
+    if run.awaited is not None:  # what a wait has seen
+        values = run.load(ptr.data[shared], dtype)
+    elif function is None:
+        raise ArgumentError("an atomic operation on symmetric memory must be add, exchange or compare-and-swap to be explored.")
+    else:
+        cells = run.tree.cells.cells_at(run.tree.view.offsets_of(ptr.data[shared]), dtype.itemsize)
+        detail = function, dtype, sem.name.startswith("ACQ"), sem.name in ("RELEASE", "ACQUIRE_RELEASE")
         values = np.frombuffer(run.perform(Kind.ATOMIC, cells, detail=detail), dtype)
     result = np.zeros(ptr.data.shape, dtype)
-    result[chosen] = values
-    return result
+    result[shared] = values
+    return interpreter.TensorHandle(result, val.dtype.scalar)
+
+
+def _shared(ptrs: Any, mask: Any) -> tuple[Run | None, Words]:
+    """The run of this thread, and which elements of a tile of pointers, within a mask, are of symmetric memory."""
+    run = current()
+    if run is None:
+        return None, np.zeros(0, bool)
+    inside = run.tree.view.holds(ptrs.data)
+    return run, inside if mask is None else inside & np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+
+
+def _handle_of(mask: Words) -> Any:
+    return interpreter.TensorHandle(mask, tl.int1)
 
 
 def _exchange_if_equal(wanted: Words, new: Words, old: Words) -> Words:
@@ -245,9 +255,9 @@ def _sum_words(
 def _await(run: Run, kind: Kind, addresses: Addresses, wanted: Words, detail: Any) -> Any:
     if not len(addresses):
         return None
-    offsets = run.tree.view.offsets_of(addresses)
-    if offsets is None:
+    if not run.tree.view.holds(addresses).all():
         raise ArgumentError("a kernel must wait for symmetric memory; got other addresses.")
+    offsets = run.tree.view.offsets_of(addresses)
     return run.perform(kind, run.tree.cells.cells_at(offsets, 4 if kind == Kind.WAIT else 8), wanted, detail)
 
 
@@ -337,12 +347,11 @@ class _HostOperations(TorchDispatchMode):
         return result
 
     def _elsewhere(self, tensor: torch.Tensor) -> bool:
-        return self._run.tree.view.offsets_of(np.array([tensor.data_ptr()], np.uint64)) is None
+        return not self._run.tree.view.holds(np.array([tensor.data_ptr()], np.uint64))[0]
 
     def _load(self, tensor: torch.Tensor) -> None:
         addresses = element_addresses(tensor)
         values = self._run.load(addresses, f"u{tensor.element_size()}")
-        assert values is not None
         flat = torch.from_numpy(values.copy().view(np.uint8)).view(tensor.dtype)
         tensor.detach().copy_(flat.view(tensor.shape))
 

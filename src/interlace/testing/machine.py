@@ -105,10 +105,13 @@ class Machine:
             setattr(new, name, list(getattr(self, name)))
         new._covered_at = [dict(each) for each in self._covered_at]
         new.under_way = [list(each) for each in self.under_way]
+        new._make_room()
         return new
 
-    def _grow(self) -> None:
-        """Make room for the cells that there are now, and some more."""
+    def _make_room(self) -> None:
+        """Have arrays for all the cells that there are now, and some more."""
+        if self._table.count < len(self._data):
+            return
         for name in _ARRAYS:
             old = getattr(self, name)
             new = np.zeros((*old.shape[:-1], self._table.count + _SPARE), old.dtype)
@@ -213,8 +216,7 @@ class Machine:
         found = node.following.get(key)
         if found is None:
             found = self._extend(rank, node, key, response)
-            if self._table.count >= len(self._data):
-                self._grow()
+            self._make_room()
         self.at[rank] = found
 
     # Stores

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from interlace.comm.memory import Block, Heap
-from interlace.errors import ArgumentError, WorkspaceError
+from interlace.errors import WorkspaceError
 from interlace.testing.operations import Cells
 from interlace.units import MIB, format_bytes, round_up
 
@@ -125,20 +125,23 @@ class View:
         self._aliases.append((base, nbytes, [address - self.base for address in addresses]))
         return base
 
-    def offsets_of(self, addresses: Addresses) -> Offsets | None:
-        """Offsets in the memory of all ranks; None if the addresses are of other memory."""
-        if not addresses.size:
-            return None
-        low, high = int(addresses.min()), int(addresses.max())
-        if self.base <= low and high < self.base + self.nbytes:
-            return (addresses - np.uint64(self.base)).astype(np.int64)
+    def holds(self, addresses: Addresses) -> npt.NDArray[np.bool_]:
+        """Which addresses are of symmetric memory."""
+        inside: npt.NDArray[np.bool_] = (addresses - np.uint64(self.base)) < self.nbytes
         for base, nbytes, pieces in self._aliases:
-            if base <= low and high < base + nbytes * len(pieces):
-                inside = (addresses - np.uint64(base)).astype(np.int64)
-                return np.asarray(pieces, np.int64)[inside // nbytes] + inside % nbytes
-        if low < self.base + self.nbytes and high >= self.base:
-            raise ArgumentError("a tile of pointers must lie in symmetric memory, or outside of it; got some of each.")
-        return None
+            inside = inside | ((addresses - np.uint64(base)) < nbytes * len(pieces))
+        return inside
+
+    def offsets_of(self, addresses: Addresses) -> Offsets:
+        """Offsets in the memory of all ranks, which all the addresses are of."""
+        offsets: Offsets = (addresses - np.uint64(self.base)).astype(np.int64)
+        for base, nbytes, pieces in self._aliases:
+            place = addresses - np.uint64(base)
+            inside = place < nbytes * len(pieces)
+            if inside.any():
+                place = np.where(inside, place, 0).astype(np.int64)
+                offsets = np.where(inside, np.asarray(pieces, np.int64)[place // nbytes] + place % nbytes, offsets)
+        return offsets
 
 
 class ExploredHeap(Heap):

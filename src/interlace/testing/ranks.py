@@ -160,11 +160,9 @@ class Run:
             raise _Abandoned
         return self._answer
 
-    def send(self, addresses: Addresses, values: Words, kind: str) -> bool:
-        """Store values in symmetric memory; whether the addresses are of it."""
+    def send(self, addresses: Addresses, values: Words, kind: str) -> None:
+        """Store values in symmetric memory."""
         offsets = self.tree.view.offsets_of(addresses)
-        if offsets is None:
-            return not addresses.size
         parts = offsets // PART_BYTES
         values = np.ascontiguousarray(values)
         for part in np.unique(parts).tolist():
@@ -172,13 +170,10 @@ class Run:
             cells = self.tree.cells.cells_at(offsets[chosen], values.itemsize)
             words = values[chosen].view(f"u{self.tree.cells.grain}")
             self.perform(_KINDS[kind], cells, words, part == self.tree.rank)
-        return True
 
-    def load(self, addresses: Addresses, dtype: Any) -> Words | None:
-        """Values of symmetric memory; None if the addresses are not of it."""
+    def load(self, addresses: Addresses, dtype: Any) -> Words:
+        """Values of symmetric memory."""
         offsets = self.tree.view.offsets_of(addresses)
-        if offsets is None:
-            return None
         itemsize = np.dtype(dtype).itemsize
         if self.awaited is not None:
             known, values = self.awaited

@@ -70,7 +70,7 @@ def fetch(group: Group, target: int, source: int, nbytes: int, peer: int, *, cou
     """
     if group.backend == "cpu":
         for which in range(count):
-            ctypes.memmove(target + which * distance, source + which * nbytes, nbytes)
+            cpu_faults.move(target + which * distance, source + which * nbytes, nbytes)
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, count * nbytes)
     elif count == 1:
@@ -139,7 +139,7 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
 
 def _move(transfer: Transfer) -> None:
     def copy() -> None:
-        ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
+        cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
 
     cpu_faults.deliver(copy, ordered=True)
 

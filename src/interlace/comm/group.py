@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import datetime
 import json
@@ -693,6 +694,7 @@ def default_device_type() -> str:
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]] = weakref.WeakKeyDictionary()
 _solo: dict[torch.device, Group] = {}
+_standing_in: contextvars.ContextVar[Group | None] = contextvars.ContextVar("_standing_in", default=None)
 _lock = threading.Lock()
 
 
@@ -708,6 +710,9 @@ def group_of(process_group: dist.ProcessGroup | None = None, device: torch.devic
     Raises:
         GroupError: this rank is not a member, or the group cannot be used.
     """
+    stand_in = _standing_in.get()
+    if process_group is None and stand_in is not None:
+        return stand_in
     device = torch.device(default_device_type() if device is None else device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -723,6 +728,11 @@ def group_of(process_group: dist.ProcessGroup | None = None, device: torch.devic
         if device not in groups:
             groups[device] = Group(process_group, device)
         return groups[device]
+
+
+def stand_in(group: Group) -> contextvars.Token[Group | None]:
+    """Let ``group`` be the default group of this thread from now on: a rank of several that share a process."""
+    return _standing_in.set(group)
 
 
 def solo_group(device: torch.device) -> Group:
@@ -755,6 +765,9 @@ def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
         GroupError: this rank is not a member.
     """
     _require_member(process_group)
+    stand_in = _standing_in.get()
+    if process_group is None and stand_in is not None:
+        return stand_in.rank, stand_in.world_size
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -44,14 +44,22 @@ def load_acquire(ptr, mask):
 
 def store_to_peer(ptr, value, peer, rank, mask):
     addresses, values, taken = _store_arguments(ptr, value, mask)
-    _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)
+    world = cpu_faults.world()
+    if world is not None:
+        world.send(addresses[taken], values[taken], "put")
+    else:
+        _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)
 
 
 def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
     if _plain(ORDER) not in ("release", "relaxed"):
         raise ValueError("signal: order must be release or relaxed")
     addresses, values, taken = _store_arguments(ptr, epoch, mask)
-    _deliver(addresses, values, taken, peer, rank, ordered=_plain(ORDER) == "release", count=_count_signal)
+    world = cpu_faults.world()
+    if world is not None:
+        world.send(addresses[taken], values[taken], _plain(ORDER))
+    else:
+        _deliver(addresses, values, taken, peer, rank, ordered=_plain(ORDER) == "release", count=_count_signal)
 
 
 def _deliver(addresses, values, taken, peer, rank, *, ordered, count):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.comm import constants
 from interlace.comm import replays as module
+from interlace.comm.group import Group
 from interlace.comm.replays import Replays
 
 
@@ -100,3 +102,65 @@ def test_without_graphs(done: list[str], monkeypatch: pytest.MonkeyPatch, backen
     for _ in range(3):
         _call(made, 1, done)
     assert done == ["enqueue 1"] * 3
+
+
+_SETTINGS = [
+    (torch.backends.cuda.matmul, "allow_tf32", True),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+]
+
+
+@pytest.mark.parametrize("setting", _SETTINGS, ids=lambda setting: setting[1])
+def test_a_graph_with_other_settings_is_another_graph(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch, setting: Any
+) -> None:
+    """A graph keeps the settings of its capture. The call under new ones comes for the first time."""
+    for _ in range(2):
+        _call(replays, 1, done)
+    with monkeypatch.context() as patch:
+        patch.setattr(*setting)
+        _call(replays, 1, done)
+        replays.run(1, lambda: done.append("enqueue without libraries"), with_libraries=False)
+    _call(replays, 1, done)
+    assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
+
+
+def test_a_graph_with_other_determinism_is_another_graph(replays: Replays, done: list[str]) -> None:
+    for _ in range(2):
+        _call(replays, 1, done)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _call(replays, 1, done)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert done == ["enqueue 1", "replay 1", "enqueue 1"]
+
+
+def test_tables_of_numbers_stay_for_calls_that_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of an epoch have more splits than are remembered; each is captured when it comes again, with its table."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(constants, "_MOST", 4)
+    group = Group(None, torch.device("cpu"))
+    group.replays._enabled = True
+    used: list[torch.Tensor] = []
+
+    def capture(enqueue: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "capture_id", lambda: 1)
+            patch.setattr(group.replays, "capturing", True)
+            enqueue()
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(group.replays, "_capture", capture)
+    for _ in range(2):
+        for first in range(12):
+            splits = (first, 100 - first)
+            group.replays.run(splits, lambda splits=splits: used.append(constants.on_device(group, [splits])))
+    assert [each.tolist() for each in used] == [[[first, 100 - first]] for first in range(12)] * 2
+    assert len(group.replays) == 12
+    assert not constants._caches[group].captured, "graphs of the group keep their tables, and no longer than they live"
+    group.replays.clear()
+    used.clear()
+    assert len(constants._caches[group].alive) == 4

@@ -104,43 +104,41 @@ def test_without_graphs(done: list[str], monkeypatch: pytest.MonkeyPatch, backen
     assert done == ["enqueue 1"] * 3
 
 
-_SETTINGS = [
-    (torch.backends.cuda.matmul, "allow_tf32", True),
-    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
-    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-    (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
-]
+def _set_matmul(name: str) -> Any:
+    return lambda value: setattr(torch.backends.cuda.matmul, name, value)
 
 
-@pytest.mark.parametrize("setting", _SETTINGS, ids=lambda setting: setting[1])
-def test_a_graph_with_other_settings_is_another_graph(
-    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch, setting: Any
-) -> None:
+# How to set each, another value than the default, and the default.
+_SETTINGS = {
+    "allow_tf32": (_set_matmul("allow_tf32"), True, False),
+    "allow_fp16_reduced_precision_reduction": (_set_matmul("allow_fp16_reduced_precision_reduction"), False, True),
+    "allow_bf16_reduced_precision_reduction": (_set_matmul("allow_bf16_reduced_precision_reduction"), False, True),
+    "allow_fp16_accumulation": (_set_matmul("allow_fp16_accumulation"), True, False),
+    "float32_matmul_precision": (torch.set_float32_matmul_precision, "high", "highest"),
+    "deterministic_algorithms": (torch.use_deterministic_algorithms, True, False),
+}
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_a_graph_with_other_settings_is_another_graph(replays: Replays, done: list[str], name: str) -> None:
     """A graph keeps the settings of its capture. The call under new ones comes for the first time."""
+    change, other, default = _SETTINGS[name]
     for _ in range(2):
         _call(replays, 1, done)
-    with monkeypatch.context() as patch:
-        patch.setattr(*setting)
-        _call(replays, 1, done)
-        replays.run(1, lambda: done.append("enqueue without libraries"), with_libraries=False)
-    _call(replays, 1, done)
-    assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
-
-
-def test_a_graph_with_other_determinism_is_another_graph(replays: Replays, done: list[str]) -> None:
-    for _ in range(2):
-        _call(replays, 1, done)
-    torch.use_deterministic_algorithms(True)
+    change(other)
     try:
         _call(replays, 1, done)
+        replays.run(1, lambda: done.append("enqueue without libraries"), with_libraries=False)
     finally:
-        torch.use_deterministic_algorithms(False)
-    assert done == ["enqueue 1", "replay 1", "enqueue 1"]
+        change(default)
+    _call(replays, 1, done)
+    assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
 
 
 def test_tables_of_numbers_stay_for_calls_that_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of an epoch have more splits than are remembered; each is captured when it comes again, with its table."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(constants, "_MOST", 4)
     group = Group(None, torch.device("cpu"))
     group.replays._enabled = True

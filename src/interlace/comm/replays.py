@@ -41,7 +41,7 @@ def library_settings() -> tuple[Hashable, ...]:
     """What torch was told of matrix products: a graph goes on with the settings that it was captured with."""
     torch_c = torch._C
     return (
-        torch_c._get_fp32_precision_getter("cuda", "matmul"),  # "tf32", or not
+        torch_c._get_fp32_precision_getter("cuda", "matmul") == "tf32",
         torch_c._get_cublas_allow_fp16_reduced_precision_reduction(),
         torch_c._get_cublas_allow_bf16_reduced_precision_reduction(),
         torch_c._get_cublas_allow_fp16_accumulation(),

@@ -63,11 +63,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Each rank's part of K needs the gradients of all rows: they are gathered while x's gradient is computed."""
     x, w = ctx.saved_tensors
+    needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
+    gather = x is not None or needs_bias
     grad_x, rows = torch.ops.interlace.all_gather_gemm(
-        grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, True, ctx.group_name, ctx.impl, ""
+        grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, gather, ctx.group_name, ctx.impl, ""
     )
     grad_w = rows.mT @ x if x is not None else None
-    grad_bias = rows.sum(0, dtype=grad.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    grad_bias = rows.sum(0, dtype=grad.dtype) if needs_bias else None
     return grad_x, grad_w, grad_bias, *[None] * 7
 
 

@@ -55,7 +55,7 @@ class Outcome:
         kind: the type of the error that was raised; empty if there was none.
         peer: the rank that a PeerTimeoutError names; -1 otherwise.
         seconds: from the call to its end or its error.
-        wrong: wrong elements of the calls that ended without an error.
+        wrong: wrong numbers in the results of calls that ended without an error; NaN is not one.
         free: whether the device does other work at once afterwards.
         broken: whether the group is broken afterwards.
     """
@@ -113,18 +113,30 @@ def _own_group(case: Case) -> tuple[dist.ProcessGroup | None, Group, Prepared]:
 
 
 def _check(prepared: Prepared) -> Callable[[], int]:
-    return lambda: sum(prepared.check())
+    """A call, after which the number of wrong elements is known. NaN, which says that data is missing, is not counted."""
+
+    def make() -> int:
+        prepared.load(0)
+        wrong = torch.zeros(prepared.result_count, dtype=torch.int64, device=group_of(prepared.group).device)
+        results = prepared.run()
+        prepared.count_wrong(results, 0, wrong)
+        interlace.synchronize(prepared.group)
+        return int(wrong.sum()) - sum(int(result.isnan().sum()) for result in results)
+
+    return make
 
 
 # The faulty rank lives
 
 
 def late_in_time(name: str) -> Outcome:
-    """The faulty rank comes late, but before the deadline: every result is right."""
+    """The faulty rank comes late, but before the deadline, and its GPU is late, too: every result is right."""
     _, group, prepared = _own_group(CASES[name])
     if group.rank == FAULTY:
         time.sleep(0.5)
-    return observe(group, _check(prepared), calls=2)
+        if group.backend == "cuda":
+            torch.cuda._sleep(500_000_000)
+    return observe(group, lambda: sum(prepared.check()), calls=2)
 
 
 def too_late(name: str) -> Outcome:
@@ -177,7 +189,7 @@ def out_of_memory() -> tuple[Outcome, int]:
     larger = LARGER.prepare(process_group)
     with _no_memory(group) if group.rank == FAULTY else contextlib.nullcontext():
         outcome = observe(group, _check(larger))
-    return outcome, sum(prepared.check())
+    return outcome, sum(prepared.check())  # NaN counts here
 
 
 @contextlib.contextmanager

@@ -134,14 +134,29 @@ def test_command(tmp_path):
 
 def _document(file: Path, **changes: object) -> Path:
     result = {
-        "backend": "cuda", "world_size": 2, "groups": [[0, 1], [0, 1]], "seed": 1, "start": 0, "round_calls": 5000, "operators": [],
-        "calls": 5000, "wrong": 0, "timeouts": 0, "errors": 0, "rounds": 1, "replayed_in_graphs": 100, "with_backward": 1000,
-        "seconds": 2.0, "deadline_s": 20.0, "interrupted": False, "by_operator": {"gemv_all_reduce": {"unfused": 5000}}, "failures": [],
+        "backend": "cuda",
+        "world_size": 2,
+        "groups": [[0, 1], [0, 1]],
+        "seed": 1,
+        "start": 0,
+        "round_calls": 5000,
+        "operators": [],
+        "calls": 5000,
+        "wrong": 0,
+        "timeouts": 0,
+        "errors": 0,
+        "rounds": 1,
+        "replayed_in_graphs": 100,
+        "with_backward": 1000,
+        "seconds": 2.0,
+        "deadline_s": 20.0,
+        "interrupted": False,
+        "failures": [],
+        "by_operator": {"gemv_all_reduce": {"unfused": 5000}},
         **changes,
-    }  # fmt: skip
-    file.write_text(
-        json.dumps({"machine": {"gpus": ["H200"]}, "command": "", "date": "2026", "results": [result]}), encoding="utf-8"
-    )
+    }
+    document = {"machine": {"gpus": ["H200"]}, "command": "", "date": "2026", "results": [result]}
+    file.write_text(json.dumps(document), encoding="utf-8")
     return file
 
 

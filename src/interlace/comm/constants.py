@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.group import Group
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import WorkspaceError
 
 _MOST = 256  # tables of numbers remembered a group, beside those that captured graphs refer to
@@ -42,7 +43,7 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
             raise WorkspaceError(
                 "an operator must be called once with these tables or splits before it is captured in a CUDA graph; got new ones."
             )
-        found = torch.tensor(key, dtype=torch.int64, device=group.device)
+        found = _make(key, group.device)
         cache.recent[key] = found
         if len(cache.recent) > _MOST:
             cache.recent.popitem(last=False)
@@ -51,3 +52,8 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     else:
         cache.recent.move_to_end(key)
     return found
+
+
+@makes_ordinary_tensors
+def _make(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

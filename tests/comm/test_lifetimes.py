@@ -142,5 +142,3 @@ def test_a_rank_without_memory_tells_the_others(ranks):
     message = "empty_symmetric: every rank must have the memory; rank 1 does not. no room for it"
     assert first == ("WorkspaceError", message, False, 8.0)
     assert second == ("OSError", "no room for it", False, 8.0)
-
-

@@ -8,7 +8,6 @@ import importlib.resources
 import importlib.util
 import os
 import platform
-import secrets
 import shutil
 import socket
 import sys
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from interlace import tuning
 from interlace.cli.console import command_line, make_console, now, write_json
+from interlace.errors import BackendError
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
 """A check's status: fine; wanted by a backend that could work here; not part of this machine, which is no fault."""
@@ -156,24 +156,23 @@ def _cpu() -> list[Row]:
     try:
         _pass_memory()
         rows.append(Row("shared memory", OK, "memfd_create, and descriptors passed over Unix sockets"))
-    except (OSError, AttributeError, ValueError) as error:
+    except (OSError, AttributeError, ValueError, BackendError) as error:
         meaning = f"processes cannot share memory: {_first_line(error)}"
         rows.append(Row("shared memory", MISSING, meaning, "use Linux; in a sandbox, allow memfd_create and Unix sockets"))
     return rows
 
 
 def _pass_memory() -> None:
-    """Do in one process what ranks do: write shared memory, send its descriptor by an abstract socket, read it there."""
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender,
-    ):
-        name = f"\0interlace-doctor-{secrets.token_hex(8)}"
-        listener.bind(name)
-        listener.listen(1)
-        sender.connect(name)
+    """Do in one process what ranks do: write shared memory, send its descriptor through a socket, read it there."""
+    from interlace.comm.descriptors import connect, listening
+
+    with listening() as (directory, listener):
+        sender = connect(directory, 0)
+        if sender is None:
+            raise OSError("a socket takes no connection")
+        listener.settimeout(5)
         receiver, _ = listener.accept()
-        with receiver:
+        with sender, receiver:
             receiver.settimeout(5)
             fd = os.memfd_create("interlace-doctor")
             try:

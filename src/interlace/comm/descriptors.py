@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the sender's rank, and the receiver's token
 _ACKNOWLEDGED = b"\1"
+_BACKLOG = 128
 _RETRY_S = 0.005
 _MOST_SILENT = 64  # connections that have shown nothing yet; ranks send as soon as they have connected
 
@@ -59,7 +60,7 @@ def exchanged_descriptors(
             os.close(held)
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
     """How a rank can be reached.
 
     Attributes:
@@ -77,8 +78,8 @@ def _exchange(group: Group, what: str, descriptors: list[list[int]], failure: Ex
         address, listener = None, None
         if failure is None:
             try:
-                directory, listener = resources.enter_context(listening(group.world_size))
-                address = _Address(directory, secrets.token_hex(_TOKEN_BYTES))
+                directory, listener = resources.enter_context(listening())
+                address = Address(directory, new_token())
             except OSError as error:
                 failure = BackendError(f"a rank must be able to open a Unix socket in {tempfile.gettempdir()}; got {error}.")
         answers = group.exchange(what, [address, str(failure or "")])  # from here on, everyone listens
@@ -89,17 +90,26 @@ def _exchange(group: Group, what: str, descriptors: list[list[int]], failure: Ex
                 raise WorkspaceError(f"{what}: every rank must have the memory; rank {rank} does not. {problem}")
         assert address is not None
         assert listener is not None
-        passing = _Passing(group.rank, [_Address(*each) for each, _ in answers], listener, descriptors)
+        passing = Passing(group.rank, [Address(*each) for each, _ in answers], listener, descriptors)
         missing = passing.run(time.monotonic() + group.deadline_s)
         if missing is not None:
             raise PeerTimeoutError(operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s)
 
 
-class _Passing:
+def new_token() -> str:
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+def header(rank: int, token: str) -> bytes:
+    """The message that goes with the descriptors of ``rank``, for the rank that has given ``token``."""
+    return _HEADER.pack(rank, bytes.fromhex(token))
+
+
+class Passing:
     """One exchange: this rank accepts while it connects, so no rank waits for another that waits for it."""
 
     def __init__(
-        self, rank: int, addresses: list[_Address], listener: socket.socket, descriptors: list[list[int]]
+        self, rank: int, addresses: list[Address], listener: socket.socket, descriptors: list[list[int]]
     ) -> None:  # fmt: skip
         self._rank, self._addresses, self._listener, self._descriptors = rank, addresses, listener, descriptors
         self._unsent = {peer for peer in range(len(addresses)) if peer != rank}
@@ -144,9 +154,9 @@ class _Passing:
         connection = connect(self._addresses[peer].directory, peer)
         if connection is None:
             return
-        header = _HEADER.pack(self._rank, bytes.fromhex(self._addresses[peer].token))
+        message = header(self._rank, self._addresses[peer].token)
         try:
-            socket.send_fds(connection, [header], self._descriptors[self._rank])
+            socket.send_fds(connection, [message], self._descriptors[self._rank])
         except OSError:
             connection.close()
             return
@@ -172,23 +182,24 @@ class _Passing:
             message, received, _, _ = socket.recv_fds(connection, _HEADER.size, count, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return
-        sender = self._sender(message)
-        if sender is None or len(received) != count:
+        sender = self._sender(message) if len(received) == count else None
+        if sender is None or self._descriptors[sender]:
             for fd in received:
                 os.close(fd)
-            return
-        self._descriptors[sender] = list(received)
-        with contextlib.suppress(OSError):
-            connection.send(_ACKNOWLEDGED)
+        else:
+            self._descriptors[sender] = list(received)
+        if sender is not None:
+            with contextlib.suppress(OSError):
+                connection.send(_ACKNOWLEDGED)
 
     def _sender(self, message: bytes) -> int | None:
-        """The peer that a message is from; None if it shows no token, or is the second one of its sender."""
+        """The rank that a message is from; None if it does not show this rank's token."""
         if len(message) != _HEADER.size:
             return None
         rank, token = _HEADER.unpack(message)
         if not secrets.compare_digest(token, bytes.fromhex(self._addresses[self._rank].token)):
             return None
-        return rank if rank < len(self._descriptors) and not self._descriptors[rank] else None
+        return int(rank) if rank < len(self._descriptors) and rank != self._rank else None
 
     def _close(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
@@ -196,7 +207,7 @@ class _Passing:
 
 
 @contextlib.contextmanager
-def listening(backlog: int) -> Iterator[tuple[str, socket.socket]]:
+def listening() -> Iterator[tuple[str, socket.socket]]:
     """A directory that only this user may enter, and a non-blocking socket that listens in it."""
     with (
         tempfile.TemporaryDirectory(prefix="interlace-") as directory,  # of mode 0700
@@ -204,7 +215,7 @@ def listening(backlog: int) -> Iterator[tuple[str, socket.socket]]:
         _entered(directory) as path,
     ):
         listener.bind(path)
-        listener.listen(backlog)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
         yield directory, listener
 
@@ -249,4 +260,4 @@ def _read(connection: socket.socket) -> bytes:
         return b""
 
 
-__all__ = ["connect", "exchanged_descriptors", "listening"]
+__all__ = ["Address", "Passing", "connect", "exchanged_descriptors", "header", "listening", "new_token"]

@@ -24,6 +24,10 @@ from interlace.errors import BackendError
 OK, MISSING, ABSENT = "ok", "missing", "not here"
 """A check's status: fine; wanted by a backend that could work here; not part of this machine, which is no fault."""
 
+_MOST_RANKS = 8  # that an operator can have
+_RANK_BYTES = 2**31
+"""Memory of a GPU that a small rank takes: its context, torch, and the operators' workspaces."""
+
 _COLOURS = {OK: "green", MISSING: "red", ABSENT: "dim"}
 
 
@@ -212,6 +216,7 @@ def _cuda() -> list[Row]:
         meaning = f"{properties.name}, {memory}, {properties.multi_processor_count} SMs, sm_{properties.major}{properties.minor}"
         rows.append(Row(f"GPU {i}", OK, meaning))
     rows += _links(torch, count)
+    rows.append(_sharing(torch, count))
     rows.append(
         Row("cuda-bindings", OK, "maps the GPUs' memory side by side")
         if _importable("cuda.bindings.driver")
@@ -244,7 +249,7 @@ def _triggers(device: Any) -> Row:
 
 def _links(torch: Any, count: int) -> list[Row]:
     if count == 1:
-        return [Row("peer access", ABSENT, "one GPU: groups of one rank")]
+        return [Row("peer access", ABSENT, "one GPU: ranks share it")]
     reach = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     matrix = "\n".join(f"{i}: " + " ".join("x" if ok else "-" for ok in line) for i, line in enumerate(reach))
     if all(all(line) for line in reach):
@@ -254,6 +259,17 @@ def _links(torch: Any, count: int) -> list[Row]:
         rows = [Row("peer access", MISSING, f"some GPUs cannot reach others' memory\n{matrix}", action)]
     rows.append(_nvlink(count))
     return rows
+
+
+def _sharing(torch: Any, count: int) -> Row:
+    """How many ranks the GPUs can hold by time slices; each has a context and memory of its own."""
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    held = [min(max(1, each // _RANK_BYTES), _MOST_RANKS) for each in memory]
+    meaning = (
+        f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time slices, so one GPU is enough to write "
+        f"and test a fused kernel. Times mean nothing then"
+    )
+    return Row("ranks per GPU", OK, meaning, "interlace.launch(worker, n, backend='cuda')")
 
 
 def _nvlink(count: int) -> Row:

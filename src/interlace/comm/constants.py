@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.group import Group
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import WorkspaceError
 
 _MOST = 256  # tables of numbers that a group remembers without anybody referring to them
@@ -52,7 +53,7 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
             raise WorkspaceError(
                 "an operator must be called once with these tables or splits before it is captured in a CUDA graph; got new ones."
             )
-        found = cache.alive[key] = torch.tensor(key, dtype=torch.int64, device=group.device)
+        found = cache.alive[key] = _make(key, group.device)
     if capturing and not group.replays.capturing:
         cache.captured[key] = found
     cache.recent[key] = found
@@ -61,3 +62,8 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         cache.recent.popitem(last=False)
     group.replays.refer_to(found)
     return found
+
+
+@makes_ordinary_tensors
+def _make(numbers: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

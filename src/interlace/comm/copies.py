@@ -131,10 +131,11 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
         return
     if not transfers:
         return
-    side = group.side_stream(False)
-    side.wait_event(group.stream().record_event())
-    for transfer in transfers:
-        _copy(transfer.target, transfer.source, transfer.nbytes, side)
+    with group.on_device():
+        side = group.side_stream(False)
+        side.wait_event(group.stream().record_event())
+        for transfer in transfers:
+            _copy(transfer.target, transfer.source, transfer.nbytes, side)
 
 
 def _move(transfer: Transfer) -> None:
@@ -181,7 +182,7 @@ class TransferQueue:
             BackendError: a CUDA graph is being captured, and one queue leads to the device.
         """
         one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        if one and self._group.backend == "cuda" and torch.cuda.is_current_stream_capturing():
+        if one and self._group.capture_id() is not None:
             raise BackendError(
                 "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
                 "put a wait before the kernel that it is for. Unset it, or call outside a graph."
@@ -217,11 +218,12 @@ class TransferQueue:
                 self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
         if self._start is None or not self._queue:
             return
-        side = self._group.side_stream(False)
-        side.wait_event(self._start)
-        for each in self._queue:
-            _wait_value(each.counter, each.value, side)
-            _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
+        with self._group.on_device():
+            side = self._group.side_stream(False)
+            side.wait_event(self._start)
+            for each in self._queue:
+                _wait_value(each.counter, each.value, side)
+                _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
         self._start = None
 
     def disarm(self) -> None:

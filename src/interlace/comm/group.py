@@ -10,22 +10,27 @@ import json
 import os
 import socket
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
+from interlace.comm.dlpack import bytes_at
 from interlace.comm.identity import identity
 from interlace.comm.interpreter import require
 from interlace.comm.launches import launches
-from interlace.comm.memory import Block, Heap, SoloHeap
+from interlace.comm.memory import Block, Heap, SoloHeap, call_when_gone
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.outputs import OutputPool
+from interlace.comm.releases import releases
+from interlace.comm.rendezvous import meet
 from interlace.comm.replays import Replays
 from interlace.errors import (
     ArgumentError,
@@ -43,6 +48,8 @@ MAX_PROGRAMS = 4096
 """Programs that one launch of an operator may have: one epoch cell each (see ``interlace.language``)."""
 
 _DEFAULT_DEADLINE_S = 30.0
+_SHARED_GPU_DEADLINE_S = 30.0  # more for each rank of a GPU: their kernels run by time slices
+_RECOVERY_DEADLINES = 3  # a rank that has noticed nothing does so one deadline later
 _MOST_WORKED_OUT = 4096
 
 T = TypeVar("T")
@@ -72,6 +79,39 @@ class Workspace:
     notes: torch.Tensor
     captured: bool = False
 
+    def reset(self, rank: int) -> None:
+        """Make this rank's part as new, with no kernel of any rank under way."""
+        for block in (self.data, self.signals):
+            bytes_at(block.address + rank * block.stride, (block.nbytes,), (1,), self.epochs.device, block).zero_()
+        self.epochs.fill_(1)
+        self.side_epochs.fill_(1)
+        self.notes.zero_()
+
+
+class Recoverable(Protocol):
+    """What a program keeps from call to call, and :meth:`Group.recover` must begin anew."""
+
+    def reset(self) -> None:
+        """Forget what has begun, on every rank."""
+
+
+class _StreamOrder:
+    """The streams of one GPU, and which of them got a call of any group last.
+
+    Attributes:
+        streams: by their handle.
+        executed: the stream of the last call that was enqueued to run.
+        captured: the stream of the last call that was captured in a CUDA graph.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[int, torch.cuda.Stream] = {}
+        self.executed: torch.cuda.Stream | None = None
+        self.captured: torch.cuda.Stream | None = None
+
+
+_stream_orders: dict[int, _StreamOrder] = {}
+
 
 class Group:
     """One process group on one kind of device.
@@ -86,8 +126,11 @@ class Group:
         outputs: symmetric memory that operators return as tensors.
         replays: what calls that come again have enqueued.
         kept: what operators keep from call to call, until :meth:`release`.
+        recoverable: what a program keeps, for :meth:`recover`.
+        ranks_per_gpu: how many ranks share a GPU, where that is most; 1 on the CPU backend.
     """
 
+    @makes_ordinary_tensors
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.device = device
         self.backend = "cuda" if device.type == "cuda" else "cpu"
@@ -104,8 +147,8 @@ class Group:
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._last_stream: torch.cuda.Stream | None = None
+        self.recoverable: weakref.WeakSet[Recoverable] = weakref.WeakSet()
+        self.ranks_per_gpu = 1
         self._side_streams: dict[bool, torch.cuda.Stream] = {}
         self._deadline_s = _default_deadline()
         self._interruption = ""
@@ -115,13 +158,19 @@ class Group:
         else:
             self.name = process_group.group_name
             self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            self._store = dist.PrefixStore(f"interlace/{self.name}/{self.backend}", process_group.get_group_store())
+            place = f"interlace/{self.name}/{self.world_size}/{self.backend}"
+            self._meeting_store = dist.PrefixStore(place, process_group.get_group_store())
+            self._meet("joining a group", self._deadline_s)
         if self.backend == "cuda" and device.index is None:
             raise GroupError(f"a group's device must have an index; got {device}. Use torch.device('cuda', local_rank).")
+        self._order = _stream_orders.setdefault(-1 if device.index is None else device.index, _StreamOrder())
         self._record = torch.zeros(ctx.RECORD_LENGTH, dtype=torch.int32, pin_memory=self.backend == "cuda")
         self._record_view = self._record.numpy()
         # One cache line each: the flag that waits look at, and the word that fences write.
         self._state = torch.zeros(64, dtype=torch.int32, device=device)
+        # Kernels that are under way when the group goes still use these.
+        used = [self._record, self._state, self._contexts, self._workspaces, self._retained]
+        call_when_gone(self, device, used.clear)
         self._check_members()
         # Choices of implementations are made by each rank on its own: they must be made by the same code and tables.
         self.compare("joining a group", identity(device))
@@ -350,16 +399,18 @@ class Group:
                 "symmetric memory must be allocated before a CUDA graph is captured. "
                 "Call the operator once with these shapes first, then capture."
             )
-        with self.together("allocating symmetric memory"):  # mapped everywhere before anyone writes
+        releases.empty()
+        # All ranks have mapped and zeroed the memory when this ends, so anyone may write.
+        with self.on_device(), self.together("allocating symmetric memory"):
             return self._heap.allocate(nbytes, pieces)
 
-    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Map pieces of symmetric memory once more, one behind the other; see ``Heap.remap``. Collective."""
         if self._capturing():
             raise WorkspaceError(
                 "memory must be mapped before a CUDA graph is captured. Create mapped outputs first, then capture."
             )
-        with self.together("mapping memory once more"):
+        with self.on_device(), self.together("mapping memory once more"):
             return self._heap.remap(addresses, nbytes)
 
     @property
@@ -385,6 +436,12 @@ class Group:
         if old is not None and old.half_bytes >= half_bytes and old.signal_count >= signal_count:
             old.captured |= self._capturing() and not self.replays.capturing  # those graphs are forgotten when it goes
             return old
+        return self._new_workspace(operator, half_bytes, signal_count)
+
+    @makes_ordinary_tensors
+    def _new_workspace(self, operator: str, half_bytes: int, signal_count: int) -> Workspace:
+        """A workspace of at least these sizes, and of those that it replaces."""
+        old = self._workspaces.get(operator)
         if old is not None:
             half_bytes, signal_count = max(half_bytes, old.half_bytes), max(signal_count, old.signal_count)
         half_bytes, signal_count = next_power_of_2(max(half_bytes, 4096)), next_power_of_2(max(signal_count, 1024))
@@ -420,6 +477,11 @@ class Group:
         if self.backend == "cuda":
             torch.cuda.synchronize(self.device)
         self.exchange("release", "idle")  # a peer's kernel may still write here until all are idle
+        self._forget()
+        releases.empty()
+
+    def _forget(self) -> None:
+        """Let go of everything that calls have left, on every rank at once."""
         self.replays.clear()
         self._workspaces.clear()
         self._retained.clear()
@@ -430,6 +492,7 @@ class Group:
         self.kept.clear()
         self.outputs.release()
 
+    @makes_ordinary_tensors
     def context(self, operator: str) -> torch.Tensor:
         """The ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]`` on the device."""
         if operator not in self._contexts:
@@ -447,6 +510,25 @@ class Group:
             self._operators.append(operator)
             self._contexts[operator] = torch.tensor(fields, dtype=torch.int64, device=self.device)
         return self._contexts[operator]
+
+    def recover(self, timeout_s: float | None = None) -> None:
+        """Make a broken group usable again; see :func:`interlace.recover`."""
+        if self._capturing():
+            raise WorkspaceError("a group must be recovered outside of a CUDA graph. Finish the capture first.")
+        if self.backend == "cuda":
+            torch.cuda.synchronize(self.device)  # kernels that wait end by their deadline
+        if self.world_size > 1:
+            # Once all have met, no kernel of any rank is under way that could still write here.
+            self._meet("recover", _RECOVERY_DEADLINES * self._deadline_s if timeout_s is None else timeout_s)
+        self._forget()
+        for each in self.recoverable:
+            each.reset()
+        self._state.zero_()
+        self._record.zero_()
+        if self.backend == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.exchange("recover", "as new")  # nobody may write here before
+        releases.empty()
 
     # Health
 
@@ -482,7 +564,7 @@ class Group:
         if record[ctx.RECORD_CODE] == ctx.INTERRUPTED:
             raise GroupError(
                 f"a call must not be interrupted once its kernels may run, as ranks then no longer agree; got "
-                f"{self._interruption}. This group is broken now. Build a new process group."
+                f"{self._interruption}. The group is broken now. Call interlace.recover on every rank, or build a new process group."
             )
         if record[ctx.RECORD_CODE] == ctx.MISCOUNTED:
             piece, wanted, seen = (int(record[field]) for field in (ctx.RECORD_SLICE, ctx.RECORD_WANTED, ctx.RECORD_SEEN))
@@ -507,26 +589,34 @@ class Group:
             torch.cuda.synchronize(self.device)
         self.check()
 
-    def running(self) -> contextlib.AbstractContextManager[None]:
-        """Around the launch of an operator's kernels: refuses a broken group and keeps calls in stream order.
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the launch of an operator's kernels: refuses a broken group, and keeps the calls of a GPU in stream order.
 
-        An exception that leaves it after something was enqueued breaks the group: the epochs of this rank may not
-        be those of its peers any more. On the CPU backend the kernel has ended when this exits, so an expired wait
-        raises here.
+        Kernels are launched on the group's GPU, whichever is current. An exception that leaves the context after
+        something was enqueued breaks the group: the epochs of this rank may not be those of its peers any more. On the
+        CPU backend the kernel has ended when this exits, so an expired wait raises here.
         """
         self.check()
+        if releases:
+            releases.empty()
         # What becomes a graph runs in the order of the call that replays it.
         if self.backend == "cuda" and not self.replays.capturing:
-            self._follow_last_stream()
+            self._follow_last_call()
         return _Running(self)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the group's GPU the current one; costs nothing where it is."""
+        if self.backend == "cpu" or torch._C._cuda_getDevice() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the group's GPU: the same object for as long as it is the same stream."""
         # torch makes a new object in each call, which costs as much as a launch; calls of operators ask many times.
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if handle not in self._streams:
-            self._streams[handle] = torch.cuda.current_stream(self.device)
-        return self._streams[handle]
+        handle, streams = torch._C._cuda_getCurrentRawStream(self.device.index), self._order.streams
+        if handle not in streams:
+            streams[handle] = torch.cuda.current_stream(self.device)
+        return streams[handle]
 
     def side_stream(self, first: bool) -> torch.cuda.Stream:
         """A stream for copies beside a kernel, of high priority if ``first``; see ``interlace.comm.copies``."""
@@ -536,39 +626,47 @@ class Group:
 
     # Internals
 
-    def _follow_last_stream(self) -> None:
-        """Order this call after the group's last one, if that was on another stream.
+    def _follow_last_call(self) -> None:
+        """Order this call after the last one of any group on this GPU, if that was on another stream.
 
         Two kernels that wait for peers must not overlap: with their order reversed on another rank, each could
         occupy the processors that the other's peer needs. During a capture, only calls within the same capture
         can be ordered; a graph is ordered by where it is replayed.
         """
-        stream, last = self.stream(), self._last_stream
-        if last is not None and last is not stream and last != stream:
-            with torch.cuda.stream(last):
-                last_capturing = torch.cuda.is_current_stream_capturing()
-            capturing = self._capturing()
-            if last_capturing and not capturing:
+        stream, order = self.stream(), self._order
+        if stream is order.executed:
+            return
+        capture = self.capture_id()
+        if capture is not None:
+            for other in (order.executed, order.captured):
+                if other is not None and other is not stream and _capture_of(other) == capture:
+                    stream.wait_stream(other)
+            order.captured = stream
+            return
+        if order.executed is not None:
+            if _capture_of(order.executed) is not None:
                 raise WorkspaceError(
-                    "calls of one group must be ordered; got one outside while another stream captures a CUDA graph "
-                    "with this group. Finish the capture first, or use another process group."
+                    "calls on one GPU must be ordered; got one while the stream of the last one "
+                    "captures a CUDA graph. Finish the capture first."
                 )
-            if last_capturing == capturing:
-                stream.wait_stream(last)
-        self._last_stream = stream
+            stream.wait_stream(order.executed)
+        order.executed = stream
 
     def capture_id(self) -> int | None:
-        """Which CUDA graph the current stream is captured in; None if in none."""
-        if not self._capturing():
-            return None
-        from cuda.bindings import driver
-
-        # Error, status, id; what follows differs between versions.
-        answer = driver.cuStreamGetCaptureInfo(self.stream().cuda_stream)
-        return int(answer[2])
+        """Which CUDA graph the current stream of the group's GPU is captured in; None if in none."""
+        return _capture_of(self.stream()) if self._capturing() else None
 
     def _capturing(self) -> bool:
-        return self.backend == "cuda" and torch.cuda.is_current_stream_capturing()
+        """Whether the current stream of the group's GPU is being captured in a CUDA graph."""
+        if self.backend == "cpu":
+            return False
+        with self.on_device():
+            return torch.cuda.is_current_stream_capturing()
+
+    def _meet(self, what: str, timeout_s: float) -> None:
+        """Wait until all ranks are here, and number exchanges anew, under keys that none has used."""
+        name = meet(self._meeting_store, what, self.rank, self.world_size, timeout_s)
+        self._store, self._sequence = dist.PrefixStore(name, self._meeting_store), 0
 
     def _declare_broken(self, operator: str, peer: int) -> None:
         if operator not in self._operators:
@@ -584,26 +682,53 @@ class Group:
             self._record_view[ctx.RECORD_CODE] = ctx.INTERRUPTED
 
     def _check_members(self) -> None:
-        """All members must be on this machine, and on CUDA each on a GPU of its own that the others can reach."""
-        identity = [socket.gethostname(), _boot_id(), str(self.device)]
-        members = self.exchange("joining a group", identity)
+        """All members must be on this machine, and on CUDA on GPUs that reach each other, one for each of them at best."""
+        gpu = _gpu_id(self.device) if self.backend == "cuda" else ""
+        members = self.exchange("joining a group", [socket.gethostname(), _boot_id(), gpu])
         if len({(host, boot) for host, boot, _ in members}) > 1:
             raise GroupError(
                 f"all ranks of a group must be on one machine; got {_by_rank([host for host, _, _ in members])}. "
                 f"Use torch.distributed.new_group to form a group per machine."
             )
         if self.backend == "cuda":
-            devices = [device for _, _, device in members]
-            if len(set(devices)) != len(devices):
+            self._check_gpus([gpu for _, _, gpu in members])
+
+    def _check_gpus(self, gpus: list[str]) -> None:
+        """Refuse GPUs that this rank's cannot reach; allow for ranks that share one.
+
+        Args:
+            gpus: each rank's, as :func:`_gpu_id` tells them apart.
+        """
+        here = {_gpu_id(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+        for rank, gpu in enumerate(gpus):
+            # Whether a GPU that this process does not see can be reached, the driver says when it maps memory.
+            number = here.get(gpu, self.device.index)
+            if number != self.device.index and not torch.cuda.can_device_access_peer(self.device.index, number):
                 raise GroupError(
-                    f"every rank must have a GPU of its own; got {_by_rank(devices)}. Call torch.cuda.set_device(local_rank) first."
+                    f"GPUs of a group must reach each other's memory; {self.device} cannot reach cuda:{number} of rank {rank}. "
+                    f"`interlace doctor` shows the links."
                 )
-            for device in devices:
-                if torch.device(device) != self.device and not torch.cuda.can_device_access_peer(self.device, torch.device(device)):
-                    raise GroupError(
-                        f"GPUs of a group must reach each other's memory; {self.device} cannot reach {device}. "
-                        f"`interlace doctor` shows the links."
-                    )
+        self.ranks_per_gpu = max(gpus.count(gpu) for gpu in gpus)
+        if self.ranks_per_gpu > 1:
+            if not os.environ.get("INTERLACE_DEADLINE_S"):
+                self._deadline_s = _SHARED_GPU_DEADLINE_S * self.ranks_per_gpu
+            if self.rank == 0:
+                warnings.warn(
+                    f"{self.world_size} ranks share {len(set(gpus))} GPUs by time slices. Results are right; times mean nothing.",
+                    stacklevel=2,
+                )
+
+    def require_own_gpus(self, what: str) -> None:
+        """Refuse to measure on GPUs that ranks share.
+
+        Raises:
+            BackendError: ranks of the group share a GPU.
+        """
+        if self.ranks_per_gpu > 1:
+            raise BackendError(
+                f"{what} must have a GPU for each rank; got {self.ranks_per_gpu} ranks on one. Times of ranks that share a GPU "
+                f"mean nothing; use fewer ranks."
+            )
 
     def _make_heap(self) -> Heap:
         if self.world_size == 1:
@@ -630,22 +755,20 @@ def _interpreting(traffic: cpu_faults.Traffic) -> Iterator[None]:
 class _Running:
     """What :meth:`Group.running` returns."""
 
-    __slots__ = ("_before", "_group", "_interpreting")
+    __slots__ = ("_before", "_group", "_scope")
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._before = launches.value
-        self._interpreting = _interpreting(group.traffic) if group.backend == "cpu" else None
+        self._scope = _interpreting(group.traffic) if group.backend == "cpu" else group.on_device()
 
     def __enter__(self) -> None:
-        if self._interpreting is not None:
-            self._interpreting.__enter__()
+        self._scope.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._interpreting is not None:
-            self._interpreting.__exit__(kind, error, traceback)
+        self._scope.__exit__(kind, error, traceback)
         if error is None:
-            if self._interpreting is not None:
+            if self._group.backend == "cpu":
                 self._group.check()
         # What the program captures has not run; the graph is lost, and with it the call, on this rank's epochs.
         elif launches.value != self._before and self._group.capture_id() is None:
@@ -657,6 +780,20 @@ def _require_same(operator: str, name: str, values: list[Any]) -> None:
         raise RankMismatchError(
             f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
         )
+
+
+def _capture_of(stream: torch.cuda.Stream) -> int | None:
+    """Which CUDA graph a stream is captured in; None if in none."""
+    from cuda.bindings import driver
+
+    # Error, status, id; what follows differs between versions.
+    _, status, number, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
+    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
+
+
+def _gpu_id(device: torch.device) -> str:
+    """What tells a GPU apart from all others; its number depends on what the process sees (``CUDA_VISIBLE_DEVICES``)."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _by_rank(values: list[Any]) -> str:
@@ -698,6 +835,16 @@ _standing_in: contextvars.ContextVar[Group | None] = contextvars.ContextVar("_st
 _lock = threading.Lock()
 
 
+def _kind_of(device: torch.device | str | None) -> torch.device:
+    """The device of a group for ``device``: a GPU with its number, or the CPU without one."""
+    device = torch.device(default_device_type() if device is None else device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cuda", "cpu"):
+        raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def group_of(process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Group:
     """The :class:`Group` of a process group (default: the default one; without one, this process on its own).
 
@@ -713,11 +860,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, device: torch.devic
     stand_in = _standing_in.get()
     if process_group is None and stand_in is not None:
         return stand_in
-    device = torch.device(default_device_type() if device is None else device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type not in ("cuda", "cpu"):
-        raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
+    device = _kind_of(device)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     _require_member(process_group)
@@ -737,6 +880,7 @@ def stand_in(group: Group) -> contextvars.Token[Group | None]:
 
 def solo_group(device: torch.device) -> Group:
     """This process on its own on ``device``, whatever process groups there are."""
+    device = _kind_of(device)
     with _lock:
         if device not in _solo:
             _solo[device] = Group(None, device)
@@ -786,6 +930,32 @@ def synchronize(group: dist.ProcessGroup | None = None) -> None:
     group_of(group).synchronize()
 
 
+def recover(group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    """Make a group that is broken usable again, without ending a process. Collective: every rank of the group calls it.
+
+    After a :class:`PeerTimeoutError` or a :class:`MiscountError`, ranks no longer agree on the number of their calls. This waits
+    until all ranks are here and none has a kernel under way, and then begins anew: epochs, signals, flags, agreements, and
+    the graphs of calls that come again. The next call of each kind is as slow as the first one was.
+
+    A rank that has noticed nothing must come, too. It learns of the failure by its next call on the group, one deadline later,
+    which is why this waits for three. It may also be called where nothing has failed.
+
+    What is lost: results of calls that have failed (NaN), what :meth:`MappedOutput.exchange` and ``fuse`` have returned as views,
+    and CUDA graphs that the program has captured with the group, which must be captured again and not be replayed.
+    Tensors that operators have returned, symmetric tensors, and mapped outputs that every rank has keep working.
+
+    Args:
+        group: default: the default process group.
+        timeout_s: seconds to wait for the other ranks; default: three deadlines of the group.
+
+    Raises:
+        PeerTimeoutError: a rank did not come, within at most twice the time, on every rank that did; the error names it. It is
+            dead, or does something else: the group stays broken. Without that rank, build a new process group.
+        WorkspaceError: a CUDA graph is being captured.
+    """
+    group_of(group).recover(timeout_s)
+
+
 def default_name(group: dist.ProcessGroup | None) -> str:
     """The name under which operators carry ``group``; see :func:`group_named`."""
     _require_member(group)
@@ -807,6 +977,7 @@ __all__ = [
     "group_of",
     "process_group_named",
     "rank_and_size",
+    "recover",
     "set_deadline",
     "synchronize",
 ]

@@ -14,15 +14,18 @@ its peers see the same puts and signals, and neither of the two asks them anythi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.comm.launches import launches
+from interlace.comm.releases import releases
 
 if TYPE_CHECKING:
     from interlace.comm.group import Group
@@ -154,7 +157,7 @@ class Replays:
             self._stream, self._pool = torch.cuda.Stream(self._group.device), torch.cuda.graph_pool_handle()
             self._anchor = self._capture(lambda: torch.zeros(1, device=self._group.device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), releases.put_off(), _without_collection():
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self.capturing = True
@@ -166,3 +169,15 @@ class Replays:
                 launches.value = before  # what is captured does not run yet
                 graph.capture_end()
         return graph
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: what finalizers of any library do to the driver would make a capture invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

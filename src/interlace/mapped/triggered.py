@@ -10,6 +10,7 @@ import torch.distributed as dist
 from interlace.comm.copies import Transfer, TransferQueue, Triggered, join, push
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2
@@ -40,6 +41,7 @@ class TriggeredTransfers(MappedOutput):
         pieces: that each rank's part is cut into.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         shape: Sequence[int],

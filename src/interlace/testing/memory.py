@@ -156,7 +156,7 @@ class ExploredHeap(Heap):
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         size = pieces * round_up(max(nbytes, 1), self.granularity)
-        return Block(self._view.base + self._view.take(size), size, self.stride, lambda: None)
+        return Block(self._view.base + self._view.take(size), size, self.stride, self.device, lambda: None)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
         return self._view.alias(addresses, nbytes), lambda: None

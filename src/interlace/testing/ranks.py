@@ -71,7 +71,7 @@ class ExploredGroup(Group):
         self._heap = ExploredHeap(view)
         self._run = run
 
-    def exchange(self, what: str, value: object) -> list[Any]:
+    def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
         """See :meth:`Group.exchange`; ranks that do not come are a deadlock."""
         if self.world_size == 1:  # it is still being made
             return [value]

@@ -39,7 +39,7 @@ def _options(operator: str, rank: int) -> dict[str, Any]:
 def _penalty(y: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Gradients of the squared norm of the gradients of ``sum(y^3)``."""
     first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
-    return torch.autograd.grad(sum((grad.square().sum() for grad in first), start=torch.zeros(())), inputs)
+    return torch.autograd.grad(sum((grad.square().sum() for grad in first), start=y.new_zeros(())), inputs)
 
 
 def _exact(operator: str) -> list[tuple[torch.Tensor, ...]]:
@@ -57,21 +57,21 @@ def _exact(operator: str) -> list[tuple[torch.Tensor, ...]]:
     return [(found[rank], found[2 + rank]) for rank in range(2)]
 
 
-def _second_derivatives(operator: str, impl: str) -> list[float]:
+def second_derivatives(operator: str, impl: str, device: str = "cpu") -> list[float]:
     """On a rank: errors of the second derivatives with respect to x and w."""
     rank = dist.get_rank()
     xs, ws, bias = _inputs(2)
-    x, w = xs[rank].requires_grad_(), ws[rank].requires_grad_()
-    options = _options(operator, rank) | ({"bias": bias} if operator in SUMMED else {})
+    x, w = xs[rank].to(device).requires_grad_(), ws[rank].to(device).requires_grad_()
+    options = _options(operator, rank) | ({"bias": bias.to(device)} if operator in SUMMED else {})
     found = _penalty(getattr(interlace, operator)(x, w, impl=impl, **options), (x, w))
     wanted = _exact(operator)[rank]
-    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    return [float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
 
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 @pytest.mark.parametrize("operator", [*SUMMED, "all_gather_gemm", "gemm_all_to_all"])
 def test_second_derivatives(ranks: Any, operator: str, impl: str) -> None:
-    for errors in ranks(2).run(_second_derivatives, operator, impl):
+    for errors in ranks(2).run(second_derivatives, operator, impl):
         assert max(errors) < 200 * torch.finfo(torch.float32).eps, errors
 
 

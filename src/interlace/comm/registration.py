@@ -51,7 +51,7 @@ def register(
 
     def run_without_autograd(*args: Any) -> Any:
         if forward_ad._current_level >= 0:
-            _refuse(name, "in forward mode", "such a call")
+            _refuse(name, "in forward mode", "a call inside of forward-mode differentiation")
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             _refuse(name, "at all", "an argument that requires a gradient")
         return run(*args)

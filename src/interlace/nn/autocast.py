@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from interlace.errors import ArgumentError
 from interlace.products.operands import FLOATS
 
 
-def autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in autocast's dtype where autocast is enabled for its device, as ``F.linear`` takes its arguments.
+def operands(layer: str, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    """What a layer multiplies: its arguments, in autocast's dtype where autocast is enabled, as ``F.linear`` does it.
 
-    The conversion is part of the graph, so the tensor gets its gradient in its own dtype.
-    """
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype not in FLOATS:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    The conversions are part of the graph, so each tensor gets its gradient in its own dtype.
 
+    Args:
+        layer: The layer's name, for errors.
+        x: The input.
+        weight: The parameter that x is multiplied with.
+        others: Further parameters; None for one that the layer does not have.
 
-def operands(layer: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input and the weight of a layer, as :func:`autocast` converts them.
+    Returns:
+        x, weight and the others.
 
     Raises:
-        ArgumentError: x has another dtype than the weight, or lies on another device.
+        ArgumentError: x has another dtype than the weight.
     """
-    x, weight = autocast(x), autocast(weight)
-    if x.dtype != weight.dtype or x.device != weight.device:
-        raise ArgumentError(
-            f"{layer}: x must be {weight.dtype} on {weight.device}, like the weight; got {x.dtype} on {x.device}. "
-            f"Convert x, or use torch.autocast."
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, *others = (  # type: ignore[assignment]
+            tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor for tensor in (x, weight, *others)
         )
-    return x, weight
+    if x.dtype != weight.dtype:
+        raise ArgumentError(
+            f"{layer}: x must have the weight's dtype, {weight.dtype}; got {x.dtype}. Convert x, or use torch.autocast."
+        )
+    return x, weight, *others

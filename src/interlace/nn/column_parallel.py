@@ -12,6 +12,7 @@ from torch import nn
 
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.ops.all_gather_gemm.api import all_gather_gemm
 from interlace.products.replicated import replicated
@@ -127,7 +128,7 @@ class ColumnParallelLinear(ParallelLinear):
         if x.dim() < least or x.shape[-1] != self.in_features:
             shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
             raise ArgumentError(f"ColumnParallelLinear: x must be {shape}{self.in_features}]; got shape {list(x.shape)}.")
-        x, weight, bias = self._operands(x)
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         if self.sequence_parallel:
             y = all_gather_gemm(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
             return y.reshape(x.shape[0] * self.world_size, *x.shape[1:-1], y.shape[-1])

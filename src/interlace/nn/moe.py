@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from interlace.errors import ArgumentError
-from interlace.nn.autocast import autocast, operands
+from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
 from interlace.ops.mixture_of_experts.api import mixture_of_experts
 from interlace.ops.mixture_of_experts.layout import MAX_TOP_K, capacity_of
@@ -168,13 +168,13 @@ class MoE(GroupMember, nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
         tokens = x.reshape(-1, self.hidden)
-        rows, w_in = operands("MoE", tokens, self.w_in)
+        rows, w_in, w_out = operands("MoE", tokens, self.w_in, self.w_out)
         routing = self.route(tokens)
         capacity = None
         if self.capacity_factor is not None:
             capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
-            rows, routing.experts, routing.weights, w_in, autocast(self.w_out),
+            rows, routing.experts, routing.weights, w_in, w_out,
             capacity=capacity, group=self.group, impl=self.impl,
         )  # fmt: skip
         return y.view(x.shape), routing

@@ -12,7 +12,6 @@ from torch import nn
 
 from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
-from interlace.nn.autocast import autocast, operands
 from interlace.nn.group_member import GroupMember
 from interlace.units import round_up
 
@@ -76,15 +75,6 @@ class ParallelLinear(GroupMember, nn.Module):
             self.register_parameter("bias", None)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
-
-    def _operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """x, weight and bias in the dtype in which they are multiplied: under autocast, another one than their own.
-
-        Raises:
-            ArgumentError: x has another dtype than the weight, or lies on another device.
-        """
-        x, weight = operands(type(self).__name__, x, self.weight)
-        return x, weight, None if self.bias is None else autocast(self.bias)
 
     def _copy(self, linear: nn.Linear) -> Self:
         """Take this rank's shard of ``linear`` and its flags; the parameters are copies."""

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
 from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
@@ -114,7 +115,7 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.sequence_parallel:
             return self._scattered(x)
-        x, weight, bias = self._operands(x)
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         flat = x if x.dim() <= 2 else x.flatten(0, -2)
         few = flat.dim() == 1 or flat.shape[0] < FEW_TOKENS
         operator = gemv_all_reduce if few else gemm_all_reduce
@@ -127,6 +128,6 @@ class RowParallelLinear(ParallelLinear):
                 f"RowParallelLinear: the first dimension of x must be the sequence and divide evenly over {self.world_size} ranks "
                 f"under sequence_parallel; got shape {list(x.shape)}. Pad the sequence."
             )
-        x, weight, bias = self._operands(x)
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         y = gemm_reduce_scatter(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
         return y.reshape(x.shape[0] // self.world_size, *x.shape[1:-1], self.out_features)

@@ -1,16 +1,16 @@
-"""Run every implementation of every operator under NVIDIA's compute-sanitizer, and collect what it reports.
+"""Run every implementation of every operator under NVIDIA's compute-sanitizer.
 
     python benchmarks/sanitize.py --json sanitize.json
     python benchmarks/sanitize.py --tool racecheck --operators gemm_all_to_all
 
-Each rank is a process under the sanitizer; the ranks make the calls of ``interlace.testing.cases`` one
-after another, forward and backward, and each call's result is checked as well. The process group is
-Gloo, so that no kernel of NCCL runs; a call that Gloo cannot serve on GPUs is skipped and listed. Kernels
-are many times slower than usual, so waits may last 120 s. The exit code is 1 if the sanitizer reported
-an error in any kernel, or a result was wrong.
+Each rank is a process under the sanitizer; the ranks make the calls of ``interlace.testing.cases``
+one after another, forward and backward, and each call's result is checked as well. The process
+group is Gloo, so that no kernel of NCCL runs; a call that Gloo cannot serve on GPUs is skipped and
+listed. Kernels are many times slower than usual, so waits may last 120 s. The exit code is 1 if the
+sanitizer reported an error in any kernel, or a result was wrong.
 
-What a tool can see: ``memcheck`` finds accesses outside of allocations, in local, shared, global and
-peers' memory; ``racecheck`` looks at shared memory only; ``synccheck`` at barriers. ``initcheck`` does not
+Of the tools, ``memcheck`` finds accesses outside of allocations, in local, shared, global and peers'
+memory; ``racecheck`` looks at shared memory only; ``synccheck`` at barriers. ``initcheck`` does not
 see what other processes write, so it reports memory that peers have written as uninitialised.
 """
 
@@ -59,7 +59,7 @@ def parse(log: str) -> list[Report]:
 
 
 def _reports(log: str) -> Iterator[Report]:
-    """A report begins at a line that is indented by one space; its other lines are indented further."""
+    """A report begins at a line indented by one space; its other lines are indented further."""
     reports: list[list[str]] = []
     for line in log.splitlines():
         text = line.removeprefix(_PREFIX)
@@ -86,7 +86,10 @@ def _kernel_of(lines: Sequence[str]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Make every call; after each, write what the sanitizer's log has gained to ``results-RANK``, one JSON per line."""
+    """Make every call; after each, append its outcome to ``results-RANK``, one JSON per line.
+
+    The outcome includes what the sanitizer's log has gained meanwhile.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,6 @@
-"""The script that runs every implementation under compute-sanitizer: its reading of logs, and its calls on the CPU backend."""
+"""The script that runs every implementation under compute-sanitizer: its reading of logs, and its
+calls on the CPU backend.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ LOG = """\
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========
 ========= Invalid __global__ read of size 16 bytes
-=========     at ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<(unsigned long)4096>)+0x90
-=========     by thread (0,0,0) in block (0,0,0)
+=========     at ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<(unsigned
+long)4096>)+0x90 =========     by thread (0,0,0) in block (0,0,0)
 =========
 ========= Barrier error detected. Divergent thread(s) in block
 =========     at void at::native::vectorized_elementwise_kernel<4>(int)+0x40

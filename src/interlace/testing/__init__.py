@@ -1,1 +1,1 @@
-"""What checks Interlace: calls of every operator whose results are known. See ``docs/reliability.md``."""
+"""What checks Interlace, and what depends on it; see ``docs/reliability.md``."""

@@ -12,7 +12,8 @@ def late_in_time(outcomes: list[Outcome]) -> None:
 def too_late(outcomes: list[Outcome]) -> None:
     """The others name the late rank; the late rank names one of those who gave up.
 
-    Its first call may end without an error, with what they had sent and with NaN for what they had not.
+    Its first call may end without an error, with what they had sent and with NaN for what they had
+    not.
     """
     for rank, outcome in enumerate(outcomes):
         peers = [FAULTY] if rank != FAULTY else [peer for peer in range(len(outcomes)) if peer != FAULTY]
@@ -58,7 +59,9 @@ def other_shape_agreed_on(outcomes: list[Outcome]) -> None:
 
 
 def out_of_memory(outcomes: list[tuple[Outcome, int]]) -> None:
-    """Every rank raises at once, the others name the rank, and calls that need no more memory go on."""
+    """Every rank raises at once, the others name the rank, and calls that need no more memory go
+    on.
+    """
     for rank, (outcome, wrong_afterwards) in enumerate(outcomes):
         assert (outcome.kind, outcome.broken, wrong_afterwards) == ("WorkspaceError", False, 0), outcome
         assert rank == FAULTY or f"rank {FAULTY}" in outcome.message, outcome

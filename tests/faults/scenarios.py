@@ -1,4 +1,5 @@
-"""Faults of one rank, and what every living rank sees of them: the same on the CPU backend and on GPUs.
+"""Faults of one rank, and what every living rank sees of them: the same on the CPU backend and on
+GPUs.
 
 Each function below runs on every rank. One rank, ``FAULTY``, is late, dies, calls something else or
 fails; the others do what they should. What a rank saw is an :class:`Outcome`.
@@ -44,7 +45,9 @@ SUM = ProductCase("gemm_all_reduce", "fused", "bfloat16", False, 32, 64, 32)
 SCATTER = ProductCase("gemm_reduce_scatter", "fused", "float32", False, 48, 32, 16)
 
 CASES: dict[str, Case] = {"gemv": GEMV, "all_reduce": SUM, "reduce_scatter": SCATTER}
-"""Cases of three protocols: packed words in two phases, tiles that are added up, and tiles for their owner."""
+"""Cases of three protocols: packed words in two phases, tiles that are added up, and tiles for
+their owner.
+"""
 
 
 @dataclasses.dataclass
@@ -70,7 +73,9 @@ class Outcome:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def expired(self, peer: int) -> bool:
-        """Whether a wait for ``peer`` ended with its error, soon after the deadline, and the device was free."""
+        """Whether a wait for ``peer`` ended with its error, soon after the deadline, and the device
+        was free.
+        """
         in_time = DEADLINE_S * 0.9 <= self.seconds <= DEADLINE_S + SLACK_S
         return (self.kind, self.peer, self.broken, self.wrong) == ("PeerTimeoutError", peer, True, 0) and self.free and in_time
 
@@ -113,7 +118,9 @@ def _own_group(case: Case) -> tuple[dist.ProcessGroup | None, Group, Prepared]:
 
 
 def _check(prepared: Prepared) -> Callable[[], int]:
-    """A call, after which the number of wrong elements is known. NaN, which says that data is missing, is not counted."""
+    """A call, after which the number of wrong elements is known. NaN, which says that data is
+    missing, is not counted.
+    """
 
     def make() -> int:
         prepared.load(0)
@@ -130,7 +137,9 @@ def _check(prepared: Prepared) -> Callable[[], int]:
 
 
 def late_in_time(name: str) -> Outcome:
-    """The faulty rank comes late, but before the deadline, and its GPU is late, too: every result is right."""
+    """The faulty rank comes late, but before the deadline, and its GPU is late, too: every result
+    is right.
+    """
     _, group, prepared = _own_group(CASES[name])
     if group.rank == FAULTY:
         time.sleep(0.5)
@@ -184,7 +193,9 @@ def other_shape() -> Outcome:
 
 
 def out_of_memory() -> tuple[Outcome, int]:
-    """On the faulty rank the workspace cannot grow. Afterwards, wrong elements of a call that needs no more memory."""
+    """On the faulty rank the workspace cannot grow. Afterwards, wrong elements of a call that needs
+    no more memory.
+    """
     process_group, group, prepared = _own_group(GEMV)
     larger = LARGER.prepare(process_group)
     with _no_memory(group) if group.rank == FAULTY else contextlib.nullcontext():
@@ -211,7 +222,9 @@ def _no_memory(group: Group) -> Iterator[None]:
 
 
 def interrupted() -> Outcome:
-    """Ctrl-C reaches the faulty rank in the program's own code, before its call, which it then does not make."""
+    """Ctrl-C reaches the faulty rank in the program's own code, before its call, which it then does
+    not make.
+    """
     process_group, group, prepared = _own_group(SUM)
     interlace.set_deadline(DEADLINE_S, process_group)
     if group.rank != FAULTY:
@@ -220,7 +233,8 @@ def interrupted() -> Outcome:
 
 
 def interrupted_in_a_wait() -> tuple[Outcome, Outcome]:
-    """Ctrl-C reaches the faulty rank while it waits for the others, who do not come; then, its next call.
+    """Ctrl-C reaches the faulty rank while it waits for the others, who do not come; then, its next
+    call.
 
     A GPU's kernel ends by its deadline; the host sees the interrupt when it has waited for that.
     """
@@ -264,9 +278,11 @@ def dies_before_a_call(name: str) -> Outcome:
 
 
 def dies_in_a_kernel() -> Outcome:
-    """The faulty rank is killed while its kernel has sent a part of what it should, or waits for the others.
+    """The faulty rank is killed while its kernel has sent a part of what it should, or waits for
+    the others.
 
-    On GPUs it enters its kernel alone, has sent what it can, and waits; the others come after its death.
+    On GPUs it enters its kernel alone, has sent what it can, and waits; the others come after its
+    death.
     """
     process_group, group, prepared = _own_group(GEMV)
     interlace.set_deadline(DEADLINE_S, process_group)

@@ -1,6 +1,7 @@
 """Faults of one rank on real GPUs. Run with ``-m gpu``.
 
-Every living rank must end with an error that names the faulty rank, by its deadline, and its GPU must
+Every living rank must end with an error that names the faulty rank, by its deadline, and its GPU
+must
 be free then: the kernel has ended. ``tests/faults`` says what happens in each, and has the same for
 the CPU backend.
 """

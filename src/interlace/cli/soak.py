@@ -88,7 +88,8 @@ def run_add(files: Sequence[Path], json_file: Path | None) -> int:
     """Add up what several soaks have written; the exit code: 1 if anything was wrong in any.
 
     Raises:
-        ArgumentError: a file is not a soak's, the files are of several kinds of machine, or calls would count twice.
+        ArgumentError: a file is not a soak's, the files are of several kinds of machine, or calls
+            would count twice.
     """
     documents = [read_document(file) for file in files]
     results: list[dict[str, Any]] = []
@@ -180,7 +181,9 @@ def _repeat(result: dict[str, Any], call: int) -> str:
 
 @contextlib.contextmanager
 def _interrupts_go_to_ranks() -> Iterator[None]:
-    """The first Ctrl-C goes to the ranks, which end with the report so far; the second one ends everything."""
+    """The first Ctrl-C goes to the ranks, which end with the report so far; the second one ends
+    everything.
+    """
 
     def forward(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -28,7 +28,9 @@ from interlace.errors import InterlaceError
 from interlace.testing.cases import Case, Prepared, draw_case
 
 ROUND_CALLS = {"cpu": 24, "cuda": 5000}
-"""Calls per round. A soak can begin at any round, so a failure is repeated without the rounds before it."""
+"""Calls per round. A soak can begin at any round, so a failure is repeated without the rounds
+before it.
+"""
 
 _CASES = {"cpu": 6, "cuda": 32}  # per round
 _GRAPHS = 6
@@ -68,7 +70,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A case that is prepared once per round: for which of the groups, and on which of the streams its calls run."""
+    """A case that is prepared once per round: for which of the groups, and on which of the streams
+    its calls run.
+    """
 
     case: Case
     group: int
@@ -91,7 +95,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Slots, the slots of each graph, and the steps; a step's first call is number ``numbers[i]`` of the round."""
+    """Slots, the slots of each graph, and the steps; a step's first call is number ``numbers[i]``
+    of the round.
+    """
 
     slots: list[Slot]
     graphs: list[tuple[int, ...]]
@@ -169,7 +175,8 @@ def run_rank(folder: str, plan: Plan) -> dict[str, Any]:
         folder: where progress is written, as :func:`interlace.cli.ranks.advance` does.
 
     Returns:
-        The report, the same on every rank: JSON of the calls made, of each operator and implementation, and of what failed.
+        The report, the same on every rank: JSON of the calls made, of each operator and
+            implementation, and of what failed.
     """
     return _Soak(Path(folder), plan).run()
 
@@ -263,7 +270,8 @@ class _Soak:
         if not self.failures:
             self._look(wrong, calls, made, first)
         self.rounds += 1
-        # Ranks that were told to end have compared already, and a rank that failed has taken part in that by this very call.
+        # Ranks that were told to end have compared already, and a rank that failed has taken part
+        # in that by this very call.
         go_on = go_on and self._agree_to_go_on(failed=bool(self.failures))
         if runner is not None and not self.failures:
             runner.close(calls.release and go_on)
@@ -288,7 +296,9 @@ class _Soak:
         self.done += len(step.slots)
 
     def _agree_to_go_on(self, failed: bool) -> bool:
-        """Whether no rank has failed, none was interrupted, and rank 0 finds that neither time nor calls are spent. Collective."""
+        """Whether no rank has failed, none was interrupted, and rank 0 finds that neither time nor
+        calls are spent. Collective.
+        """
         seconds = time.monotonic() - self.started
         spent = 0.0
         if self.rank == 0:
@@ -339,7 +349,9 @@ class _Soak:
 
 
 class _Round:
-    """The prepared cases of a round, of those groups that this rank is in, and the graphs of some of them."""
+    """The prepared cases of a round, of those groups that this rank is in, and the graphs of some
+    of them.
+    """
 
     def __init__(self, soak: _Soak, calls: Round, wrong: torch.Tensor) -> None:
         self.soak, self.calls, self.wrong = soak, calls, wrong
@@ -349,6 +361,7 @@ class _Round:
                 seeds = [_VARIANTS * i + variant for variant in range(_VARIANTS)]
                 self.prepared[i] = slot.case.prepare(soak.groups[slot.group], seeds)
         self.graphs: list[tuple[Any, list[list[torch.Tensor]]]] = []
+        self.last = calls.slots[0]
         self._synchronize_device()
 
     def make(self, step: Step, offset: int, delays: random.Random) -> None:
@@ -363,6 +376,11 @@ class _Round:
         if self.soak.backend == "cpu":
             self._call(step, offset)
             return
+        if slot.group != self.last.group:
+            # A group orders its own calls. Kernels of two groups that wait for peers at the same
+            # time could each occupy the processors that the other's peer needs.
+            self.soak.streams[slot.stream].wait_stream(self.soak.streams[self.last.stream])
+        self.last = slot
         with torch.cuda.stream(self.soak.streams[slot.stream]):
             if delays.random() < _DEVICE_SLEEPS:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))
@@ -403,7 +421,9 @@ class _Round:
 
     @contextlib.contextmanager
     def _alone(self, stream: int) -> Iterator[None]:
-        """Order what runs within after all that other streams have been given, and before what they will be given."""
+        """Order what runs within after all that other streams have been given, and before what they
+        will be given.
+        """
         others = [other for other in self.soak.streams if other is not self.soak.streams[stream]]
         for other in others:
             self.soak.streams[stream].wait_stream(other)
@@ -417,7 +437,9 @@ class _Round:
             interlace.synchronize(group)
 
     def close(self, release: bool) -> None:
-        """Free the round's graphs and tensors; with ``release`` also all workspaces of the groups. Collective."""
+        """Free the round's graphs and tensors; with ``release`` also all workspaces of the groups.
+        Collective.
+        """
         self.graphs.clear()
         self.prepared.clear()
         if release:

@@ -1,6 +1,7 @@
-"""Every implementation of every operator: calls on all ranks of a group, with the results that they must have.
+"""Calls of every implementation of every operator, with the results that they must have.
 
-The soak (``interlace soak``), the smoke test on GPUs and the run under ``compute-sanitizer`` share this list::
+The soak (``interlace soak``), the smoke test on GPUs and the run under ``compute-sanitizer`` share
+this list::
 
     for case in every_case(world_size):
         assert case.prepare().check() == [0] * ..., case.label
@@ -19,8 +20,9 @@ _MODULES = {
 }
 
 IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {operator: module.IMPLEMENTATIONS[operator] for operator, module in _MODULES.items()}
-"""Operator -> its implementations: the operator's ``impl``, and behind a space a protocol of the fused kernel where there are
-several."""
+"""Operator -> its implementations: the operator's ``impl``, and behind a space a protocol of the
+fused kernel where there are several.
+"""
 
 
 def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]:

@@ -20,19 +20,23 @@ DTYPES = {
 }  # fmt: skip
 
 _ROUNDINGS = 8
-"""Roundings on the way of a result that is not exact: of products, of parts that travel, of steps of their sum."""
+"""Roundings on the way of a result that is not exact: of products, of parts that travel, of steps
+of their sum.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case(abc.ABC):
-    """One call of one operator by one implementation, the same on every rank; each rank's tensors depend on a seed.
+    """One call of one operator by one implementation, the same on every rank; each rank's tensors
+    depend on a seed.
 
-    Inputs are small whole numbers, or multiples of a power of two, so that nearly every result is exact in its dtype and every
-    order of summation gives the same bits.
+    Inputs are small whole numbers, or multiples of a power of two, so that nearly every result is
+    exact in its dtype and every order of summation gives the same bits.
 
     Attributes:
         operator: the operator's name.
-        impl: the implementation, as the operator's ``impl`` argument takes it, or as ``IMPLEMENTATIONS`` lists it.
+        impl: the implementation, as the operator's ``impl`` argument takes it, or as
+            ``IMPLEMENTATIONS`` lists it.
         dtype: the name of the inputs' dtype, a key of ``DTYPES``.
         backward: whether the call includes its backward pass.
     """
@@ -59,17 +63,23 @@ class Case(abc.ABC):
         return torch.bfloat16 if self.dtype == "float8" else DTYPES[self.dtype]
 
     def units(self, results: int) -> list[float]:
-        """For each of so many results, the power of two of which it and all that it is a sum of are multiples."""
+        """For each of so many results, the power of two of which it and all that it is a sum of are
+        multiples.
+        """
         return [1.0] * results
 
     @property
     def exact(self) -> bool:
-        """Whether the computation consists of sums and products only, so that whole numbers stay whole."""
+        """Whether the computation consists of sums and products only, so that whole numbers stay
+        whole.
+        """
         return True
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may capture the call. Collectives of several NCCL communicators may not be mixed in graphs."""
+        """Whether a CUDA graph may capture the call. Collectives of several NCCL communicators may
+        not be mixed in graphs.
+        """
         return self.impl != "unfused"
 
     @property
@@ -91,12 +101,16 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        """On a rank: a function that makes the call with this rank's tensors on its device. May be collective."""
+        """On a rank: a function that makes the call with this rank's tensors on its device. May be
+        collective.
+        """
 
     # What must come out
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-        """The results of a rank, on the CPU, each with the absolute error that is allowed: 0 where all arithmetic is exact."""
+        """The results of a rank, on the CPU, each with the absolute error that is allowed: 0 where
+        all arithmetic is exact.
+        """
         inputs = [_in_float64(self.tensors(each, ranks, seed)) for each in range(ranks)]
         exact = self.results(inputs)[rank]
         # The same with absolute values bounds every intermediate sum, in whatever order it is made.
@@ -111,15 +125,17 @@ class Case(abc.ABC):
         return [(result.to(dtype), error) for result, dtype, error in triples]
 
     def prepare(self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)) -> Prepared:
-        """On every rank: inputs and expected results on the device, one variant for each seed. May be collective."""
+        """On every rank: inputs and expected results on the device, one variant for each seed. May
+        be collective.
+        """
         return Prepared(self, group, seeds)
 
 
 class Prepared:
     """A case whose inputs, in several variants, and expected results lie on this rank's device.
 
-    The call always reads the same memory, into which :meth:`load` copies a variant: repeated calls with the same addresses are
-    what the group makes CUDA graphs of.
+    The call always reads the same memory, into which :meth:`load` copies a variant: repeated calls
+    with the same addresses are what the group makes CUDA graphs of.
     """
 
     def __init__(self, case: Case, group: dist.ProcessGroup | None, seeds: Sequence[int]) -> None:
@@ -146,11 +162,14 @@ class Prepared:
         torch._foreach_copy_(list(self._places.values()), list(self._variants[variant].values()))
 
     def run(self) -> list[torch.Tensor]:
-        """Make the call, and its backward pass if the case has one, on the current stream. Collective."""
+        """Make the call, and its backward pass if the case has one, on the current stream.
+        Collective.
+        """
         return self._make(self._places)
 
     def count_wrong(self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor) -> None:
-        """Store the number of wrong elements of each result in ``wrong``, int64 ``[result_count]`` on the device.
+        """Store the number of wrong elements of each result in ``wrong``, int64 ``[result_count]``
+        on the device.
 
         Nothing waits for the device. NaN is wrong.
 
@@ -194,13 +213,17 @@ def generator(seed: int, rank: int) -> torch.Generator:
 
 
 def whole(source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0) -> torch.Tensor:
-    """Whole numbers from ``-largest`` to ``largest`` in float32, a share ``density`` of them drawn and the others 0."""
+    """Whole numbers from ``-largest`` to ``largest`` in float32, a share ``density`` of them drawn
+    and the others 0.
+    """
     values = torch.randint(-largest, largest + 1, tuple(shape), generator=source)
     return (values * (torch.rand(tuple(shape), generator=source) < density)).float()
 
 
 def thin(terms: int, kept: int = 24) -> float:
-    """The density at which a sum of ``terms`` products keeps about ``kept`` of them, so that it stays exact in bfloat16."""
+    """The density at which a sum of ``terms`` products keeps about ``kept`` of them, so that it
+    stays exact in bfloat16.
+    """
     return min(1.0, kept / max(1, terms))
 
 

@@ -1,4 +1,6 @@
-"""Calls of batches of products before and after an all-to-all, which the pass for ``torch.compile`` makes."""
+"""Calls of batches of products before and after an all-to-all, which the pass for ``torch.compile``
+makes.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
 ROUTINGS = ("random", "one", "holes")
 
 _GATE = 128.0
-"""What every gate is: so large that silu(gate) is the gate itself, in float32, and every number stays a multiple of a half."""
+"""What every gate is: so large that silu(gate) is the gate itself, in float32, and every number
+stays a multiple of a half.
+"""
 _CPU = MixtureOfExpertsConfig(
     block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8, sum_programs=2, stagger=0
 )
@@ -40,7 +42,8 @@ class ExpertsCase(Case):
     """``tokens`` and ``local`` experts on each rank, ``top_k`` experts per token.
 
     Attributes:
-        routing: ``"random"``; ``"one"``: every token chooses the last expert first; ``"holes"``: some slots name no expert.
+        routing: ``"random"``; ``"one"``: every token chooses the last expert first; ``"holes"``:
+            some slots name no expert.
         capacity: rows that an expert takes from each rank at most; 0 for no limit.
     """
 
@@ -59,7 +62,8 @@ class ExpertsCase(Case):
         return f"{self.tokens} tokens, {layer}, routing {self.routing}{limit}"
 
     def units(self, results: int) -> list[float]:
-        # y and the gradients of x and w_out have the gate as a factor; a weight has a factor of a half.
+        # y and the gradients of x and w_out have the gate as a factor; a weight has a factor of a
+        # half.
         return [_GATE / 2, _GATE / 2, _GATE, 0.5, _GATE / 2][:results]
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:

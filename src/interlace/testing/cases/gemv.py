@@ -55,7 +55,9 @@ class GemvCase(Case):
         return found
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """The result is one tensor of which every rank has a copy; gradients are those of the sum that it is in, once."""
+        """The result is one tensor of which every rank has a copy; gradients are those of the sum
+        that it is in, once.
+        """
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
         leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
         total = torch.stack([each["x"] @ each["w"].T for each in leaves]).sum(0)

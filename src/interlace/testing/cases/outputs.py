@@ -1,4 +1,6 @@
-"""Calls of what users build with: mapped outputs, triggered transfers, and a kernel with puts and signals of its own."""
+"""Calls of what users build with: mapped outputs, triggered transfers, and a kernel with puts and
+signals of its own.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ _KINDS = ((16, 64, 32, "float32"), (2, 130, 65, "bfloat16"), (64, 256, 48, "floa
 
 @dataclasses.dataclass(frozen=True)
 class OutputCase(Case):
-    """A batch of products, ``rows x columns x inner`` for each rank, written into an output that is the peers' memory.
+    """A batch of products, ``rows x columns x inner`` for each rank, written into an output that is
+    the peers' memory.
 
-    ``impl`` is the collective, and how the output is written: in rotated order; in parts that are sent; or by a kernel that counts
-    rows, and doubles its input rather than multiplying.
+    ``impl`` is the collective, and how the output is written: in rotated order; in parts that are
+    sent; or by a kernel that counts rows, and doubles its input rather than multiplying.
     """
 
     rows: int = 16
@@ -121,7 +124,9 @@ def _double(x: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> No
 
 @dataclasses.dataclass(frozen=True)
 class KernelCase(Case):
-    """A sum over ranks by a kernel with puts and signals of its own, in memory from ``empty_symmetric``."""
+    """A sum over ranks by a kernel with puts and signals of its own, in memory from
+    ``empty_symmetric``.
+    """
 
     @property
     def sizes(self) -> str:

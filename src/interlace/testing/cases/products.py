@@ -22,8 +22,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "all_gather_gemm": ("fused", "mapped", "split", "unfused"),
 }
 
-# Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w is contiguous along. Few, because
-# each one compiles kernels of its own; rows are not compiled in.
+# Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w
+# is contiguous along. Few, because each one compiles kernels of its own; rows are not compiled in.
 _KINDS = (
     (64, 48, "float32", True, False, "K"),
     (129, 65, "bfloat16", True, True, "N"),
@@ -42,8 +42,8 @@ class ProductCase(Case):
     """``rows`` of x on each rank (of the product, where that is the same), or as ``splits`` say.
 
     Attributes:
-        splits: None; or ``splits[s][d]`` rows from rank s to rank d (all-to-all); or the rows of each rank's result
-            (reduce-scatter) or of each rank's x (all-gather).
+        splits: None; or ``splits[s][d]`` rows from rank s to rank d (all-to-all); or the rows of
+            each rank's result (reduce-scatter) or of each rank's x (all-gather).
         w_along: the dimension along which w is contiguous, ``"K"`` or ``"N"``.
     """
 
@@ -151,7 +151,9 @@ class ProductCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
-    """One small call with its backward pass, and one with uneven rows and a rank without any where the implementation takes it."""
+    """One small call with its backward pass, and one with uneven rows and a rank without any where
+    the implementation takes it.
+    """
     can_be_uneven = takes_any_rows(operator, impl)
     dtype = "bfloat16"
     cases = [

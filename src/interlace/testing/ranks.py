@@ -134,12 +134,11 @@ class Run:
                 group = ExploredGroup(self, self.tree.rank, self.tree.world_size, self.tree.view)
                 stand_in(group)
                 self.tree.program(Rank(self, group))
-        except _Abandoned:
-            return
-        except BaseException as error:
+        except BaseException as error:  # C code on the way may have made another exception of _Abandoned
             failure = error
+        if self._abandoned:
+            return
         with contextlib.suppress(_Abandoned):
-            self._abandoned = False
             self._responses.clear()
             self.perform(Kind.END, detail=failure)
 

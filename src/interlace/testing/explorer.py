@@ -81,11 +81,13 @@ class _Plan:
         eager: stores arrive at once, unless the plan says when.
         first: the rank that begins.
         steps: by step, what is done instead.
+        preemptions: in how many of these steps the default one's rank could have gone on.
     """
 
     eager: bool
     first: int
     steps: tuple[tuple[int, _Action], ...] = ()
+    preemptions: int = 0
 
 
 _Action = tuple[int, int]  # a rank, and which of its stores under way arrives; -1: its next step
@@ -109,8 +111,8 @@ def explore(
     """Run ``program`` on several ranks in this process, under many schedules, until one fails.
 
     Ranks run one at a time; a schedule says who goes on at each signal, wait and exchange, and when a store that nothing orders
-    arrives. Half of the schedules are tried in order, with no preemption of a rank that could go on, then with one, and so on; the
-    others are random. Kernels really run only where a rank gets to see something new; nothing expires.
+    arrives. Half of the schedules are tried in order: by default a rank goes on until it must wait, and then the next one; then come
+    schedules that differ from this in one step, in two, and so on. The others are random. Kernels really run only where a rank gets to see something new; nothing expires.
 
     Args:
         program: called with a :class:`Rank` for each rank. It calls operators, or launches kernels within ``rank.group.running()``,
@@ -119,7 +121,7 @@ def explore(
             that schedules differ in what follows, where nothing is agreed on any more.
         ranks: how many there are.
         schedules: how many are tried at most.
-        preemptions: at most in those that are tried in order.
+        preemptions: how often one of those that are tried in order interrupts a rank that could go on, at most.
         seed: of the random ones.
         replay: try only this schedule, of a failure.
 
@@ -198,8 +200,8 @@ class _Search:
     # Which schedules
 
     def _in_order(self, most: int, preemptions: int) -> bool:
-        """Try schedules by their number of preemptions; whether there are no more."""
-        queue: list[tuple[int, float, int, _Plan]] = []
+        """Try schedules, those first that differ least from the default one; whether there are no more."""
+        queue: list[tuple[int, float, int, _Plan]] = []  # by how often they differ from the default one
         count = 0
         for eager in (True, False):
             for first in self._ranks:
@@ -207,13 +209,14 @@ class _Search:
         while queue:
             if len(self._tried) >= most:
                 return False
-            cost, _, _, plan = heapq.heappop(queue)
+            _, _, _, plan = heapq.heappop(queue)
             policy = _Deviating(plan, len(self._trees))
             self._try((plan.eager, policy))
             for step, action, preempts in policy.others:
-                if cost + preempts <= preemptions:
-                    new = dataclasses.replace(plan, steps=(*plan.steps, (step, action)))
-                    heapq.heappush(queue, (cost + preempts, self._random.random(), count := count + 1, new))
+                if plan.preemptions + preempts <= preemptions:
+                    steps = (*plan.steps, (step, action))
+                    new = dataclasses.replace(plan, steps=steps, preemptions=plan.preemptions + preempts)
+                    heapq.heappush(queue, (len(steps), self._random.random(), count := count + 1, new))
         return True
 
     def _random_walk(self) -> tuple[bool, _Policy]:

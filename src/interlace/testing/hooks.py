@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,12 +73,19 @@ def installed() -> Iterator[None]:
             stack.enter_context(_replaced(_builder, name, functools.partial(hook, getattr(_builder, name))))
         call = interpreter.GridExecutor.__call__
         stack.enter_context(_replaced(interpreter.GridExecutor, "__call__", _launch(call)))
+        stack.enter_context(_replaced(sys, "excepthook", functools.partial(_excepthook, sys.excepthook)))
         for function, replacement in ((primitives.wait, _wait), (primitives._sum_words, _sum_words)):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
             stack.callback(table.__setitem__, function.fn, original)
             table[function.fn] = functools.partial(replacement, original)
         yield
+
+
+def _excepthook(original: Callable[..., None], *error: Any) -> None:
+    """Say nothing of a run that is given up: a tensor that goes meanwhile is told by C code, which reports the exception."""
+    if current() is None:
+        original(*error)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,8 @@ def _map(nbytes: int, fd: int, address: int | None = None, offset: int = 0) -> i
     return int(place)
 
 
-class FinerGrain(Exception):
-    """A value is smaller than the cells of simulated memory."""
+class FinerGrain(BaseException):
+    """A value is smaller than the cells of simulated memory. No Exception: Triton's interpreter wraps those."""
 
     def __init__(self, grain: int) -> None:
         super().__init__(grain)

@@ -1,4 +1,6 @@
-"""The explorer finds what is wrong in small kernels, says nothing of right ones, and repeats what it has found."""
+"""The explorer finds what is wrong in small kernels, says nothing of right ones, and repeats what
+it has found.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _failing(rank: Rank, error: type[Exception]) -> None:
 
 
 def _copying(rank: Rank, through: str) -> None:
-    """PyTorch's own operators on symmetric memory; peers meet in an exchange on the host, or do not."""
+    """PyTorch's own operators on symmetric memory; peers meet in an exchange on the host, or do
+    not.
+    """
     sym = interlace.empty_symmetric(4, dtype=torch.float32)
     sym.peers[1 - rank.rank].copy_(torch.full((4,), 1.0 + rank.rank))
     if through == "exchange":
@@ -118,11 +122,19 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "message"),
     [
-        (functools.partial(_sending, order="relaxed"), "race", "rank 1, .*receive.* does not come after the store by rank 0, .*send"),
+        (
+            functools.partial(_sending, order="relaxed"),
+            "race",
+            "rank 1, .*receive.* does not come after the store by rank 0, .*send",
+        ),
         (functools.partial(_sending, signal_first=True), "race", "rank 1, .*receive.* does not come after the store by rank 0"),
         (functools.partial(_sending, acknowledged=False), "race|wrong result", "may still load|not close"),
         (functools.partial(_words, calls=2), "deadlock", "rank 1 waits for packed words, program 0 of get_words"),
-        (_waiting, "deadlock", r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, kernels.py:\d+ .*; rank 1"),
+        (
+            _waiting,
+            "deadlock",
+            r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, kernels.py:\d+ .*; rank 1",
+        ),
         (_putting, "two writers", "stores where another rank has stored before, and nothing orders the two"),
         (functools.partial(_copying, through=""), "race", "does not come after|may still load"),
         (functools.partial(_failing, error=RuntimeError), "error", "rank 1 raised RuntimeError: this rank has failed"),

@@ -1,4 +1,6 @@
-"""Every operator's protocol under thousands of schedules; and broken in one place, which must be found."""
+"""Every operator's protocol under thousands of schedules; and broken in one place, which must be
+found.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,36 @@ import pytest
 
 SCHEDULES = {2: 250, 3: 150}  # by ranks
 _NAMES = [
-    "gemv, one shot", "gemv, one shot, two values a word", "gemv, two phases",
-    "gemm_reduce_scatter, fused", "gemm_reduce_scatter, fused, no rows", "gemm_reduce_scatter, split", "gemm_reduce_scatter, mapped",
-    "gemm_all_reduce, fused", "gemm_all_reduce, mapped", "gemm_all_to_all, fused", "gemm_all_to_all, mapped",
-    "all_gather_gemm, fused", "all_gather_gemm, split", "all_gather_gemm, mapped", "all_to_all_bmm, fused", "all_to_all_bmm, mapped",
-    "embedding forward, direct", "embedding forward, sliced", "embedding forward, sliced, own samples first",
-    "embedding backward", "embedding backward, a rank without tables", "mixture_of_experts", "mixture_of_experts, backward",
-    "mapped all-to-all", "mapped all-to-all by copies", "mapped reduce-scatter", "mapped all-reduce", "mapped gather",
+    "gemv, one shot",
+    "gemv, one shot, two values a word",
+    "gemv, two phases",
+    "gemm_reduce_scatter, fused",
+    "gemm_reduce_scatter, fused, no rows",
+    "gemm_reduce_scatter, split",
+    "gemm_reduce_scatter, mapped",
+    "gemm_all_reduce, fused",
+    "gemm_all_reduce, mapped",
+    "gemm_all_to_all, fused",
+    "gemm_all_to_all, mapped",
+    "all_gather_gemm, fused",
+    "all_gather_gemm, split",
+    "all_gather_gemm, mapped",
+    "all_to_all_bmm, fused",
+    "all_to_all_bmm, mapped",
+    "embedding forward, direct",
+    "embedding forward, sliced",
+    "embedding forward, sliced, own samples first",
+    "embedding backward",
+    "embedding backward, a rank without tables",
+    "mixture_of_experts",
+    "mixture_of_experts, backward",
+    "mapped all-to-all",
+    "mapped all-to-all by copies",
+    "mapped reduce-scatter",
+    "mapped all-reduce",
+    "mapped gather",
     "a kernel of the language's README",
-]  # fmt: skip
+]
 _tried: dict[str, int] = {}
 
 
@@ -62,7 +85,9 @@ def test_every_program_is_explored(ranks: Any) -> None:
 
 
 def _lost(part: int, parts: int) -> list[str]:
-    """Every ``parts``-th mutant that is not found, or is found by an error instead of a broken rule."""
+    """Every ``parts``-th mutant that is not found, or is found by an error instead of a broken
+    rule.
+    """
     import torch.distributed as dist
 
     from interlace.testing import explore

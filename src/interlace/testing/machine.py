@@ -1,9 +1,12 @@
-"""Simulated memory of several ranks, and what operations do to it: values, stores under way, and what happened before what.
+"""Simulated memory of several ranks, and what operations do to it: values, stores under way, and
+what happened before what.
 
-Order is kept by vector clocks, one for each program of each rank. A release publishes what a program knows in the cells it stores
-to, a wait takes it over. Every ordinary load must come after the store that it sees, every store after the loads and stores of
-other ranks that it follows; anything else is a race, whichever way it went in this schedule. Packed words need no order of their
-own: who has seen one knows only that the store, and what its program had awaited before it, is over.
+Order is kept by vector clocks, one for each program of each rank. A release publishes what a
+program knows in the cells it stores to, a wait takes it over. Every ordinary load must come after
+the store that it sees, every store after the loads and stores of other ranks that it follows;
+anything else is a race, whichever way it went in this schedule. Packed words need no order of their
+own: who has seen one knows only that the store, and what its program had awaited before it, is
+over.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ PROGRAMS = 32  # of a rank that are told apart; beyond them, numbers are used ag
 _EVERYTHING = -1
 _SPARE = 64
 _ARRAYS = ("_data", "_write_thread", "_write_clock", "_sync", "_read_thread", "_read_clock")
-_LISTS = ("_published", "_released", "_observed", "_fenced", "_clock", "_seen", "_covers", "_thread", "_posted", "_launched", "_launch",
-          "at")  # fmt: skip
+_LISTS = (
+    "_published", "_released", "_observed", "_fenced", "_clock", "_seen", "_covers", "_thread",
+    "_posted", "_launched", "_launch", "at",
+)  # fmt: skip
 _ALWAYS = np.iinfo(np.int64).max
 
 Clocks = npt.NDArray[np.int64]
@@ -41,7 +46,8 @@ class _Store(NamedTuple):
 
     Attributes:
         clock: of its program when it left.
-        released, seen: what had been released to its program then, and that with what it had observed; with all of its own rank.
+        released, seen: what had been released to its program then, and that with what it had
+            observed; with all of its own rank.
         published: by whom it is seen: what was released, or None, and what was observed.
         program: a bit for the program that must order it; all bits once its launch has ended.
     """
@@ -121,7 +127,9 @@ class Machine:
     # Steps
 
     def enabled(self, rank: int, judge: Callable[[Operation, Words], bool]) -> bool:
-        """Whether a rank's next operation may take place; ``judge`` says whether a wait is over, by what it would see."""
+        """Whether a rank's next operation may take place; ``judge`` says whether a wait is over, by
+        what it would see.
+        """
         node = self.at[rank]
         kind = node.kind
         if kind == Kind.WAIT or kind == Kind.WORDS:
@@ -299,7 +307,9 @@ class Machine:
         self._seen[thread] = None
 
     def _knowledge(self, thread: int, rank: int) -> tuple[Clocks, Clocks]:
-        """What has been released to a program, and what that and observation tell it, with all of its own rank."""
+        """What has been released to a program, and what that and observation tell it, with all of
+        its own rank.
+        """
         found = self._seen[thread]
         if found is None:
             released = self._released[thread].copy()
@@ -364,5 +374,3 @@ def _epochs(words: Words) -> str:
     """Epochs and their marks, in the order of the signals."""
     parts = [f"{int(word) & 0xFFFFFF}" + (f" of call {int(word) >> 24 & 0xFF}" if int(word) >> 24 else "") for word in words]
     return "[" + ", ".join(parts) + "]"
-
-

@@ -1,8 +1,8 @@
 """Ranks that really run, each in a thread of its own, one at a time; and the trees of what they do.
 
-A thread stands still at each operation on shared state until it is told what the operation returns. When a schedule needs a return
-value that a rank has never got at this point, the rank runs again from the start, is told what it was told before, and goes on from
-there.
+A thread stands still at each operation on shared state until it is told what the operation returns.
+When a schedule needs a return value that a rank has never got at this point, the rank runs again
+from the start, is told what it was told before, and goes on from there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Rank:
         self._run = run
 
     def ready(self) -> None:
-        """Say that preparations are over. Schedules differ only in what follows; all ranks meet here, and nothing else does."""
+        """Say that preparations are over. Schedules differ only in what follows; all ranks meet
+        here, and nothing else does.
+        """
         self._run.perform(Kind.READY)
 
     def generator(self, seed: int = 0) -> torch.Generator:
@@ -84,9 +86,10 @@ class ExploredGroup(Group):
 class Run:
     """One rank's program, from its start to wherever it is needed.
 
-    The details of operations: PUT and RELAXED: whether the memory is the rank's own. ATOMIC: the new value as a function of the old
-    one, its type, whether it acquires, whether it releases. PROGRAM: its number. POST: the value. COLLECT: which exchange. WORDS: how
-    many values a word holds. END: what went wrong.
+    The details of operations: PUT and RELAXED: whether the memory is the rank's own. ATOMIC: the
+    new value as a function of the old one, its type, whether it acquires, whether it releases.
+    PROGRAM: its number. POST: the value. COLLECT: which exchange. WORDS: how many values a word
+    holds. END: what went wrong.
     """
 
     def __init__(self, tree: Tree, responses: Sequence[Any]) -> None:

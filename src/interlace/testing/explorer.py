@@ -264,7 +264,7 @@ class _Search:
         if self._start is not None and not trace:
             return self._start.copy()
         first = [tree.start() for tree in self._trees]
-        machine = Machine(len(self._trees), self._cells, lambda rank, *node: self._trees[rank].extend(*node))
+        machine = Machine(len(self._trees), self._cells, lambda machine, rank, *node: self._trees[rank].extend(machine, *node))
         machine.at, machine.trace = first, {} if trace else None
         for rank in self._ranks:
             machine.settle(rank)

@@ -71,7 +71,9 @@ class Machine:
         under_way: by rank, stores that have left and not arrived.
     """
 
-    def __init__(self, ranks: int, table: CellTable, extend: Callable[[int, Operation, bytes | None, Any], Operation]) -> None:
+    def __init__(
+        self, ranks: int, table: CellTable, extend: Callable[[Machine, int, Operation, bytes | None, Any], Operation]
+    ) -> None:
         self.ranks = ranks
         self._table, self._extend = table, extend
         cells = table.count + _SPARE
@@ -111,10 +113,10 @@ class Machine:
             setattr(new, name, list(getattr(self, name)))
         new._covered_at = [dict(each) for each in self._covered_at]
         new.under_way = [list(each) for each in self.under_way]
-        new._make_room()
+        new.make_room()
         return new
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Have arrays for all the cells that there are now, and some more."""
         if self._table.count < len(self._data):
             return
@@ -165,6 +167,11 @@ class Machine:
         self._arrive(rank, self.under_way[rank].pop(which))
 
     def _do(self, rank: int, node: Operation) -> None:
+        key, response = self.effect(rank, node)
+        self._follow(rank, node, key, response)
+
+    def effect(self, rank: int, node: Operation) -> tuple[bytes | None, Any]:
+        """What an operation does, and returns: as bytes, which tell returns apart, and as it is."""
         thread, kind, cells = self._thread[rank], node.kind, node.cells
         if kind == Kind.PUT or kind == Kind.RELAXED:
             assert node.values is not None
@@ -184,8 +191,7 @@ class Machine:
             self._read_thread[rank, cells] = thread
             self._read_clock[rank, cells] = self._clock[thread]
             response = self._data[cells].tobytes()
-            self._follow(rank, node, response, response)
-            return
+            return response, response
         elif kind == Kind.RELEASE:
             assert node.values is not None
             self._order(rank, self._covers_of(rank, thread))
@@ -197,11 +203,10 @@ class Machine:
         elif kind == Kind.WORDS:
             self._acquire(thread, cells, released=False)
             response = self._data[cells].tobytes()
-            self._follow(rank, node, response, response)
-            return
+            return response, response
         elif kind == Kind.ATOMIC:
-            self._atomic(rank, thread, node)
-            return
+            response = self._atomic(rank, thread, node)
+            return response, response
         elif kind == Kind.FENCE:
             self._order(rank, self._covers_of(rank, thread))
             self._fenced[thread] = self._publish(thread)[0]
@@ -216,15 +221,15 @@ class Machine:
             parts = [posted[node.detail] for posted in self._posted]
             for _, released, observed in parts:
                 self._join(thread, released, observed)
-            self._follow(rank, node, repr([value for value, _, _ in parts]).encode(), [value for value, _, _ in parts])
-            return
-        self._follow(rank, node, None, None)
+            values = [value for value, _, _ in parts]
+            return repr(values).encode(), values
+        return None, None
 
     def _follow(self, rank: int, node: Operation, key: bytes | None, response: Any) -> None:
         found = node.following.get(key)
         if found is None:
-            found = self._extend(rank, node, key, response)
-            self._make_room()
+            found = self._extend(self, rank, node, key, response)
+            self.make_room()
         self.at[rank] = found
 
     # Stores
@@ -264,7 +269,7 @@ class Machine:
         """Bits of the programs whose stores a release by this one covers."""
         return self._covers[thread] if thread != self._slices[rank].start else _EVERYTHING
 
-    def _atomic(self, rank: int, thread: int, node: Operation) -> None:
+    def _atomic(self, rank: int, thread: int, node: Operation) -> bytes:
         function, dtype, acquires, releases = node.detail
         cells, covered = node.cells, self._covered_at[rank]
         first = int(cells[0])
@@ -284,7 +289,7 @@ class Machine:
         if earlier is not None:
             kept = earlier if kept is None else np.maximum(kept, earlier)
         self._arrive(rank, _Store(thread, clock, *knowledge, (kept, observed), cells, after, 0, node))
-        self._follow(rank, node, before, before)
+        return before
 
     # Clocks
 

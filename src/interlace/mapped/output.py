@@ -12,11 +12,10 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
 from interlace.comm.memory import Block
 from interlace.errors import ArgumentError
-from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
+from interlace.mapped.layout import BARRIERS, Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
-_SETS = 3  # of signals: two of meetings, which take turns, and one of sums
 
 
 class MappedOutput:
@@ -98,7 +97,7 @@ class MappedOutput:
             mine = self._slot(half, rank, 0)
             self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block))
         self._written = [self._map(homes, whole, strides) for homes in self._homes()]
-        self._workspace = self.group.workspace(OPERATOR, 4096, _SETS * MOST_MOVERS * ranks)
+        self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
         self._sound: torch.Tensor | None = None  # int32 on the device: 0 if what was written must not be used
         self._half = self._turn = 0
         self._writing = False

@@ -116,7 +116,8 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> N
 
         torch.set_num_threads(1)
         # Memory that nobody wrote is NaN (integers: the largest number), so that no test passes because it happened to be zero.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # This is what fills it; use_deterministic_algorithms would import the whole of Inductor.
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = True
         init_process_group("cpu", rank=rank, world_size=world_size, init_method=f"file://{folder}/store", local_rank=rank)
         while True:

@@ -64,7 +64,7 @@ class Workspace:
 
     Attributes:
         data: symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
-        signals: symmetric int32, each written by one rank only, and only to grow.
+        signals: symmetric int32, each written by one rank only: the epoch of its call and the call's mark.
         epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of the next call, once per program.
         side_epochs: the same, for launches that run beside an operator's kernel and may end before or after it.
         notes: int32 ``[2]`` of this rank: what an operator's first kernel leaves for what follows in the same call.

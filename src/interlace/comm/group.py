@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from interlace.comm import context as ctx
 from interlace.comm import cpu_faults
 from interlace.comm.dlpack import bytes_at
+from interlace.comm.identity import identity
+from interlace.comm.launches import launches
 from interlace.comm.memory import Block, Heap, SoloHeap, call_when_gone
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.outputs import OutputPool
@@ -31,6 +34,7 @@ from interlace.errors import (
     ArgumentError,
     BackendError,
     GroupError,
+    InterlaceError,
     MiscountError,
     PeerTimeoutError,
     RankMismatchError,
@@ -47,6 +51,9 @@ _RECOVERY_DEADLINES = 3  # a rank that has noticed nothing does so one deadline 
 _MOST_WORKED_OUT = 4096
 
 T = TypeVar("T")
+
+Answers = list[dict[str, Any]]
+"""What every rank said in an exchange of named values, in rank order."""
 
 
 @dataclasses.dataclass
@@ -130,7 +137,8 @@ class Group:
         self._operators: list[str] = []
         self._contexts: dict[str, torch.Tensor] = {}
         self._agreed: dict[tuple[Hashable, ...], int] = {}
-        self._gathered: dict[tuple[Hashable, ...], list[dict[str, Any]]] = {}
+        self._gathered: dict[tuple[Hashable, ...], tuple[dict[str, Any], Answers]] = {}
+        self._settled: dict[str, bool] = {}
         self._worked_out: dict[tuple[Hashable, ...], Any] = {}
         self.outputs = OutputPool(self)
         self.replays = Replays(self)
@@ -141,6 +149,7 @@ class Group:
         self.ranks_per_gpu = 1
         self._side_streams: dict[bool, torch.cuda.Stream] = {}
         self._deadline_s = _default_deadline()
+        self._interruption = ""
         if process_group is None:
             self.name, self.rank, self.world_size = "", 0, 1
             self._store: Any = None
@@ -161,31 +170,35 @@ class Group:
         used = [self._record, self._state, self._contexts, self._workspaces, self._retained]
         call_when_gone(self, device, used.clear)
         self._check_members()
+        # Choices of implementations are made by each rank on its own: they must be made by the same code and tables.
+        self.compare("joining a group", identity(device))
         self._heap = self._make_heap()
 
     # Agreement on the host
+    #
+    # An exchange is collective, so whether one takes place must not depend on what only this rank knows. Whatever is
+    # remembered here is remembered under a key that every rank of a right program has alike, and is forgotten by
+    # ``release`` alone, which is collective. docs/architecture.md lists every cache with its key.
 
-    def exchange(self, what: str, value: object) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order. Collective, on the host, with the group's deadline.
+    def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
+        """Every rank's ``value`` (JSON), in rank order. Collective, on the host.
+
+        Args:
+            what: Name of the exchange, for errors; it must be the same on every rank.
+            value: What this rank contributes.
+            deadline_s: Seconds to wait for the slowest rank. Default: the group's deadline. Where ranks do work of
+                unbounded length before they meet, such as writing files, give a deadline that allows for it.
 
         Raises:
-            PeerTimeoutError: a peer did not join in time.
+            PeerTimeoutError: a peer did not join in time; the group is broken then.
+            RankMismatchError: on every rank, if ranks came to different exchanges.
         """
         if self.world_size == 1:
             return [value]
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps([what, value]))
-        try:
-            self._store.wait(keys, datetime.timedelta(seconds=self._deadline_s))
-        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            peer = missing[0] if missing else -1
-            self._declare_broken(what, peer)
-            raise PeerTimeoutError(operator=what, rank=self.rank, peer=peer, deadline_s=self._deadline_s) from error
-        answers = [json.loads(self._store.get(key)) for key in keys]
-        if sequence > 0:  # everyone has read the exchange before this one
-            self._store.delete_key(f"{sequence - 1}/{self.rank}")
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        text = json.dumps([what, value])
+        with self.indivisible(what):
+            answers = self._exchange(what, text, deadline_s)
         calls = [call for call, _ in answers]
         if len(set(calls)) != 1:
             raise RankMismatchError(
@@ -194,11 +207,77 @@ class Group:
             )
         return [answer for _, answer in answers]
 
+    def _exchange(self, what: str, text: str, deadline_s: float) -> list[Any]:
+        """Every rank's ``text``, which is JSON, read."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], text)
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=deadline_s))
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            peer = missing[0] if missing else -1
+            self._declare_broken(what, peer)
+            raise PeerTimeoutError(operator=what, rank=self.rank, peer=peer, deadline_s=deadline_s) from error
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        if sequence > 0:  # everyone has read the exchange before this one
+            self._store.delete_key(f"{sequence - 1}/{self.rank}")
+        return answers
+
+    @contextlib.contextmanager
+    def indivisible(self, what: str) -> Iterator[None]:
+        """A step that all ranks take or none: if it is interrupted on this rank, the group is broken.
+
+        Interlace's own errors pass: they are raised on every rank alike, or the group is broken already.
+        """
+        try:
+            yield
+        except InterlaceError:
+            raise
+        except BaseException as error:
+            self._declare_interrupted(what, error)
+            raise
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A local step of a collective call: if it fails on one rank, it fails on every rank. Collective.
+
+        Without it, a rank that runs out of memory would leave its peers waiting, or let them go on with another
+        implementation than its own. What fails between two exchanges of the body must be settled within it.
+
+        Args:
+            what: What is being done, for errors; the same on every rank.
+
+        Raises:
+            ArgumentError, WorkspaceError, BackendError: of the first rank that failed, on every rank; the others'
+                message names it. Running out of memory is a WorkspaceError, any other foreign error a BackendError.
+        """
+        failure: InterlaceError | None = None
+        try:
+            yield
+        except (PeerTimeoutError, RankMismatchError):  # of an exchange in the body: on every rank
+            raise
+        except InterlaceError as error:
+            failure = error
+        except torch.OutOfMemoryError as error:
+            failure = WorkspaceError(f"{what}: memory must suffice; got {error}")
+        except Exception as error:
+            failure = BackendError(f"{what} must succeed; got {type(error).__name__}: {error}")
+        answers = self.exchange(f"{what} (outcome)", None if failure is None else [type(failure).__name__, str(failure)])
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                kind = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}.get(answer[0], BackendError)
+                raise kind(f"{what} must succeed on every rank; got on rank {rank}: {answer[1]}")
+
     def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check once per distinct ``arguments`` that every rank calls ``operator`` with the same ones.
 
-        The first call with new arguments exchanges them on the host; later ones cost a dictionary look-up. Ranks that then
-        make different calls, each of them agreed on before, find out by the deadline: their epochs carry different marks.
+        The first call with new arguments exchanges them on the host; later ones cost a dictionary look-up. Arguments
+        are the same on every rank by contract, so in a right program every rank knows them or none does. Ranks that
+        make different calls, each of them agreed on before, find out by the deadline: their epochs carry different
+        marks.
 
         Returns:
             The mark for ``interlace.language.mark``: the same on every rank, another one for each of the last 127 calls
@@ -210,13 +289,18 @@ class Group:
         key = (operator, *arguments.items())
         mark = self._agreed.get(key)
         if mark is None:
-            self.compare(operator, arguments)
-            mark = (1 + len(self._agreed) % 127) << ctx.EPOCH_BITS
-            self._agreed[key] = mark
+            with self.indivisible(operator):
+                self.compare(operator, arguments)
+                mark = (1 + len(self._agreed) % 127) << ctx.EPOCH_BITS
+                self._agreed[key] = mark
         return mark
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-        """What ``make()`` returned when it was first asked for with ``key``: what calls alike need not work out again."""
+        """What ``make()`` returned when it was first asked for with ``key``: what calls alike need not work out again.
+
+        The key may hold what only this rank knows, and entries go when there are too many, so ``make`` may exchange
+        nothing but by :meth:`agree`, whose arguments ``key`` must determine.
+        """
         if key not in self._worked_out:
             if len(self._worked_out) >= _MOST_WORKED_OUT:
                 self._worked_out.clear()
@@ -224,16 +308,71 @@ class Group:
         found: T = self._worked_out[key]
         return found
 
-    def gather(self, operator: str, **arguments: Hashable) -> list[dict[str, Any]]:
-        """Every rank's ``arguments`` (JSON), in rank order: what ranks may differ in but must know of each other.
+    def gather(
+        self,
+        operator: str,
+        name: str,
+        shared: Mapping[str, Hashable],
+        own: Mapping[str, Any],
+        check: Callable[[Answers], None] | None = None,
+    ) -> Answers:
+        """Every rank's ``own`` values (JSON), in rank order: what ranks may differ in but must know of each other.
 
-        Exchanged once per distinct arguments of *this* rank and then remembered. So where arguments change from one call to
-        the next, they must change on every rank; include something that does, such as a name.
+        With a name they are exchanged once for each ``operator``, ``name`` and ``shared``, all of which are the same on
+        every rank by contract, and then remembered. This rank's own values are no part of the key: they may look like
+        those of another call on one rank and not on the next, and then some ranks would exchange and others not.
+        Without a name they are exchanged in every call, which takes the host a fraction of a millisecond.
+
+        Args:
+            operator: Whose call it is, for errors.
+            name: Tells calls apart; the same on every rank. ``""``: exchange in every call.
+            shared: Values that must be the same on every rank.
+            own: Values of this rank. Under one name they must not change.
+            check: Looks at the answers before they are remembered; what it raises must depend on them alone.
+
+        Raises:
+            RankMismatchError: on every rank, if ranks differ in ``name`` or ``shared``.
+            ArgumentError: on this rank only, if ``own`` has changed under this name. Nothing was sent.
         """
-        key = (operator, *arguments.items())
-        if key not in self._gathered:
-            self._gathered[key] = self.exchange(f"{operator} (getting to know the ranks)", dict(arguments))
-        return self._gathered[key]
+        key = (operator, name, *shared.items())
+        known = self._gathered.get(key) if name else None
+        if known is not None:
+            before, answers = known
+            for what, value in own.items():
+                if before[what] != value:
+                    raise ArgumentError(
+                        f"{operator}: calls named {name!r} must always have the same {what.replace('_', ' ')} on this rank; "
+                        f"got {value!r}, and {before[what]!r} before. Give other tables another name, on every rank."
+                    )
+            return answers
+        with self.indivisible(operator):
+            answers = self.exchange(f"{operator} (getting to know the ranks)", {"name": name, **shared, **own})
+            for what in ("name", *shared):
+                _require_same(operator, what, [answer[what] for answer in answers])
+            if check is not None:
+                check(answers)
+            if name:
+                self._gathered[key] = dict(own), answers
+        return answers
+
+    def any_rank(self, question: str, here: bool, *, final: bool = False) -> bool:
+        """Whether ``here`` is true on any rank, in this call or in an earlier one with this ``question``.
+
+        True is remembered, by all ranks at once. As long as the answer is False, every call exchanges again on every
+        rank: if a rank asked only when its own value changes, it would be the only one to come.
+
+        Args:
+            question: What is asked; the same on every rank.
+            here: This rank's answer.
+            final: Remember the answer also if it is False. Whether a call is final must be the same on every rank.
+        """
+        settled = self._settled.get(question)
+        if settled is None:
+            with self.indivisible(question):
+                settled = any(self.exchange(question, here))
+                if settled or final:
+                    self._settled[question] = settled
+        return settled
 
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are the same on every rank.
@@ -241,35 +380,34 @@ class Group:
         Raises:
             RankMismatchError: on every rank, with the arguments that differ.
         """
-        answers: list[dict[str, object]] = self.exchange(operator, dict(arguments))
+        answers: Answers = self.exchange(operator, dict(arguments))
         for name in arguments:
-            values = [answer.get(name) for answer in answers]
-            if any(value != values[0] for value in values):
-                raise RankMismatchError(
-                    f"{operator}: {name.replace('_', ' ')} must be the same on every rank; "
-                    f"got {_by_rank(values)}. Nothing was computed."
-                )
+            _require_same(operator, name, [answer.get(name) for answer in answers])
 
     # Memory
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """A block of symmetric memory (collective), ``pieces`` times ``nbytes``. Not while a CUDA graph is being captured."""
+        """A block of symmetric memory (collective), ``pieces`` times ``nbytes``. Not while a CUDA graph is being captured.
+
+        Raises:
+            WorkspaceError: on every rank, if the memory does not fit on one.
+        """
         if self._capturing():
             raise WorkspaceError(
                 "symmetric memory must be allocated before a CUDA graph is captured. "
                 "Call the operator once with these shapes first, then capture."
             )
         releases.empty()
-        with self.on_device():
+        with self.together("allocating symmetric memory"), self.on_device():  # mapped everywhere before anyone writes
             return self._heap.allocate(nbytes, pieces)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """Map pieces of symmetric memory once more, one behind the other; see ``Heap.remap``."""
+        """Map pieces of symmetric memory once more, one behind the other; see ``Heap.remap``. Collective."""
         if self._capturing():
             raise WorkspaceError(
                 "memory must be mapped before a CUDA graph is captured. Create mapped outputs first, then capture."
             )
-        with self.on_device():
+        with self.together("mapping memory once more"), self.on_device():
             return self._heap.remap(addresses, nbytes)
 
     @property
@@ -287,6 +425,9 @@ class Group:
 
         Every rank must ask with the same numbers in the same order, which :meth:`agree` has checked. Memory
         that a captured graph refers to is kept when the workspace grows; the rest is freed.
+
+        Raises:
+            WorkspaceError: on every rank, if the memory does not fit on one; the workspace is as it was.
         """
         old = self._workspaces.get(operator)
         if old is not None and old.half_bytes >= half_bytes and old.signal_count >= signal_count:
@@ -301,19 +442,23 @@ class Group:
         if old is not None:
             half_bytes, signal_count = max(half_bytes, old.half_bytes), max(signal_count, old.signal_count)
         half_bytes, signal_count = next_power_of_2(max(half_bytes, 4096)), next_power_of_2(max(signal_count, 1024))
-        new = Workspace(
-            data=self.allocate(2 * half_bytes),
-            half_bytes=half_bytes,
-            signals=self.allocate(4 * signal_count),
-            signal_count=signal_count,
-            epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
-            side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
-            notes=torch.zeros(2, dtype=torch.int32, device=self.device),
-        )
-        self.replays.clear()  # of calls that had the old one
-        self._workspaces[operator] = new
-        if old is not None and old.captured:
-            self._retained.append(old)
+        what = f"growing the memory of {operator}"
+        with self.indivisible(what):
+            data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
+            with self.together(what):
+                new = Workspace(
+                    data=data,
+                    half_bytes=half_bytes,
+                    signals=signals,
+                    signal_count=signal_count,
+                    epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+                    side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self.device),
+                    notes=torch.zeros(2, dtype=torch.int32, device=self.device),
+                )
+            self.replays.clear()  # of calls that had the old one
+            self._workspaces[operator] = new
+            if old is not None and old.captured:
+                self._retained.append(old)
         return new
 
     def workspace_bytes(self) -> dict[str, int]:
@@ -339,6 +484,7 @@ class Group:
         self._retained.clear()
         self._agreed.clear()
         self._gathered.clear()
+        self._settled.clear()
         self._worked_out.clear()
         self.kept.clear()
         self.outputs.release()
@@ -376,6 +522,7 @@ class Group:
             each.reset()
         self._state.zero_()
         self._record.zero_()
+        self._interruption = ""
         if self.backend == "cuda":
             torch.cuda.synchronize(self.device)
         self.exchange("recover", "as new")  # nobody may write here before
@@ -398,15 +545,25 @@ class Group:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait has expired, or a kernel miscounted. Results computed since then are NaN or meaningless."""
+        """Whether a wait has expired, a kernel miscounted, or a call was interrupted. Later results mean nothing."""
         return bool(self._record_view[ctx.RECORD_CODE])
 
     def check(self) -> None:
-        """Raise the error of the first failure, if there was one: a wait that expired, or a kernel that miscounted.
+        """Raise the error of the first failure, if there was one.
 
         Looks at host memory only: it does not wait for kernels under way (see :func:`interlace.synchronize`).
+
+        Raises:
+            PeerTimeoutError: a wait expired.
+            MiscountError: a kernel miscounted.
+            GroupError: a call was interrupted on this rank when its kernels might have started.
         """
         record = self._record_view
+        if record[ctx.RECORD_CODE] == ctx.INTERRUPTED:
+            raise GroupError(
+                f"a call must not be interrupted once its kernels may run, as ranks then no longer agree; got "
+                f"{self._interruption}. This group is broken now. Call interlace.recover on every rank."
+            )
         if record[ctx.RECORD_CODE] == ctx.MISCOUNTED:
             piece, wanted, seen = (int(record[field]) for field in (ctx.RECORD_SLICE, ctx.RECORD_WANTED, ctx.RECORD_SEEN))
             raise MiscountError(rank=self.rank, piece=piece, wanted=wanted, seen=seen)
@@ -433,29 +590,25 @@ class Group:
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Around the launch of an operator's kernels: refuses a broken group, and keeps the calls of a GPU in stream order.
 
-        Kernels are launched on the group's GPU, whichever is current. On the CPU backend the kernel has ended when this exits,
-        so an expired wait raises here.
+        Kernels are launched on the group's GPU, whichever is current. An exception that leaves it after something was
+        enqueued breaks the group: the epochs of this rank may not be those of its peers any more. On the CPU backend
+        the kernel has ended when this exits, so an expired wait raises here.
         """
         self.check()
         if releases:
             releases.empty()
-        if self.backend == "cpu":
-            return self._running_here()
-        if not self.replays.capturing:  # what becomes a graph runs in the order of the call that replays it
+        # What becomes a graph runs in the order of the call that replays it.
+        if self.backend == "cuda" and not self.replays.capturing:
             self._follow_last_call()
-        return self.on_device()
+        return _Running(self)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the group's GPU the current one; costs nothing where it is."""
-        if self.backend == "cpu" or torch._C._cuda_getDevice() == self.device.index:
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+        """Makes the group's GPU the current one."""
+        return torch.cuda.device(self.device) if self.elsewhere() else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _running_here(self) -> Iterator[None]:
-        with cpu_faults.counting(self.traffic):
-            yield
-        self.check()
+    def elsewhere(self) -> bool:
+        """Whether another GPU than the group's is the current one."""
+        return self.backend == "cuda" and torch._C._cuda_getDevice() != self.device.index
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the group's GPU: the same object for as long as it is the same stream."""
@@ -521,6 +674,12 @@ class Group:
         self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(operator)
         self._record_view[ctx.RECORD_PEER] = peer
         self._record_view[ctx.RECORD_CODE] = ctx.LATE
+
+    def _declare_interrupted(self, what: str, error: BaseException) -> None:
+        if self.world_size > 1 and not self.broken:
+            text = f": {error}" if str(error) else ""
+            self._interruption = f"{type(error).__name__}{text} in {what}"
+            self._record_view[ctx.RECORD_CODE] = ctx.INTERRUPTED
 
     def _check_members(self) -> None:
         """All members must be on this machine, and on CUDA on GPUs that reach each other, one for each of them at best."""
@@ -595,6 +754,42 @@ def _capture_of(stream: torch.cuda.Stream) -> int | None:
 def _gpu_id(device: torch.device) -> str:
     """What tells a GPU apart from all others; its number depends on what the process sees (``CUDA_VISIBLE_DEVICES``)."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class _Running:
+    """What :meth:`Group.running` returns."""
+
+    __slots__ = ("_before", "_group", "_scope")
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._before = launches.value
+        self._scope: contextlib.AbstractContextManager[Any] | None = None
+        if group.backend == "cpu":
+            self._scope = cpu_faults.counting(group.traffic)
+        elif group.elsewhere():
+            self._scope = torch.cuda.device(group.device)
+
+    def __enter__(self) -> None:
+        if self._scope is not None:
+            self._scope.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(kind, error, traceback)
+        if error is None:
+            if self._group.backend == "cpu":
+                self._group.check()
+        # What the program captures has not run; the graph is lost, and with it the call, on this rank's epochs.
+        elif launches.value != self._before and self._group.capture_id() is None:
+            self._group._declare_interrupted("an operator's launches", error)
+
+
+def _require_same(operator: str, name: str, values: list[Any]) -> None:
+    if any(value != values[0] for value in values):
+        raise RankMismatchError(
+            f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
+        )
 
 
 def _by_rank(values: list[Any]) -> str:

@@ -77,13 +77,14 @@ class TriggeredTransfers(MappedOutput):
             )
         self.group.agree(OPERATOR, pieces=pieces, tiles=None if tiles is None else tuple(counts))
         self.pieces = pieces
-        self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
-        self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
         self._sent: set[int] = set()
         self._queues: list[TransferQueue] = []
-        if tiles is not None:
-            self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
-            self._queues = [TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)]
+        with self.group.together(OPERATOR):  # a driver without stream memory operations may be that of one rank
+            self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
+            self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
+            if tiles is not None:
+                self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
+                self._queues = [TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)]
 
     def _triggers(self, half: int, counts: list[int]) -> list[Triggered]:
         counter = self.counters.data_ptr()

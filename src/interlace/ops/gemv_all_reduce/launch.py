@@ -61,7 +61,7 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
     if y.numel():
         with group.running():
             call = (OPERATOR, chosen, mark, places(matrix, w, bias, y))
-            group.replays.run(call, lambda: prepare(group, matrix, w, bias, y, chosen, mark)())
+            group.replays.run(call, lambda: prepare(group, matrix, w, bias, y, chosen, mark)(), with_libraries=False)
     return y
 
 

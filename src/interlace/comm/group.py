@@ -660,8 +660,10 @@ class Group:
         """Whether the current stream of the group's GPU is being captured in a CUDA graph."""
         if self.backend == "cpu":
             return False
-        with self.on_device():
-            return torch.cuda.is_current_stream_capturing()
+        if self.elsewhere():
+            with torch.cuda.device(self.device):
+                return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
     def _meet(self, what: str, timeout_s: float) -> None:
         """Wait until all ranks are here, and number exchanges anew, under keys that none has used."""

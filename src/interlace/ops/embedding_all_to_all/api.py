@@ -75,7 +75,8 @@ def embedding_all_to_all(
         and so on. Samples are cut in chunks of ``ceil(B / R)``; the last ranks may have fewer, or none.
 
         The tensor lies in the group's symmetric memory. Two may be alive at once; then further calls copy their
-        results. If another stream reads it, keep it until this one has waited for that.
+        results. If another stream reads it, keep it until this one has waited for that; ``record_stream`` does
+        nothing here, as the memory is not torch's.
 
         The backward pass is collective: if any rank's tables require gradients, every rank must run it.
 

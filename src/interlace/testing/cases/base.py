@@ -178,7 +178,7 @@ class Prepared:
             torch.sum(differs, dtype=torch.int64, dim=tuple(range(differs.dim())), out=wrong[i])
 
     def check(self, variant: int = 0) -> list[int]:
-        """Make one call and wait for it: the number of wrong elements of each result. Collective."""
+        """Make a call, wait for it, and count the wrong elements of each result. Collective."""
         self.load(variant)
         wrong = torch.zeros(self.result_count, dtype=torch.int64, device=group_of(self.group).device)
         self.count_wrong(self.run(), variant, wrong)

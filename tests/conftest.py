@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 from tests import compilers as compiling
-from tests.pool import Pool
+from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
 hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True, database=None, max_examples=25)
@@ -31,14 +31,15 @@ def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("compilers")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks", type=int, help="ranks of a GPU test; default: one per GPU, at least two and at most four")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
-    """``ranks(world_size).run(function, *args)``: every rank's result of a function, on processes that are reused."""
-    pools: dict[int, Pool] = {}
+    """``ranks(world_size).run(function, *args)``: every rank's result of a function.
 
-    def pool(world_size: int) -> Pool:
-        return pools.setdefault(world_size, Pool(world_size))
-
-    yield pool
-    for each in pools.values():
-        each.close()
+    The processes are reused. Tests in ``tests/gpu`` get ranks on GPUs by the same name.
+    """
+    with pools("cpu") as pool:
+        yield pool

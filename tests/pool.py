@@ -1,7 +1,8 @@
-"""Ranks for tests: processes that are started once a world size and then run any number of functions."""
+"""Ranks for tests: processes that are started once per world size and then run any number of functions."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -10,19 +11,28 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_ENVIRONMENT = {
-    "TRITON_INTERPRET": "1",
-    "INTERLACE_BACKEND": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
+TIMEOUT_S = 180.0
+"""Seconds that a function may take. Other jobs may have all cores, and the ranks may still have to start."""
+
+_ENVIRONMENTS = {
+    "cpu": {
+        "TRITON_INTERPRET": "1",
+        "INTERLACE_BACKEND": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "INTERLACE_DEADLINE_S": "90",
+    },
+    "cuda": {"INTERLACE_BACKEND": "cuda", "GLOO_SOCKET_IFNAME": "lo", "INTERLACE_DEADLINE_S": "90"},
 }
+"""Waits for peers that do come may be long on a machine with other jobs; ``TIMEOUT_S`` is longer,
+so that a test that hangs fails with the error of the wait."""
 
 
 class RankFailure(AssertionError):
@@ -30,15 +40,23 @@ class RankFailure(AssertionError):
 
 
 class Pool:
-    """``world_size`` processes with a default process group (Gloo), waiting for functions to run."""
+    """``world_size`` processes with a default process group, waiting for functions to run.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: number of processes.
+        backend: ``"cpu"``: kernels run in Triton's interpreter, and the process group is Gloo.
+            ``"cuda"``: the ranks are dealt to the machine's GPUs round robin, and the process group
+            has NCCL for tensors on GPUs and Gloo for others.
+    """
+
+    def __init__(self, world_size: int, backend: str = "cpu") -> None:
         self.world_size = world_size
+        self.backend = backend
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """``function(*args)`` on every rank; its results in rank order.
 
         After a failure the processes are replaced: ranks that stopped at different points no longer agree.
@@ -68,11 +86,13 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in _ENVIRONMENT.items():
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            for name, value in _ENVIRONMENTS[self.backend].items():
                 patch.setenv(name, value)
             for rank in range(self.world_size):
                 here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, rank, self.world_size, self._folder.name), daemon=True)
+                arguments = (there, self.backend, rank, self.world_size, self._folder.name)
+                process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 there.close()
                 self._processes.append(process)
@@ -107,7 +127,20 @@ class Pool:
         return "\n".join(f"--- rank {rank}\n{file.read_text() if file.exists() else ''}" for rank, file in enumerate(files))
 
 
-def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
+@contextlib.contextmanager
+def pools(backend: str) -> Iterator[Callable[[int], Pool]]:
+    """A function that returns the pool of a world size, the same one each time; all are closed at the end."""
+    started: dict[int, Pool] = {}
+
+    def pool(world_size: int) -> Pool:
+        return started.setdefault(world_size, Pool(world_size, backend))
+
+    yield pool
+    for each in started.values():
+        each.close()
+
+
+def _serve(connection: Connection, backend: str, rank: int, world_size: int, folder: str) -> None:
     with open(Path(folder) / f"stack-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         import torch
@@ -115,7 +148,9 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> N
         from interlace.comm import init_process_group
 
         torch.set_num_threads(1)
-        init_process_group("cpu", rank=rank, world_size=world_size, init_method=f"file://{folder}/store", local_rank=rank)
+        local_rank = rank if backend == "cpu" else rank % torch.cuda.device_count()
+        store = f"file://{folder}/store"
+        init_process_group(backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank)
         while True:
             try:
                 message = connection.recv_bytes()

@@ -1,12 +1,42 @@
-"""Ranks for tests on GPUs: one a GPU, at most four."""
+"""Ranks for tests on GPUs: the same processes for the whole run, and any number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from tests.pool import Pool, pools
+
 
 @pytest.fixture(scope="session")
-def world_size() -> int:
+def world_size(request: pytest.FixtureRequest) -> int:
+    """Number of ranks, from ``--ranks``; by default one per GPU, at least two and at most four.
+
+    If there are fewer GPUs than ranks, ranks share GPUs.
+    """
     count = torch.cuda.device_count()
-    if count < 2:
-        pytest.fail("these tests need at least two GPUs")
-    return min(count, 4)
+    if count == 0:
+        pytest.fail("these tests need a GPU")
+    chosen: int | None = request.config.getoption("--ranks")
+    return chosen or min(max(count, 2), 4)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """``ranks(world_size).run(function, *args)``: every rank's result of a function, on GPUs.
+
+    The processes are reused. A function that breaks a group or leaves it unusable works on a
+    process group of its own (``torch.distributed.new_group()``); after an error that it does not
+    catch, the processes are replaced.
+    """
+    with pools("cuda") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def own_gpus(world_size: int) -> None:
+    """Skip a test that means something only if every rank has a GPU of its own."""
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"every rank must have a GPU of its own; got {torch.cuda.device_count()} GPUs for {world_size} ranks")

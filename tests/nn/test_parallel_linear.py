@@ -79,13 +79,18 @@ def test_two_ranks_match_the_full_layers(ranks: Any, tokens: Any, bias: bool, se
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _compiled() -> bool:
+def _compiled(autocast: bool) -> bool:
     torch.manual_seed(1)
     layers = nn.Sequential(ColumnParallelLinear(IN, 8), nn.ReLU(), RowParallelLinear(8, OUT))
     for layer in layers:
         layer.impl = "unfused"
     x, gradients = torch.randn(3, IN), []
-    for function in (layers, torch.compile(layers, fullgraph=True, backend="aot_eager")):
+
+    def call(argument: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return layers(argument)
+
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         layers.zero_grad()
         argument = x.clone().requires_grad_()
         function(argument).square().sum().backward()
@@ -93,8 +98,9 @@ def _compiled() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_compiles_into_one_graph(ranks: Any) -> None:
-    assert ranks(2).run(_compiled) == [True, True]
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_into_one_graph(ranks: Any, autocast: bool) -> None:
+    assert ranks(2).run(_compiled, autocast) == [True, True]
 
 
 def _model(parallel: bool) -> nn.Module:

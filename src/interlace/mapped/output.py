@@ -11,6 +11,7 @@ from interlace.comm import Group, group_of
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
 from interlace.comm.memory import Block
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
@@ -39,6 +40,7 @@ class MappedOutput:
         collects: whether every epoch ends by :meth:`collect`. Set before the first.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         shape: Sequence[int],
@@ -103,6 +105,7 @@ class MappedOutput:
         self._half = 0
         self._writing = False
         self.captured = self.collects = False
+        self.group.recoverable.add(self)
 
     def _homes(self) -> list[list[int]]:
         """For each half, the addresses of the parts that a producer writes, in its order."""
@@ -115,7 +118,7 @@ class MappedOutput:
 
     def _map(self, pieces: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         """A tensor over chunks of symmetric memory, one behind the other."""
-        mapping = Mapping(self._block, *self.group.remap(pieces, self._chunk.nbytes))
+        mapping = Mapping(self._block, self.group.device, *self.group.remap(pieces, self._chunk.nbytes))
         return tensor_at(self.group, mapping.address, len(pieces) * self._chunk.nbytes, sizes, strides, self.dtype, mapping)
 
     @property
@@ -214,6 +217,12 @@ class MappedOutput:
         next one begins as if it had never been.
         """
         self._writing = False
+
+    def reset(self) -> None:
+        """Begin anew on every rank, as :meth:`Group.recover` does: an epoch that has begun is given up, and counts for none."""
+        self.abandon()
+        self._half = 0
+        self._workspace.reset(self.group.rank)
 
     def advance(self) -> None:
         """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``."""

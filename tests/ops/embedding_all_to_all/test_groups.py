@@ -74,7 +74,7 @@ def _absent_peer(call, absent, backward):
     run_one(call, group)
     tables = [table.requires_grad_() for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
-    keep = {"batch_size": call.batch, "group": group, "config": call.config, "check_indices": False}
+    keep = {"batch_size": call.batch, "group": group, "config": call.config, "check_indices": False, "name": "trained"}
     update = interlace.optim.SGD(0.5)
     interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep).backward(upstream(call, rank))
     y = interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep)

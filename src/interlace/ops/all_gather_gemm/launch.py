@@ -68,7 +68,6 @@ def _decide(
         rows_of_x_beyond_their_split=operands.rows - mine,
         splits=tuple(rows),
         **operands.agreed(),
-        return_gathered=gather,
         impl=impl,
         config=config,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
 from interlace.ops.embedding_all_to_all.layout import Layout, dense_places
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -197,6 +197,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.save_for_backward(indices, offsets, *([scale] if ctx.scaled else []), *kept)
 
 
+@once_differentiable("embedding_all_to_all")
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *kept = ctx.saved_tensors
     scale = kept.pop(0) if ctx.scaled else None
@@ -247,11 +248,6 @@ def _widths_of(counts: Sequence[int], widths: Sequence[int], rank: int) -> Seque
     return widths[first : first + counts[rank]]
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("embedding_all_to_all", _run, _key)
-    _library.impl("embedding_all_to_all_gradient", _run_gradient, _key)
-    _library.impl("embedding_all_to_all_update", _run_update, _key)
-torch.library.register_fake("interlace::embedding_all_to_all", _fake, lib=_library)
-torch.library.register_fake("interlace::embedding_all_to_all_gradient", _fake_gradient, lib=_library)
-torch.library.register_fake("interlace::embedding_all_to_all_update", _fake_update, lib=_library)
-torch.library.register_autograd("interlace::embedding_all_to_all", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "embedding_all_to_all", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(_library, "embedding_all_to_all_gradient", _run_gradient, _fake_gradient)
+register(_library, "embedding_all_to_all_update", _run_update, _fake_update)

@@ -16,7 +16,7 @@ from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, processors, triton_dtype
 from interlace.comm.outputs import Output
-from interlace.errors import GroupError
+from interlace.errors import ArgumentError, GroupError
 from interlace.ops.mixture_of_experts import layout, reference
 from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig, default_config
 from interlace.ops.mixture_of_experts.layout import MAX_RANKS, Sizes
@@ -56,7 +56,7 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call whose arguments ``api`` has validated; see ``op`` for the fields.
+    """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
 
     Attributes:
         keeps: whether the backward pass will come.
@@ -72,6 +72,11 @@ class Call:
     impl: str
     config: str
     keeps: bool
+
+    def __post_init__(self) -> None:
+        dtypes = [tensor.dtype for tensor in (self.x, self.w_in, self.w_out)]
+        if len(set(dtypes)) > 1:
+            raise ArgumentError(f"{OPERATOR}: x, w_in and w_out must have the same dtype; got {dtypes}. Convert them.")
 
     @functools.cached_property
     def group(self) -> Group:

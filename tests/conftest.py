@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 
-from tests import compilers as compiling
+from tests import compilers
 from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
@@ -16,19 +16,18 @@ hypothesis.settings.load_profile("interlace")
 
 
 @pytest.fixture(scope="session")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[compiling.Compiler]]:
-    """Processes that compile every kernel."""
-    started = compiling.start(tmp_path_factory.mktemp("compilers"))
+def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[compilers.Compiler]:
+    """The process that compiles every kernel that has changed."""
+    started = compilers.start(tmp_path_factory.mktemp("compiler"), pytestconfig.cache.mkdir("compiled"))
     yield started
-    for each in started:
-        each.end()
+    started.end()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
-    """Start the compilers before the first test: they take a minute, and the other tests leave enough time."""
-    if any("compilers" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
-        request.getfixturevalue("compilers")
+    """Start to compile before the first test: it takes a minute, and the other tests leave enough time."""
+    if any("compiler" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+        request.getfixturevalue("compiler")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

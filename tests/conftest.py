@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 
-from tests import compilers
+from tests import compilers, programs
 from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
@@ -28,6 +28,13 @@ def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
     """Start to compile before the first test: it takes a minute, and the other tests leave enough time."""
     if any("compiler" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
         request.getfixturevalue("compiler")
+
+
+@pytest.fixture
+def quick_launches() -> Iterator[None]:
+    """``interlace.launch`` forks its ranks from a process that has imported all they need."""
+    with programs.quick_launches():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -86,11 +86,8 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            for name, value in _ENVIRONMENTS[self.backend].items():
-                patch.setenv(name, value)
-            context = _fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
+        context = fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
+        with _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
                 arguments = (there, self.backend, rank, self.world_size, self._folder.name)
@@ -129,14 +126,20 @@ class Pool:
         return "\n".join(f"--- rank {rank}\n{file.read_text() if file.exists() else ''}" for rank, file in enumerate(files))
 
 
-def _fork_server() -> Any:
-    """Processes forked from one that has imported what every rank needs: importing it takes seconds.
+@contextlib.contextmanager
+def _environment_of(backend: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        for name, value in _ENVIRONMENTS[backend].items():
+            patch.setenv(name, value)
+        yield
 
-    To be called with the environment of the cpu backend, which the first call passes on for good.
-    """
+
+def fork_server() -> Any:
+    """Processes of the cpu backend, forked from one that has imported what they need: that takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    with pytest.MonkeyPatch.context() as patch:
+    with _environment_of("cpu"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
     return context

@@ -3,10 +3,15 @@
 import importlib
 import pkgutil
 
+import hypothesis
+import pytest
+import torch._dynamo
 import torch.distributed
-import torch.utils.data
 
 import interlace.ops
+import tests.pool
+
+__all__ = ["hypothesis", "pytest", "tests", "torch"]
 
 for module in pkgutil.walk_packages(interlace.ops.__path__, "interlace.ops."):
     importlib.import_module(module.name)

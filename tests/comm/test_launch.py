@@ -68,7 +68,7 @@ def _fail_on_rank_1(folder):
 def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pids")
     with pytest.raises(LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure") as caught:
-        interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=60)
+        interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=100)
     assert caught.value.rank == 1
     assert caught.value.line == "launch: rank 1 failed: ValueError: a very particular failure"
     assert not any(_alive(file.read_text()) for file in folder.iterdir())
@@ -82,7 +82,7 @@ def test_a_launch_ends_after_its_time(temporary):
     start = time.monotonic()
     with pytest.raises(LaunchError, match="did not finish in time and were ended"):
         interlace.launch(_never, 2, backend="cpu", timeout_s=1.0)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_under_torchrun_nothing_is_started(tmp_path):
         str(script),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, timeout=120, capture_output=True)
+    subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)

@@ -217,7 +217,7 @@ def test_ten_thousand_epochs(world_size: int) -> None:
     for milliseconds, wrong, grown in interlace.launch(_long_run, world_size, backend="cuda", timeout_s=200):
         assert wrong == 0
         assert grown < 16 << 20
-        assert milliseconds < 200
+        assert milliseconds < 600
         print(f"set-up of 64 MiB: {milliseconds:.1f} ms")
 
 

@@ -43,6 +43,7 @@ def _alive(pid):
     return os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.usefixtures("quick_launches")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_in_rank_order(temporary, world_size):
     results = interlace.launch(_describe, world_size, 10.0, backend="cpu")
@@ -54,6 +55,7 @@ def test_results_come_in_rank_order(temporary, world_size):
 
 
 def test_ranks_can_multiply_at_once(temporary):
+    """Ranks that are started as by a program, in new processes."""
     assert interlace.launch(_multiply, 2, 3, backend="cpu") == [[32.0] * 3] * 2
 
 
@@ -65,6 +67,7 @@ def _fail_on_rank_1(folder):
     time.sleep(120)
 
 
+@pytest.mark.usefixtures("quick_launches")
 def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pids")
     with pytest.raises(LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure") as caught:
@@ -78,6 +81,7 @@ def _never():
     time.sleep(120)
 
 
+@pytest.mark.usefixtures("quick_launches")
 def test_a_launch_ends_after_its_time(temporary):
     start = time.monotonic()
     with pytest.raises(LaunchError, match="did not finish in time and were ended"):

@@ -36,6 +36,16 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture(scope="session")
+def turns(world_size: int) -> Callable[[int], int]:
+    """``turns(n)``: how often to repeat something: n times, but less if ranks share GPUs.
+
+    Then every wait for a peer lasts until the peer's time slice, some milliseconds.
+    """
+    shared = torch.cuda.device_count() < world_size
+    return lambda n: max(n // 20, 8) if shared else n
+
+
+@pytest.fixture(scope="session")
 def own_gpus(world_size: int) -> None:
     """Skip a test that means something only if every rank has a GPU of its own."""
     if torch.cuda.device_count() < world_size:

@@ -37,7 +37,7 @@ class Compiler:
 
     def check(self, target: str) -> None:
         """Wait until all is compiled; fail with what was said about a target if something did not compile for it."""
-        code = self.process.wait(timeout=500)
+        code = self.process.wait(timeout=1100)
         assert code == 0, Path(self.log.name).read_text()[-4000:]
         assert json.loads(self.failures.read_text())[target] == []
 
@@ -54,7 +54,7 @@ def start(folder: Path, compiled: Path) -> Compiler:
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     log, failures = (folder / "log").open("w"), folder / "failures.json"
-    command = ["nice", "-n", "19", sys.executable, "-m", "tests.compilers", str(compiled), str(failures)]
+    command = ["nice", "-n", "5", sys.executable, "-m", "tests.compilers", str(compiled), str(failures)]
     return Compiler(subprocess.Popen(command, env=environment, stdout=log, stderr=log), log, failures)
 
 

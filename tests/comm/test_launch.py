@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, BackendError, LaunchError
+from tests.pool import fork_server
 
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     """Where the ranks' temporary files go; at the end of the test there must be none, and no child process."""
+    fork_server()  # it has a temporary folder, too
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(multiprocessing.active_children())
     yield tmp_path

@@ -10,6 +10,13 @@ import torch
 from tests.pool import Pool, pools
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that repeat calls many times or measure time have the GPUs for themselves."""
+    for item in items:
+        if isinstance(item, pytest.Function) and {"turns", "own_gpus"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.alone)
+
+
 @pytest.fixture(scope="session")
 def world_size(request: pytest.FixtureRequest) -> int:
     """Number of ranks, from ``--ranks``; by default one per GPU, at least two and at most four.

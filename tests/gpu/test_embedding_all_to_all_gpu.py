@@ -99,11 +99,12 @@ CALLS = [
 ]
 
 
-def _matches(config):
+def matches(calls, impl, config):
+    """On a rank: forward passes with their errors and the bounds of those."""
     found = []
-    for call in CALLS:
+    for call in calls:
         inputs = call.inputs()
-        y = call.forward(*inputs, config=config, impl="fused", check_indices=True)
+        y = call.forward(*inputs, config=config, impl=impl, check_indices=True)
         want = call.expected(*inputs)
         if y.numel():
             found.append((call, relative_error(y, want), call.bound()))
@@ -111,17 +112,21 @@ def _matches(config):
     return found
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_matches_float64(ranks, world_size, config):
-    for rank in ranks(world_size).run(_matches, config):
+def check_forward(outcomes):
+    for rank in outcomes:
         for call, error, limit in rank:
             assert error <= limit, (call, error, limit)
 
 
-def _trains(config):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_matches_float64(ranks, world_size, config):
+    check_forward(ranks(world_size).run(matches, CALLS, "fused", config))
+
+
+def trains(calls, impl, config):
     """Dense and sparse gradients and Adagrad against autograd in float64; then everything again, bit by bit."""
     found, same = [], True
-    for call in CALLS:
+    for call in calls:
         weights, indices, offsets = call.inputs()
         generator = torch.Generator("cuda").manual_seed(5 + dist.get_rank())
         exact = [weight.double().requires_grad_() for weight in weights]
@@ -148,7 +153,7 @@ def _trains(config):
             tables = [weight.clone().requires_grad_() for weight in weights]
             states = [torch.zeros(call.rows, device="cuda") for _ in tables]
             gradient = RowWiseAdagrad(0.1, 1e-3, states) if kind == "adagrad" else kind
-            call.forward(tables, indices, offsets, gradient=gradient, config=config, impl="fused").backward(upstream)
+            call.forward(tables, indices, offsets, gradient=gradient, config=config, impl=impl).backward(upstream)
             for table, weight, reference in zip(tables, weights, exact, strict=True):
                 if kind == "adagrad":
                     state = (reference.grad**2).mean(1)
@@ -165,13 +170,18 @@ def _trains(config):
     return found, same
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_gradients_match_float64_and_repeat(ranks, world_size, config):
-    for found, same in ranks(world_size).run(_trains, config):
+def check_gradients(outcomes):
+    for found, _ in outcomes:
         for call, kind, error in found:
             # NaN where a table has no gradient at all, in exact arithmetic too.
             assert error <= 2 * torch.finfo(call.dtype).eps + 1e-4 or math.isnan(error), (call, kind, error)
-        assert same
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_gradients_match_float64_and_repeat(ranks, world_size, config):
+    outcomes = ranks(world_size).run(trains, CALLS, "fused", config)
+    check_gradients(outcomes)
+    assert all(same for _, same in outcomes)
 
 
 def _long_run(steps):

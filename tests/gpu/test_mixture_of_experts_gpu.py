@@ -24,7 +24,7 @@ CONFIGS = [
 
 
 def _inputs(call):
-    return [tensor.cuda() for tensor in call.inputs(dist.get_rank())]
+    return [tensor.to(interlace.group_of().device) for tensor in call.inputs(dist.get_rank())]
 
 
 def _step(call, tensors):
@@ -33,7 +33,8 @@ def _step(call, tensors):
     return [y.detach(), *torch.autograd.grad(y, leaves, tensors[5])]
 
 
-def _matches(calls):
+def matches(calls):
+    """On a rank: y and gradients of each call."""
     found = [[each.cpu() for each in _step(call, _inputs(call))] for call in calls]
     interlace.synchronize()
     return found
@@ -55,10 +56,10 @@ def _calls(world_size):
     ]
 
 
-def test_matches_float64(ranks, world_size):
+def testmatches_float64(ranks, world_size):
     for size in (1, world_size):
         calls = _calls(size)
-        check_all(calls, ranks(size).run(_matches, calls))
+        check_all(calls, ranks(size).run(matches, calls))
 
 
 def _long_run(calls, turns):

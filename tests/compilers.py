@@ -16,46 +16,68 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 THOROUGH = "sm_90"
 """The target for which every case is compiled; for the others, each kernel's first."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Compiler:
-    """The process that compiles, on time that other processes leave."""
+    """What compiles: a process of this or of another process that runs tests.
 
-    process: subprocess.Popen[bytes]
-    log: TextIO
-    failures: Path
+    Attributes:
+        folder: where its log and its failures are.
+        process: None if another process that runs tests has started it.
+    """
+
+    folder: Path
+    process: subprocess.Popen[bytes] | None
 
     def check(self, target: str) -> None:
         """Wait until all is compiled; fail with what was said about a target if something did not compile for it."""
-        code = self.process.wait(timeout=1100)
-        assert code == 0, Path(self.log.name).read_text()[-4000:]
-        assert json.loads(self.failures.read_text())[target] == []
+        end = time.monotonic() + 1100
+        while not (self.folder / "failures.json").exists():
+            assert time.monotonic() < end, (self.folder / "log").read_text()[-4000:]
+            time.sleep(0.2)
+        assert json.loads((self.folder / "failures.json").read_text())[target] == []
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
+
+def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
+    """A command that runs this file, and its environment: where TRITON_INTERPRET is set, a kernel is a Python function."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return [sys.executable, "-m", "tests.compilers", *map(str, arguments)], environment
+
+
+def cases() -> list[str]:
+    """The kernel and target of every case, from a process of its own."""
+    command, environment = _command()
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return done.stdout.splitlines()
 
 
 def start(folder: Path, compiled: Path) -> Compiler:
-    """Start to compile; logs go to ``folder``, and ``compiled`` remembers what has compiled."""
-    # Where TRITON_INTERPRET is set, a kernel is a Python function. An empty cache: compile, not load.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    """Start to compile, unless another process has already started with the same ``folder``.
+
+    Args:
+        folder: for logs and temporary files.
+        compiled: remembers what has compiled.
+    """
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return Compiler(folder, None)
+    command, environment = _command(compiled, folder / "failures.json")
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty: compile, not load
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
-    log, failures = (folder / "log").open("w"), folder / "failures.json"
-    command = ["nice", "-n", "5", sys.executable, "-m", "tests.compilers", str(compiled), str(failures)]
-    return Compiler(subprocess.Popen(command, env=environment, stdout=log, stderr=log), log, failures)
+    with (folder / "log").open("w") as log:
+        return Compiler(folder, subprocess.Popen(["nice", "-n", "5", *command], env=environment, stdout=log, stderr=log))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +148,8 @@ def _compile(index: int) -> str | None:
     return None
 
 
-def compile_all(compiled: Path, failures: Path) -> None:
-    """Compile what is not in ``compiled``, and write the failures by target to ``failures``."""
+def compile_all(compiled: Path) -> dict[str, list[str]]:
+    """Compile what is not in ``compiled`` and add it there; the failures by target."""
     found: dict[str, list[str]] = {target: [] for target in TARGETS}
     keys = {}
     for task in _tasks():
@@ -145,8 +167,23 @@ def compile_all(compiled: Path, failures: Path) -> None:
             else:
                 found[task.target].append(failure)
             print(task.kernel.__name__, task.target, "failed" if failure else "compiled", flush=True)
-    failures.write_text(json.dumps(found))
+    return found
+
+
+def main(compiled: Path, failures: Path) -> None:
+    """Write the failures by target to ``failures`` when all is compiled, or when that has failed as a whole."""
+    try:
+        found = compile_all(compiled)
+    except BaseException:
+        found = {target: [traceback.format_exc()] for target in TARGETS}
+    unfinished = failures.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(failures)
 
 
 if __name__ == "__main__":
-    compile_all(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1:]:
+        main(*map(Path, sys.argv[1:]))
+    else:
+        for case in _tasks():
+            print(case.kernel.__name__, case.target, case.key())

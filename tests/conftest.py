@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests import compilers, programs
+from tests import compilers
 from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
@@ -17,10 +19,15 @@ hypothesis.settings.load_profile("interlace")
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[compilers.Compiler]:
-    """The process that compiles every kernel that has changed."""
-    started = compilers.start(tmp_path_factory.mktemp("compiler"), pytestconfig.cache.mkdir("compiled"))
+    """The process that compiles every kernel that has changed: one, if tests run in several processes."""
+    folder = tmp_path_factory.getbasetemp()
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    started = compilers.start((folder.parent if several else folder) / "compiler", pytestconfig.cache.mkdir("compiled"))
     yield started
-    started.end()
+    if started.process is not None:
+        if not several:
+            started.process.kill()
+        started.process.wait()  # for tests in the other processes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,8 +40,21 @@ def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def quick_launches() -> Iterator[None]:
     """``interlace.launch`` forks its ranks from a process that has imported all they need."""
+    from tests import programs
+
     with programs.quick_launches():
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark one case of every test file as quick: those that its author has marked, or else the first one."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            files.setdefault(item.path, []).append(item)
+    for cases in files.values():
+        if not any(case.get_closest_marker("quick") for case in cases):
+            cases[0].add_marker(pytest.mark.quick)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

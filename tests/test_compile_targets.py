@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compilers import TARGETS
+from tests import compilers
 
 # Argument types that an argument's name implies: the same names mean the same in every kernel.
 _INTEGERS = ("call", "half", "slot", "N", "B", "K", "tiles", "stride_x", "stride_w")
@@ -268,6 +268,16 @@ def kernels():
                 yield value
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_has_cases():
+    """For every target, with a type or a constant for each of its arguments."""
+    kernels_of: dict[str, set[str]] = {}
+    for line in compilers.cases():
+        kernel, target, _ = line.split()
+        kernels_of.setdefault(target, set()).add(kernel)
+    assert set(kernels_of) == set(compilers.TARGETS)
+    assert kernels_of["sm_100"] == kernels_of["sm_90"] >= kernels_of["gfx942"]
+
+
+@pytest.mark.parametrize("target", compilers.TARGETS)
 def test_every_kernel_compiles(compiler, target):
     compiler.check(target)

@@ -30,7 +30,7 @@ from tests.pool import Pool
 from tests.products.calls import IMPLS, Call, check_gradients, differentiate, run
 from tests.products.calls import check_all as check_products
 
-pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
+pytestmark = [pytest.mark.gpu, pytest.mark.smoke, pytest.mark.alone]
 
 INNER = 64
 

@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -83,12 +85,9 @@ class Pool:
         self._folder, self._processes, self._connections = None, [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            for name, value in _ENVIRONMENTS[self.backend].items():
-                patch.setenv(name, value)
+        context = fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
+        with _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
                 arguments = (there, self.backend, rank, self.world_size, self._folder.name)
@@ -125,6 +124,25 @@ class Pool:
         time.sleep(0.5)  # the signal handler writes; nothing tells when it is done
         files = (Path(self._folder.name) / f"stack-{rank}" for rank in range(self.world_size))
         return "\n".join(f"--- rank {rank}\n{file.read_text() if file.exists() else ''}" for rank, file in enumerate(files))
+
+
+@contextlib.contextmanager
+def _environment_of(backend: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        for name, value in _ENVIRONMENTS[backend].items():
+            patch.setenv(name, value)
+        yield
+
+
+def fork_server() -> Any:
+    """Processes of the cpu backend, forked from one that has imported what they need: that takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    with _environment_of("cpu"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+    return context
 
 
 @contextlib.contextmanager

@@ -6,20 +6,16 @@ here fails the test.
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from tests.compilers import TARGETS, THOROUGH
+from tests import compilers
 
 # Argument types that an argument's name implies: the same names mean the same in every kernel.
 _INTEGERS = ("call", "half", "slot", "N", "B", "K", "tiles", "stride_x", "stride_w")
 _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTEGERS, "i32")}
 
 
-def _cases(kernel):
+def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
@@ -258,7 +254,7 @@ def _mixture_of_experts_products(kernel):
         )
 
 
-def _grid_kernels():
+def kernels():
     """Every kernel that is launched: a public JITFunction that takes a context, or asks for its program's index."""
     import importlib.util
     import pkgutil
@@ -268,8 +264,8 @@ def _grid_kernels():
     import interlace.ops
 
     packages = [package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
-    kernels = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
-    for name in [*kernels, "mapped.kernel", "products.counted", "products.staged"]:
+    operators = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
+    for name in [*operators, "mapped.kernel", "products.counted", "products.staged"]:
         module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
@@ -277,50 +273,16 @@ def _grid_kernels():
                 yield value
 
 
-def compile_all(target_name: str, part: int = 0, parts: int = 1) -> int:
-    """Compile every case of every kernel for a target, or of every ``parts``-th kernel; how many there were."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget(*TARGETS[target_name])
-    count = 0
-    for kernel in list(_grid_kernels())[part::parts]:
-        # Descriptors are NVIDIA's.
-        cases = [
-            (types, constants)
-            for types, constants in _cases(kernel.__name__)
-            if target.backend == "cuda" or not any(kind.startswith("tensordesc") for kind in types.values())
-        ]
-        # All of them for one target: what is wrong with a case is rarely wrong on one GPU only.
-        for types, constants in cases if target_name == THOROUGH else cases[:1]:
-            warps = constants.get("num_warps", 4)
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, constants)
-            compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 3})
-            binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
-            assert len(binary) > 0
-            if target_name == "sm_90" and "wgmma" in compiled.asm["ptx"]:
-                assert "serialized" not in _ptxas_says(compiled.asm["ptx"]), kernel.__name__
-            print(kernel.__name__, target_name, len(binary), flush=True)
-            count += 1
-    return count
+def test_every_kernel_has_cases():
+    """For every target, with a type or a constant for each of its arguments."""
+    kernels_of: dict[str, set[str]] = {}
+    for line in compilers.cases():
+        kernel, target, _ = line.split()
+        kernels_of.setdefault(target, set()).add(kernel)
+    assert set(kernels_of) == set(compilers.TARGETS)
+    assert kernels_of["sm_100"] == kernels_of["sm_90"] >= kernels_of["gfx942"]
 
 
-def _ptxas_says(ptx: str) -> str:
-    """What ptxas notes about a kernel: products whose matrix instructions it serialises are a quarter slower, and right."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(compilers, target):
-    for compiler in compilers:
-        if compiler.target == target:
-            compiler.check()
+@pytest.mark.parametrize("target", compilers.TARGETS)
+def test_every_kernel_compiles(compiler, target):
+    compiler.check(target)

@@ -383,7 +383,7 @@ def test_a_peer_that_never_exchanges(ranks: Any) -> None:
     assert first[0] == "PeerTimeoutError"
     assert first[1].startswith("mapped output: rank 0 waited 1 s for rank 1 ")
     assert later == first
-    assert 1.0 <= seconds < 20
+    assert 1.0 <= seconds < 60
 
 
 def _dies() -> None:
@@ -397,6 +397,7 @@ def _dies() -> None:
     out.exchange()
 
 
-def test_a_rank_that_dies_before_the_exchange(ranks: Any) -> None:
+@pytest.mark.usefixtures("quick_launches")
+def test_a_rank_that_dies_before_the_exchange() -> None:
     with pytest.raises(interlace.LaunchError, match=r"rank 1 ended without a result|rank 0 failed"):
-        interlace.launch(_dies, 2, backend="cpu", timeout_s=60)
+        interlace.launch(_dies, 2, backend="cpu", timeout_s=120)

@@ -130,7 +130,7 @@ def test_calls_back_to_back_with_slow_ranks(ranks, operator, impl):
         _call(operator, 64, 16, 16, impl=impl, max_programs=8),
     ]
     faults = Faults(max_delay_s=0.001, reorder_puts=True)
-    assert ranks(2).run(_under_faults, batch, 12, faults, timeout_s=120) == [[]] * 2
+    assert ranks(2).run(_under_faults, batch, 12, faults) == [[]] * 2
 
 
 def _absent_peer(call, absent):
@@ -151,14 +151,14 @@ def _absent_peer(call, absent):
 
 @pytest.mark.parametrize(("operator", "impl"), WAYS)
 def test_a_peer_that_never_calls(ranks, operator, impl):
-    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8, impl=impl), 1, timeout_s=60)
+    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8, impl=impl), 1)
     assert outcomes[1] is None
     (kind, message, fields), later, seconds = outcomes[0]
     assert kind == "PeerTimeoutError"
     assert message.startswith(f"{operator}: rank 0 waited 1 s for rank 1 ")
     assert (fields["wanted"], fields["peer"], fields["different_call"]) == (2, 1, False)
     assert later == (kind, message, fields)
-    assert 1.0 <= seconds < 20
+    assert 1.0 <= seconds < 60
 
 
 def _kept(call):

@@ -159,7 +159,7 @@ def test_results_repeat_bit_by_bit(ranks, kind):
         dataclasses.replace(SMALL, block_runs=1, run_unroll=3, update_programs=1, push_programs=1, push_rows=16),
         SMALL,
     ]
-    for results in ranks(2).run(_repeats, call, kind, configs, timeout_s=90):
+    for results in ranks(2).run(_repeats, call, kind, configs):
         assert all(_equal(result, results[0]) for result in results)
 
 

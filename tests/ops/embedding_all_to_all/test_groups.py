@@ -100,7 +100,7 @@ def _absent_peer(call, absent, backward):
 def test_a_peer_that_never_calls(ranks, protocol, backward):
     """Each waiting rank names the peer after its deadline; the group stays broken, and no table was updated by halves."""
     call = Call(((4,), (2,), (3,)), 6, config=_config(protocol))
-    outcomes = ranks(3).run(_absent_peer, call, 2, backward, timeout_s=60)
+    outcomes = ranks(3).run(_absent_peer, call, 2, backward)
     assert outcomes[2] is None
     name = "embedding_all_to_all" + (".backward" if backward else ".sliced" if protocol == "sliced" else "")
     for rank, (first, later, broken, seconds, unchanged) in enumerate(outcomes[:2]):
@@ -110,24 +110,25 @@ def test_a_peer_that_never_calls(ranks, protocol, backward):
         assert (fields["operator"], fields["rank"], fields["peer"], fields["different_call"]) == (name, rank, 2, False)
         assert broken
         assert later == first
-        assert 1.0 <= seconds < 20
+        assert 1.0 <= seconds < 60
         assert unchanged
 
 
 def _dies():
     call = Call(((4,), (2,)), 6)
     run_one(call, check_indices=False)
-    interlace.set_deadline(20.0)
+    interlace.set_deadline(200.0)
     if dist.get_rank() == 1:
         with interlace.inject(Faults(die_after_puts=2)):
             run_one(call, check_indices=False)
     run_one(call, check_indices=False)
 
 
+@pytest.mark.usefixtures("quick_launches")
 def test_a_peer_that_dies_within_a_kernel():
     """The caller of launch is told which rank ended, and every process is gone: none waits out its deadline."""
     with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL") as caught:
-        interlace.launch(_dies, 2, backend="cpu", timeout_s=60)
+        interlace.launch(_dies, 2, backend="cpu", timeout_s=120)
     assert caught.value.rank == 1
 
 

@@ -49,7 +49,7 @@ def _opcheck_backward():
 @pytest.mark.parametrize("check", [_opcheck_forward, _opcheck_backward])
 def test_opcheck(ranks, check):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with the kernels."""
-    for outcome in ranks(1).run(check, timeout_s=120):
+    for outcome in ranks(1).run(check):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
@@ -81,7 +81,7 @@ def test_compiles_into_one_graph(ranks, call, kind):
 
     A rank without tables has a backward graph as well: its peers need its samples' gradients.
     """
-    for eager, compiled in ranks(2).run(_compiled, call, kind, timeout_s=120):
+    for eager, compiled in ranks(2).run(_compiled, call, kind):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 

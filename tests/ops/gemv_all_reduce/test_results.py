@@ -57,7 +57,7 @@ def _calls(protocol, dtype, cuts, every=1):
 def test_matches_float64(ranks, world_size, protocol, dtype):
     thorough = dtype == "float32" and world_size == 2
     calls = list(_calls(protocol, dtype, cuts=2 if thorough else 1, every=1 if thorough else 3))
-    check_all(calls, ranks(world_size).run(run, calls, timeout_s=120))
+    check_all(calls, ranks(world_size).run(run, calls))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -37,7 +37,7 @@ def test_many_calls_with_late_ranks(ranks):
     every turn.
     """
     calls = [Call(2, tokens, hidden=hidden, seed=tokens) for tokens, hidden in ((5, 8), (9, 16), (5, 8))]
-    outcomes = ranks(2).run(_with_faults, calls, 2, timeout_s=120)
+    outcomes = ranks(2).run(_with_faults, calls, 2)
     check_all(calls, [outcome[0] for outcome in outcomes])
     for first, second in outcomes:
         torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -83,7 +83,7 @@ def test_a_peer_that_never_calls(ranks, backward):
     assert error[0] == "PeerTimeoutError"
     assert error[1].startswith(f"{name}: rank 0 waited 1 s for rank 1 (slice 0, epoch ")
     assert later == error
-    assert 1 <= seconds < 20
+    assert 1 <= seconds < 60
 
 
 def _left_by_an_absent_peer(call):

@@ -150,7 +150,8 @@ def main() -> int:
         ]
         # Errors that came after the last call was looked at, and logs of ranks that died.
         logs = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(Path(folder).glob("log-*")))
-    return _report(options, results, len(parse(logs)))
+    ended = all(process.returncode == 0 for process in processes)
+    return _report(options, results, len(parse(logs)), ended)
 
 
 def _options() -> argparse.Namespace:
@@ -202,7 +203,7 @@ def _worker(options: argparse.Namespace, folder: str, rank: int) -> list[str]:
     return [*words, "--rank", str(rank), "--folder", folder, *operators]
 
 
-def _report(options: argparse.Namespace, results: list[dict[str, Any]], reported: int) -> int:
+def _report(options: argparse.Namespace, results: list[dict[str, Any]], reported: int, ended: bool) -> int:
     """Print and write what was found; the exit code."""
     from interlace.cli import machine
 
@@ -213,9 +214,11 @@ def _report(options: argparse.Namespace, results: list[dict[str, Any]], reported
             print(f"rank {result['rank']}: {result['case']}: {result['status']} {result.get('why', '')}")
         for error in result["errors"]:
             print(f"rank {result['rank']}: {result['case']}: {error['what']} in {error['kernel'] or 'no kernel'}")
-    clean = bool(results) and not reported and not counts["wrong"] and not counts["failed"]
+    clean = ended and bool(results) and not reported and not counts["wrong"] and not counts["failed"]
     numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
     print(f"{options.tool}: {len(results)} calls on {options.ranks} ranks ({numbers}), {reported} errors.")
+    if not ended:
+        print("A rank ended early; its last call is the last one of its results.")
     if options.json is not None:
         document = {
             "machine": machine.describe(),
@@ -224,6 +227,7 @@ def _report(options: argparse.Namespace, results: list[dict[str, Any]], reported
             "tool": options.tool,
             "world_size": options.ranks,
             "errors": reported,
+            "every_rank_ended": ended,
             "errors_without_a_call": reported - attributed,
             **counts,
             "results": results,

@@ -100,9 +100,7 @@ def soak(
     seed: Annotated[int | None, typer.Option(help="Of all random choices. \\[default: another one each time]")] = None,
     start: Annotated[int, typer.Option(min=0, help="The number of the first call, as a failure's report says it.")] = 0,
     operators: Annotated[list[str] | None, typer.Option(help="An operator to call; several times. \\[default: all]")] = None,
-    deadline: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds that a wait may last. \\[default: 60 on the cpu backend, else 20]")
-    ] = None,
+    deadline: Annotated[float | None, typer.Option(min=0.1, help="Seconds that a wait may last. \\[default: 60]")] = None,
     add: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Make no calls, add up what soaks wrote with --json; several times.")
     ] = None,

@@ -27,7 +27,7 @@ from interlace.comm import Faults, group_of, inject
 from interlace.errors import InterlaceError
 from interlace.testing.cases import Case, Prepared, draw_case
 
-ROUND_CALLS = {"cpu": 24, "cuda": 5000}
+ROUND_CALLS = {"cpu": 24, "cuda": 20_000}
 """Calls per round. A soak can begin at any round, so a failure is repeated without the rounds
 before it.
 """
@@ -37,7 +37,7 @@ _GRAPHS = 6
 _VARIANTS = 3
 _STREAMS = 3
 _MOST_RESULTS = 8
-_CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 250}  # after which the ranks agree whether to go on
+_CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 500}  # after which the ranks agree whether to go on
 _GRACE_S = 120.0  # beyond the deadline, for peers to end their own waits before the ranks compare what they saw
 
 # Delays: how often, and how long at most.
@@ -133,7 +133,8 @@ def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]
         chosen = (source.randrange(len(slots)),) if graph is None else graphs[graph]
         steps.append(Step(chosen, tuple(source.randrange(_VARIANTS) for _ in chosen), graph))
         count += len(chosen)
-    return Round(slots, graphs, steps, source.random() < 0.2)
+    # Memory that graphs have captured stays theirs until the group releases it.
+    return Round(slots, graphs, steps, release=source.random() < (0.7 if graphs else 0.2))
 
 
 def _draw_graphs(slots: list[Slot], source: random.Random) -> list[tuple[int, ...]]:

@@ -27,8 +27,9 @@ of their sum.
 
 @dataclasses.dataclass(frozen=True)
 class Case(abc.ABC):
-    """One call of one operator by one implementation, the same on every rank; each rank's tensors
-    depend on a seed.
+    """One call of one operator by one implementation, the same on every rank.
+
+    The tensors of each rank depend on a seed.
 
     Inputs are small whole numbers, or multiples of a power of two, so that nearly every result is
     exact in its dtype and every order of summation gives the same bits.
@@ -63,23 +64,18 @@ class Case(abc.ABC):
         return torch.bfloat16 if self.dtype == "float8" else DTYPES[self.dtype]
 
     def units(self, results: int) -> list[float]:
-        """For each of so many results, the power of two of which it and all that it is a sum of are
-        multiples.
-        """
+        """For each of so many results, a power of two that divides it and its summands."""
         return [1.0] * results
 
     @property
     def exact(self) -> bool:
-        """Whether the computation consists of sums and products only, so that whole numbers stay
-        whole.
-        """
+        """Whether the call computes sums and products only, so that whole numbers stay whole."""
         return True
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may capture the call. Collectives of several NCCL communicators may
-        not be mixed in graphs.
-        """
+        """Whether a CUDA graph may capture the call."""
+        # Graphs must not mix collectives of several NCCL communicators.
         return self.impl != "unfused"
 
     @property
@@ -101,15 +97,14 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        """On a rank: a function that makes the call with this rank's tensors on its device. May be
-        collective.
-        """
+        """A function that makes the call with this rank's tensors. Collective."""
 
     # What must come out
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-        """The results of a rank, on the CPU, each with the absolute error that is allowed: 0 where
-        all arithmetic is exact.
+        """The results of a rank, on the CPU, each with the absolute error that is allowed.
+
+        The error is 0 where all arithmetic is exact.
         """
         inputs = [_in_float64(self.tensors(each, ranks, seed)) for each in range(ranks)]
         exact = self.results(inputs)[rank]
@@ -125,9 +120,7 @@ class Case(abc.ABC):
         return [(result.to(dtype), error) for result, dtype, error in triples]
 
     def prepare(self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)) -> Prepared:
-        """On every rank: inputs and expected results on the device, one variant for each seed. May
-        be collective.
-        """
+        """Put inputs and expected results on the device, a variant for each seed. Collective."""
         return Prepared(self, group, seeds)
 
 
@@ -162,9 +155,7 @@ class Prepared:
         torch._foreach_copy_(list(self._places.values()), list(self._variants[variant].values()))
 
     def run(self) -> list[torch.Tensor]:
-        """Make the call, and its backward pass if the case has one, on the current stream.
-        Collective.
-        """
+        """Make the call, with its backward pass if the case has one. Collective."""
         return self._make(self._places)
 
     def count_wrong(self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor) -> None:
@@ -187,7 +178,7 @@ class Prepared:
             torch.sum(differs, dtype=torch.int64, dim=tuple(range(differs.dim())), out=wrong[i])
 
     def check(self, variant: int = 0) -> list[int]:
-        """Make one call and wait for it: the number of wrong elements of each result. Collective."""
+        """Make a call, wait for it, and count the wrong elements of each result. Collective."""
         self.load(variant)
         wrong = torch.zeros(self.result_count, dtype=torch.int64, device=group_of(self.group).device)
         self.count_wrong(self.run(), variant, wrong)
@@ -213,9 +204,7 @@ def generator(seed: int, rank: int) -> torch.Generator:
 
 
 def whole(source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0) -> torch.Tensor:
-    """Whole numbers from ``-largest`` to ``largest`` in float32, a share ``density`` of them drawn
-    and the others 0.
-    """
+    """Whole numbers from ``-largest`` to ``largest`` in float32; all but ``density`` of them 0."""
     values = torch.randint(-largest, largest + 1, tuple(shape), generator=source)
     return (values * (torch.rand(tuple(shape), generator=source) < density)).float()
 

@@ -192,7 +192,7 @@ def takes_any_rows(operator: str, impl: str) -> bool:
 
 
 def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:
-    """Rows of each rank, a rank without rows among them; for an all-to-all, of each pair of ranks."""
+    """Rows of each rank, one without any; for an all-to-all, of each pair of ranks."""
     rows = [source.choice((1, 5, 17, 64, 129)) for _ in range(ranks)]
     if ranks > 1:
         rows[source.randrange(ranks)] = 0

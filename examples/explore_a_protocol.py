@@ -52,12 +52,12 @@ def program(rank: Rank, asks: bool) -> None:
 
 
 def main() -> None:
-    report = explore(lambda rank: program(rank, asks=False), ranks=3, schedules=300)
+    report = explore(lambda rank: program(rank, asks=False), ranks=3, schedules=150)
     print(f"without asking, after {report.schedules} schedules: {report.failure}")
     assert report.failure is not None
     assert report.failure.kind in ("race", "wrong result")
 
-    report = explore(lambda rank: program(rank, asks=True), ranks=3, schedules=300)
+    report = explore(lambda rank: program(rank, asks=True), ranks=3, schedules=150)
     print(f"with a message back: {report.schedules} schedules, nothing found; each rank ran {report.runs / 3:g} times")
     report.raise_if_failed()
 

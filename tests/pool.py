@@ -166,6 +166,11 @@ def _serve(connection: Connection, backend: str, rank: int, world_size: int, fol
         from interlace.comm import init_process_group
 
         torch.set_num_threads(1)
+        if backend == "cpu":
+            # Memory that nobody wrote is NaN (integers: the largest number), so that no test passes because it happened to
+            # be zero. This is what fills it; use_deterministic_algorithms would import the whole of Inductor.
+            torch.set_deterministic_debug_mode("warn")
+            torch.utils.deterministic.fill_uninitialized_memory = True
         local_rank = rank if backend == "cpu" else rank % torch.cuda.device_count()
         store = f"file://{folder}/store"
         init_process_group(backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank)

@@ -37,7 +37,9 @@ def cases_of(kernel):
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})],
         "plan_call": lambda: _mixture_of_experts_numbers(),
-        "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
+        "release_rows": lambda: [
+            (_FETCHING | {"whole": kind, "cells": "i32"}, {"WORLD_SIZE": 8}) for kind in ("*bf16", "*fp8e4nv")
+        ],
         "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
@@ -60,7 +62,7 @@ def _stage_rows():
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 4, "COLS": 1024}
     for own in (None, "too", "only"):
         yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": None}
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": "too"}
 
 
 def _spread_rows():
@@ -194,7 +196,7 @@ def _gemv_all_reduce_two_phase():
 
 
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"),
+    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met"), "*i32"),
     **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
@@ -240,13 +242,16 @@ def _mixture_of_experts_products(kernel):
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
         flags |= {"EVEN": transposed}
         more = {} if keep else {"kept_tiles": None}
-        yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {"grants": None})
+        yield types, flags | lanes | pushes | more | ({"scales": None, "met": None} if transposed else {"grants": None})
     none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
     for transposed in [kernel == "dispatch_grouped_gemm"]:
         flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
         flags |= {"EVEN": False}
-        yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {"grants": None})
+        yield (
+            _MOE_TYPES | {"x": "*fp32"},
+            flags | lanes | pushes | none | ({"scales": None, "met": None} if transposed else {"grants": None}),
+        )
 
 
 def kernels():

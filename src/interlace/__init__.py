@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         group_of,
         inject,
         launch,
+        recover,
         set_deadline,
         synchronize,
     )
@@ -60,6 +61,7 @@ _PUBLIC = {
     "group_of": "interlace.comm",
     "inject": "interlace.comm",
     "launch": "interlace.comm",
+    "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",
     "ArgumentError": "interlace.errors",
@@ -139,6 +141,7 @@ __all__ = [
     "models",
     "nn",
     "optim",
+    "recover",
     "set_deadline",
     "synchronize",
 ]

@@ -13,6 +13,7 @@
     ├── WorkspaceError                    memory cannot be allocated now (during graph capture, say)
     ├── PeerTimeoutError (TimeoutError)   a peer did not do its part before the deadline
     ├── MiscountError                     a kernel did not count its tiles as it should
+    ├── ProtocolError                     an explored schedule of a program failed
     └── LaunchError                       a rank started by ``interlace.launch`` failed
 
 A message reads: *subject* must *rule*; got *value*. *What to do.*
@@ -93,7 +94,8 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     """A peer did not do its part before the group's deadline.
 
     The group is broken from then on: its epochs no longer agree, so every later call on it raises
-    this error again instead of computing nonsense. Destroy the process group and build a new one.
+    this error again instead of computing nonsense. Call :func:`interlace.recover` on every rank, or, if one is
+    dead, destroy the process group and build a new one.
 
     Attributes:
         operator: name of the operator that waited.
@@ -159,3 +161,20 @@ class MiscountError(InterlaceError):
         self.piece = piece
         self.wanted = wanted
         self.seen = seen
+
+
+class ProtocolError(InterlaceError):
+    """A program does something wrong in one of the schedules that :func:`interlace.testing.explore` tried.
+
+    Attributes:
+        kind: ``"wrong result"``, ``"deadlock"``, ``"race"``, ``"two writers"`` or ``"error"``.
+        schedule: for ``explore(..., replay=schedule)``.
+    """
+
+    def __init__(self, kind: str, message: str, schedule: str) -> None:
+        super().__init__(
+            f"explore: every schedule of a program must be right; got a {kind}: {message}. "
+            f"Run explore(program, replay={schedule!r}) to see it again."
+        )
+        self.kind = kind
+        self.schedule = schedule

@@ -233,6 +233,15 @@ def test_measuring_needs_a_gpu(command: list[str]) -> None:
     assert "interlace doctor" in done.output
 
 
+@pytest.mark.parametrize("command", [["bench", "gemv_all_reduce"], ["tune", "gemm_all_reduce", "--table", "t.json"]])
+def test_measuring_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    done = run(*command, "--world-size", "4")
+    assert done.exit_code == 1
+    assert f"interlace {command[0]} must have a GPU for each of 4 ranks" in done.output
+    assert "got 2. Say --world-size 2." in done.output
+
+
 def test_debug_shows_the_traceback() -> None:
     done = run("--debug", "bench", "gemv_all_reduce", "--shape", "12")
     assert isinstance(done.exception, interlace.ArgumentError)
@@ -271,6 +280,7 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["backend cuda"].status == "missing"
     assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
     assert "tuned tables" in rows
+    assert rows["ranks per GPU"].meaning.startswith("8 + 8 of 8 fit: ranks can share a GPU by time slices")
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])

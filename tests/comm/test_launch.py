@@ -96,13 +96,14 @@ def test_a_launch_ends_after_its_time(temporary):
     [
         (0, "cpu", ArgumentError, "launch: world_size must be at least 1; got 0."),
         (2, "tpu", ArgumentError, "launch: backend must be auto, cuda or cpu; got 'tpu'."),
-        (99, "cuda", BackendError, "launch: backend cuda must have a GPU for each of 99 ranks; got N. Use backend='cpu'."),
+        (99, "cuda", BackendError, "launch: backend cuda must have a GPU; got none. Use backend='cpu'."),
     ],
 )  # fmt: skip
-def test_launches_that_cannot_be(world_size, backend, error, message):
+def test_launches_that_cannot_be(monkeypatch, world_size, backend, error, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(error) as caught:
         interlace.launch(_never, world_size, backend=backend)
-    assert str(caught.value) == message.replace("got N", f"got {torch.cuda.device_count()}")
+    assert str(caught.value) == message
 
 
 def _launch_within(world_size):
@@ -155,3 +156,61 @@ def test_under_torchrun_nothing_is_started(tmp_path):
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)
+
+
+_PROGRAMS = {
+    "unguarded": (
+        "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, backend='cpu')\n",
+        "LaunchError: launch: rank 0 ended without a result: it could not import the worker. The start of a program must be",
+    ),
+    "lambda": (
+        "import interlace\nif __name__ == '__main__':\n    interlace.launch(lambda: 1, 1, backend='cpu')\n",
+        "LaunchError: launch: worker must be a function that a new process can import; got <lambda>, which cannot be pickled",
+    ),
+    "local": (
+        "import interlace\ndef main():\n    def worker():\n        pass\n    interlace.launch(worker, 1, backend='cpu')\nmain()\n",
+        "LaunchError: launch: worker must be a function that a new process can import; got main.<locals>.worker, which cannot",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", _PROGRAMS)
+def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
+    source, message = _PROGRAMS[program]
+    (tmp_path / "program.py").write_text(source)
+    ended = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"interlace.errors.{message}")
+
+
+def test_a_worker_of_standard_input():
+    """As of a notebook: there is no file that a new process could import."""
+    source = "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, backend='cpu')\n"
+    ended = subprocess.run([sys.executable], input=source, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    expected = "got worker of a notebook, an interactive session or standard input. Put it into a file"
+    assert expected in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "ranks_here", "device", "host"),
+    [(2, 1, 2, 1, None), (1, 3, 4, 0, "interlace-3"), (2, 3, 4, 1, "interlace-3"), (8, 3, None, 3, None)],
+)
+def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_here, device, host):
+    """NCCL takes two ranks on one GPU for those of two hosts, and begins when it is first used."""
+    from interlace.comm import init_process_group
+
+    started = {}
+    monkeypatch.setenv("NCCL_HOSTID", "as it was")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: started.update(current=chosen.index))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: started.update(settings))
+    init_process_group(
+        "cuda", rank=3, world_size=8 if ranks_here is None else ranks_here, init_method="file:///nowhere",
+        local_rank=local_rank, ranks_here=ranks_here,
+    )  # fmt: skip
+    assert started["current"] == device
+    assert (started["device_id"] is None) == (host is not None)
+    assert os.environ["NCCL_HOSTID"] == (host or "as it was")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"

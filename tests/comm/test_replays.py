@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.comm import constants
 from interlace.comm import replays as module
+from interlace.comm.group import Group
 from interlace.comm.replays import Replays
 
 
@@ -100,3 +102,63 @@ def test_without_graphs(done: list[str], monkeypatch: pytest.MonkeyPatch, backen
     for _ in range(3):
         _call(made, 1, done)
     assert done == ["enqueue 1"] * 3
+
+
+def _set_matmul(name: str) -> Any:
+    return lambda value: setattr(torch.backends.cuda.matmul, name, value)
+
+
+# How to set each, another value than the default, and the default.
+_SETTINGS = {
+    "allow_tf32": (_set_matmul("allow_tf32"), True, False),
+    "allow_fp16_reduced_precision_reduction": (_set_matmul("allow_fp16_reduced_precision_reduction"), False, True),
+    "allow_bf16_reduced_precision_reduction": (_set_matmul("allow_bf16_reduced_precision_reduction"), False, True),
+    "allow_fp16_accumulation": (_set_matmul("allow_fp16_accumulation"), True, False),
+    "float32_matmul_precision": (torch.set_float32_matmul_precision, "high", "highest"),
+    "deterministic_algorithms": (torch.use_deterministic_algorithms, True, False),
+}
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_a_graph_with_other_settings_is_another_graph(replays: Replays, done: list[str], name: str) -> None:
+    """A graph keeps the settings of its capture. The call under new ones comes for the first time."""
+    change, other, default = _SETTINGS[name]
+    for _ in range(2):
+        _call(replays, 1, done)
+    change(other)
+    try:
+        _call(replays, 1, done)
+        replays.run(1, lambda: done.append("enqueue without libraries"), with_libraries=False)
+    finally:
+        change(default)
+    _call(replays, 1, done)
+    assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
+
+
+def test_tables_of_numbers_stay_for_calls_that_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of an epoch have more splits than are remembered; each is captured when it comes again, with its table."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(constants, "_MOST", 4)
+    group = Group(None, torch.device("cpu"))
+    group.replays._enabled = True
+    used: list[torch.Tensor] = []
+
+    def capture(enqueue: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "capture_id", lambda: 1)
+            patch.setattr(group.replays, "capturing", True)
+            enqueue()
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(group.replays, "_capture", capture)
+    for _ in range(2):
+        for first in range(12):
+            splits = (first, 100 - first)
+            group.replays.run(splits, lambda splits=splits: used.append(constants.on_device(group, [splits])))
+    assert [each.tolist() for each in used] == [[[first, 100 - first]] for first in range(12)] * 2
+    assert len(group.replays) == 12
+    assert not constants._caches[group].captured, "graphs of the group keep their tables, and no longer than they live"
+    group.replays.clear()
+    used.clear()
+    assert len(constants._caches[group].alive) == 4

@@ -111,6 +111,92 @@ def test_a_checkpoint_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None
         assert message.startswith("save_checkpoint must succeed on every rank; got on rank 0: NotADirectoryError")
 
 
+def _slow_disk(folder: str) -> bool:
+    """Rank 1 writes for longer than the group's deadline; whether the group is broken afterwards."""
+    group_deadline_s = 2.0
+    trainer = _trainer()
+    group = trainer.model.embeddings.group
+    save = torch.save
+
+    def slow(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1.5 * group_deadline_s)
+        save(*args)
+
+    before_s = group.deadline_s
+    group.deadline_s = group_deadline_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", slow)
+        trainer.save(Path(folder))
+    group.deadline_s = before_s
+    return group.broken
+
+
+def test_a_slow_disk_on_one_rank_breaks_nothing(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(_slow_disk, str(tmp_path)) == [False, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+def _too_slow_a_disk(folder: str) -> Any:
+    process_group = dist.new_group()
+    trainer = _trainer(group=process_group)
+    save = torch.save
+
+    def stuck(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(3)
+        save(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", stuck)
+        error = error_of(lambda: trainer.save(Path(folder), deadline_s=1.0))
+    return error, trainer.model.embeddings.group.broken
+
+
+def test_the_deadline_of_a_checkpoint_can_be_set(ranks: Any, tmp_path: Path) -> None:
+    """The rank that was ready first gives up and names the other one; no checkpoint appears."""
+    (error, broken), _ = ranks(2).run(_too_slow_a_disk, str(tmp_path))
+    assert error[0] == "PeerTimeoutError"
+    assert error[1].startswith("save_checkpoint: rank 0 waited 1 s for rank 1")
+    assert broken
+    assert latest_checkpoint(tmp_path) is None
+
+
+def _full_disk(folder: str, failing: str) -> Any:
+    """A second save of the same step, in which rank 1 cannot write or rank 0 cannot rename."""
+    trainer = _trainer()
+    trainer.save(Path(folder), note="first")
+    save, rename = torch.save, Path.rename
+
+    def full(value: object, file: Path) -> None:
+        if failing == "write" and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        save(value, file)
+
+    def refused(path: Path, target: Path) -> Any:
+        if failing == "rename" and path.suffix == ".partial":
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        patch.setattr(Path, "rename", refused)
+        error = error_of(lambda: trainer.save(Path(folder), note="second"))
+    found = latest_checkpoint(Path(folder))
+    assert found is not None
+    return error, trainer.load(found), trainer.model.embeddings.group.broken
+
+
+@pytest.mark.parametrize(("failing", "rank"), [("write", 1), ("rename", 0)])
+def test_a_checkpoint_that_fails_leaves_the_old_one_as_it_was(ranks: Any, tmp_path: Path, failing: str, rank: int) -> None:
+    for error, extra, broken in ranks(2).run(_full_disk, str(tmp_path), failing):
+        assert error[0] == "DataError"
+        assert error[1].startswith(f"save_checkpoint must succeed on every rank; got on rank {rank}: OSError")
+        assert extra == {"note": "first"}
+        assert not broken
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     for name in ("step-00000009", "step-00000010", ".step-00000011.partial", "step-00000012"):

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import tuning
+from interlace import BackendError, tuning
+from interlace.mapped import triggered
 from interlace.products.choice import ANY_ROWS
 from interlace.products.operands import Operands
 from interlace.products.outputs import run_into_output
@@ -81,11 +82,11 @@ def _as_graphs(call, turns):
 
     def run(key, enqueue):
         output = next(reversed(group.kept.values())).output
-        half = output.half
+        half, turn = output.half, output.turn
         enqueue()
         if torch.rand((), generator=random) < 0.5:
             return True
-        output._half = half
+        output._half, output._turn = half, turn
         return False
 
     with pytest.MonkeyPatch.context() as patch:
@@ -129,6 +130,66 @@ def _memory_of_many_sizes(impl):
 @pytest.mark.parametrize("impl", tuning.CARRIED)
 def test_memory_is_bounded(ranks, impl):
     assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
+
+
+def _sum_of(rows, impl, process_group, replace):
+    """The all-reduce of ones ``[rows, 4] @ [4, 512]`` by ``impl``; None if there is no output for it."""
+    group, config = interlace.group_of(process_group), interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16)
+    operands = Operands(torch.ones(rows, 4), torch.ones(512, 4), None, None, None, torch.float32)
+    return run_into_output(impl, "all_reduce", operands, group, process_group, config, replace=replace)
+
+
+def _captured_on_one_rank():
+    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone: which are kept when two more sizes come."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    for rows in range(2, 18, 2):
+        _sum_of(rows, "mapped", process_group, True)
+    next(iter(group.kept.values())).output.captured = dist.get_rank() == 1
+    for rows in (18, 20):
+        y = _sum_of(rows, "mapped", process_group, True)
+    return [key[2][0] for key in group.kept], float(y.max())
+
+
+def test_ranks_give_up_the_same_output(ranks):
+    """A rank that gave up another one than its peers would map it again alone in a later call."""
+    assert ranks(2).run(_captured_on_one_rank) == [([2, 6, 8, 10, 12, 14, 16, 18, 20], 8.0)] * 2
+
+
+def _without_driver(impl, replace):
+    """Rank 1 cannot map memory, or let copies wait: what comes of it, and of the same call once it can."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(30.0, process_group)
+
+    def refuse(*_):
+        raise BackendError("the driver refuses.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(group._heap, "remap", refuse)
+            patch.setattr(triggered, "TransferQueue", refuse)
+        try:
+            found = _sum_of(4, impl, process_group, replace)
+        except BackendError as error:
+            found = str(error)
+    again = _sum_of(4, impl, process_group, replace)
+    return found, None if again is None else float(again.max()), group.broken
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+def test_ranks_fall_back_together(ranks, impl):
+    """One rank's driver refuses. No rank was asked for this implementation, so all take another one, now and later."""
+    assert ranks(2).run(_without_driver, impl, False) == [(None, None, False)] * 2
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+def test_ranks_fail_together(ranks, impl):
+    """Where the implementation was asked for, every rank is told which one cannot, and the next call works."""
+    told, found = ranks(2).run(_without_driver, impl, True)
+    assert told[0].endswith("must succeed on every rank; got on rank 1: the driver refuses.")
+    assert found[0] == "the driver refuses."
+    assert told[1:] == found[1:] == (8.0, False)
 
 
 def _mostly_padding():

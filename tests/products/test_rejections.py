@@ -39,7 +39,6 @@ CASES = [
     (AG, {"x": (4, 8)}, {"x": (5, 8)}, f"splits {MISMATCH} [4, 4] on rank 0, [5, 5] on rank 1."),
     (AG, {"splits": [4, 4]}, {"splits": [4, 4], "x": (5, 8)},
         f"rows of x beyond their split {MISMATCH} 0 on rank 0, 1 on rank 1."),
-    (AG, {"return_gathered": True}, {}, f"return gathered {MISMATCH} True on rank 0, False on rank 1."),
 ]  # fmt: skip
 
 # One rank's list cannot be, or all ranks' cannot: an ArgumentError on both.

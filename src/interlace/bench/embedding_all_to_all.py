@@ -123,7 +123,9 @@ class Case:
     def fused(self, i: int, config: EmbeddingAllToAllConfig) -> torch.Tensor:
         indices, offsets, _, _ = self.sets[i % _SETS]
         with torch.no_grad():
-            return embedding_all_to_all(self.tables, indices, offsets, group=self.group, impl="fused", config=config)
+            return embedding_all_to_all(
+                self.tables, indices, offsets, name=f"benchmark of {self.shape}", group=self.group, impl="fused", config=config
+            )
 
     def torch_bags(self, i: int) -> torch.Tensor:
         _, _, indices, offsets = self.sets[i % _SETS]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from interlace.comm import group_of
+
 # Long enough for a host to enqueue an all-reduce, two events and a graph.
 _SLEEP_CYCLES = 2_000_000
 
@@ -45,7 +47,11 @@ def measure(
     i choose among that many weights, so that none stays in the cache). The graph is replayed once untimed and then
     ``samples`` times between two events. Before each, the GPUs sleep while the hosts enqueue everything, and then meet in a
     small all-reduce: what is timed starts on all ranks within a microsecond or two.
+
+    Raises:
+        BackendError: ranks share a GPU.
     """
+    group_of(group).require_own_gpus("a measurement")
     for i in range(3):
         call(i)
     probe = torch.tensor(_elapsed_us(lambda: [call(i) for i in range(period)], group) / period, device="cuda")
@@ -64,7 +70,11 @@ def measure_step(step: Callable[[], object], *, samples: int = 20, group: dist.P
 
     It runs ten times untimed, until memory comes again at the same addresses, and then ``samples`` times, each of which starts as
     in :func:`measure`. What the host takes beyond the GPU's sleep of about a millisecond counts, as it does in a program.
+
+    Raises:
+        BackendError: ranks share a GPU.
     """
+    group_of(group).require_own_gpus("a measurement")
     for _ in range(10):
         step()
     return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)

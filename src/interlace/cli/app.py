@@ -91,6 +91,29 @@ def demo(
     raise typer.Exit(run(world_size, backend, tokens, json_file, None if plot == "none" else Path(plot)))
 
 
+@app.command()
+def soak(
+    seconds: Annotated[float | None, typer.Option(min=1, help="How long to make calls. \\[default: 60, without --calls]")] = None,
+    calls: Annotated[int | None, typer.Option(min=1, help="How many calls to make, about.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=8, help="Ranks; default: all GPUs, or 2 on the cpu backend.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")] = "auto",
+    seed: Annotated[int | None, typer.Option(help="Of all random choices. \\[default: another one each time]")] = None,
+    start: Annotated[int, typer.Option(min=0, help="The number of the first call, as a failure's report says it.")] = 0,
+    operators: Annotated[list[str] | None, typer.Option(help="An operator to call; several times. \\[default: all]")] = None,
+    deadline: Annotated[float | None, typer.Option(min=0.1, help="Seconds that a wait may last. \\[default: 60]")] = None,
+    add: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Make no calls, add up what soaks wrote with --json; several times.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Make random calls of every operator on late ranks, check every result, and report what was wrong."""
+    from interlace.cli.soak import run, run_add
+
+    if add:
+        raise typer.Exit(run_add(add, json_file))
+    raise typer.Exit(run(seconds, calls, ranks, backend, seed, start, operators or (), deadline, json_file))
+
+
 @bench_app.command("gemv_all_reduce")
 def bench_gemv_all_reduce(
     tokens: Tokens = "1",

@@ -133,7 +133,7 @@ def measure_on_gpus(
     """Run ``worker(folder, work, *more, header, file)`` on every rank; the document of its results.
 
     Raises:
-        BackendError: there are no GPUs.
+        BackendError: there are no GPUs, or fewer than ranks.
     """
     import torch
 
@@ -143,12 +143,17 @@ def measure_on_gpus(
             f"interlace {command} must have CUDA GPUs, since no time measured on the CPU means anything; got none. "
             f"`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the kernels without a GPU."
         )
+    world_size = world_size or min(gpus, _MAX_RANKS)
+    if world_size > gpus:
+        raise BackendError(
+            f"interlace {command} must have a GPU for each of {world_size} ranks, since times of ranks that share a GPU mean "
+            f"nothing; got {gpus}. Say --world-size {gpus}."
+        )
     from interlace.cli import machine
 
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
     if json_file is not None:
         write_json(json_file, {**header, "results": []})  # before minutes are spent: it can be written
-    world_size = world_size or min(gpus, _MAX_RANKS)
     file = None if json_file is None else str(json_file.absolute())
     title = f"{what} on {world_size} GPUs"
     ranks = run_ranks(make_console(), title, len(work), worker, world_size, list(work), *more, header, file, backend="cuda")

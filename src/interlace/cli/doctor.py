@@ -8,7 +8,6 @@ import importlib.resources
 import importlib.util
 import os
 import platform
-import secrets
 import shutil
 import socket
 import sys
@@ -20,9 +19,14 @@ from rich.table import Table
 
 from interlace import tuning
 from interlace.cli.console import command_line, make_console, now, write_json
+from interlace.errors import BackendError
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
 """A check's status: fine; wanted by a backend that could work here; not part of this machine, which is no fault."""
+
+_MOST_RANKS = 8  # that an operator can have
+_RANK_BYTES = 2**31
+"""Memory of a GPU that a small rank takes: its context, torch, and the operators' workspaces."""
 
 _COLOURS = {OK: "green", MISSING: "red", ABSENT: "dim"}
 
@@ -156,24 +160,23 @@ def _cpu() -> list[Row]:
     try:
         _pass_memory()
         rows.append(Row("shared memory", OK, "memfd_create, and descriptors passed over Unix sockets"))
-    except (OSError, AttributeError, ValueError) as error:
+    except (OSError, AttributeError, ValueError, BackendError) as error:
         meaning = f"processes cannot share memory: {_first_line(error)}"
         rows.append(Row("shared memory", MISSING, meaning, "use Linux; in a sandbox, allow memfd_create and Unix sockets"))
     return rows
 
 
 def _pass_memory() -> None:
-    """Do in one process what ranks do: write shared memory, send its descriptor by an abstract socket, read it there."""
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sender,
-    ):
-        name = f"\0interlace-doctor-{secrets.token_hex(8)}"
-        listener.bind(name)
-        listener.listen(1)
-        sender.connect(name)
+    """Do in one process what ranks do: write shared memory, send its descriptor through a socket, read it there."""
+    from interlace.comm.descriptors import connect, listening
+
+    with listening() as (directory, listener):
+        sender = connect(directory, 0)
+        if sender is None:
+            raise OSError("a socket takes no connection")
+        listener.settimeout(5)
         receiver, _ = listener.accept()
-        with receiver:
+        with sender, receiver:
             receiver.settimeout(5)
             fd = os.memfd_create("interlace-doctor")
             try:
@@ -213,6 +216,7 @@ def _cuda() -> list[Row]:
         meaning = f"{properties.name}, {memory}, {properties.multi_processor_count} SMs, sm_{properties.major}{properties.minor}"
         rows.append(Row(f"GPU {i}", OK, meaning))
     rows += _links(torch, count)
+    rows.append(_sharing(torch, count))
     rows.append(
         Row("cuda-bindings", OK, "maps the GPUs' memory side by side")
         if _importable("cuda.bindings.driver")
@@ -245,7 +249,7 @@ def _triggers(device: Any) -> Row:
 
 def _links(torch: Any, count: int) -> list[Row]:
     if count == 1:
-        return [Row("peer access", ABSENT, "one GPU: groups of one rank")]
+        return [Row("peer access", ABSENT, "one GPU: ranks share it")]
     reach = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
     matrix = "\n".join(f"{i}: " + " ".join("x" if ok else "-" for ok in line) for i, line in enumerate(reach))
     if all(all(line) for line in reach):
@@ -255,6 +259,17 @@ def _links(torch: Any, count: int) -> list[Row]:
         rows = [Row("peer access", MISSING, f"some GPUs cannot reach others' memory\n{matrix}", action)]
     rows.append(_nvlink(count))
     return rows
+
+
+def _sharing(torch: Any, count: int) -> Row:
+    """How many ranks the GPUs can hold by time slices; each has a context and memory of its own."""
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    held = [min(max(1, each // _RANK_BYTES), _MOST_RANKS) for each in memory]
+    meaning = (
+        f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time slices, so one GPU is enough to write "
+        f"and test a fused kernel. Times mean nothing then"
+    )
+    return Row("ranks per GPU", OK, meaning, "interlace.launch(worker, n, backend='cuda')")
 
 
 def _nvlink(count: int) -> Row:

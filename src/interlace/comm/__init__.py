@@ -11,6 +11,7 @@ from interlace.comm.group import (
     group_of,
     process_group_named,
     rank_and_size,
+    recover,
     set_deadline,
     synchronize,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "launch",
     "process_group_named",
     "rank_and_size",
+    "recover",
     "set_deadline",
     "synchronize",
 ]

@@ -19,7 +19,7 @@ SCRATCH_ADDRESS: Final = 7  # int32 in this device's memory: written by fences, 
 LENGTH: Final = 8
 
 # The record of the first failure. CODE is written last.
-RECORD_CODE: Final = 0  # LATE or MISCOUNTED; 0 while all is well
+RECORD_CODE: Final = 0  # LATE, MISCOUNTED or INTERRUPTED; 0 while all is well
 RECORD_OPERATOR: Final = 1
 RECORD_PEER: Final = 2
 RECORD_SLICE: Final = 3
@@ -29,6 +29,7 @@ RECORD_LENGTH: Final = 8
 
 LATE: Final = 1  # a wait has expired
 MISCOUNTED: Final = 2  # a kernel has counted other than it should: SLICE is a piece; WANTED and SEEN are tiles
+INTERRUPTED: Final = 3  # the host was interrupted between agreeing on a call and launching all of it; no kernel writes this
 
 EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call
 EPOCH_MASK: Final = (1 << EPOCH_BITS) - 1

@@ -70,7 +70,7 @@ def fetch(group: Group, target: int, source: int, nbytes: int, peer: int, *, cou
     """
     if group.backend == "cpu":
         for which in range(count):
-            ctypes.memmove(target + which * distance, source + which * nbytes, nbytes)
+            cpu_faults.move(target + which * distance, source + which * nbytes, nbytes)
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, count * nbytes)
     elif count == 1:
@@ -131,15 +131,16 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
         return
     if not transfers:
         return
-    side = group.side_stream(False)
-    side.wait_event(group.stream().record_event())
-    for transfer in transfers:
-        _copy(transfer.target, transfer.source, transfer.nbytes, side)
+    with group.on_device():
+        side = group.side_stream(False)
+        side.wait_event(group.stream().record_event())
+        for transfer in transfers:
+            _copy(transfer.target, transfer.source, transfer.nbytes, side)
 
 
 def _move(transfer: Transfer) -> None:
     def copy() -> None:
-        ctypes.memmove(transfer.target, transfer.source, transfer.nbytes)
+        cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
 
     cpu_faults.deliver(copy, ordered=True)
 
@@ -181,7 +182,7 @@ class TransferQueue:
             BackendError: a CUDA graph is being captured, and one queue leads to the device.
         """
         one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        if one and self._group.backend == "cuda" and torch.cuda.is_current_stream_capturing():
+        if one and self._group.capture_id() is not None:
             raise BackendError(
                 "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
                 "put a wait before the kernel that it is for. Unset it, or call outside a graph."
@@ -217,11 +218,12 @@ class TransferQueue:
                 self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
         if self._start is None or not self._queue:
             return
-        side = self._group.side_stream(False)
-        side.wait_event(self._start)
-        for each in self._queue:
-            _wait_value(each.counter, each.value, side)
-            _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
+        with self._group.on_device():
+            side = self._group.side_stream(False)
+            side.wait_event(self._start)
+            for each in self._queue:
+                _wait_value(each.counter, each.value, side)
+                _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
         self._start = None
 
     def disarm(self) -> None:

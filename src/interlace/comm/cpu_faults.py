@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from interlace.errors import ArgumentError
 
@@ -78,6 +80,22 @@ class Faults:
             raise ArgumentError(f"die_after_puts must not be negative; got {self.die_after_puts}.")
 
 
+class World(Protocol):
+    """Takes the place of real memory for every kernel of this process, as ``interlace.testing`` does."""
+
+    def send(self, addresses: Any, values: Any, kind: str) -> None:
+        """Store arrays of values at arrays of addresses; ``kind`` is put, release or relaxed, as the primitive is."""
+
+    def fence(self) -> None:
+        """Order what the running program has put before what it puts next."""
+
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between two addresses, in stream order."""
+
+    def pause(self) -> None:
+        """A program looks at memory that has not changed."""
+
+
 class _State:
     """Of this process; kernels of one process run one after another in the interpreter."""
 
@@ -87,9 +105,26 @@ class _State:
         self.random = random.Random(0)
         self.puts = 0
         self.pending: list[Callable[[], None]] = []
+        self.world: World | None = None
 
 
 _state = _State()
+
+
+@contextlib.contextmanager
+def living_in(world: World) -> Iterator[None]:
+    """Hand all that kernels and copies of this process do to symmetric memory to ``world`` meanwhile."""
+    previous = _state.world, _state.traffic
+    _state.world = world
+    try:
+        yield
+    finally:
+        _state.world, _state.traffic = previous
+
+
+def world() -> World | None:
+    """What stands for real memory; None, nearly always, for real memory itself."""
+    return _state.world
 
 
 @contextlib.contextmanager
@@ -142,14 +177,26 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
             _deliver_one()
 
 
+def move(target: int, source: int, nbytes: int) -> None:
+    """Copy memory of this process, as a copy engine would."""
+    if _state.world is not None:
+        _state.world.move(target, source, nbytes)
+    else:
+        ctypes.memmove(target, source, nbytes)
+
+
 def flush() -> None:
     """Deliver every pending put, in random order: what a fence waits for."""
+    if _state.world is not None:
+        _state.world.fence()
     while _state.pending:
         _deliver_one()
 
 
 def progress() -> None:
     """Deliver one pending put: a network goes on while a program waits."""
+    if _state.world is not None:
+        _state.world.pause()
     if _state.pending:
         _deliver_one()
 

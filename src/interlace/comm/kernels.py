@@ -11,6 +11,8 @@ import torch
 
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group
+from interlace.comm.interpreter import interpreting
+from interlace.comm.launches import launches
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
@@ -43,11 +45,17 @@ class Launch:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         key = (self.kernel, self.grid, device, *map(_kind, self.arguments), *self.options.items())
         found = _compiled.get(key)
+        launches.value += 1  # before the launch: if that is interrupted, the kernel may be running
         if found is not None:
             launch, constants = found
             launch(*self.arguments, *constants)
             return
-        compiled = self.kernel[self.grid](*self.arguments, **self.options)
+        try:
+            compiled = self.kernel[self.grid](*self.arguments, **self.options)
+        except Exception:
+            if not interpreting():  # it did not compile, so nothing runs; in the interpreter a part of it has run
+                launches.value -= 1
+            raise
         names = getattr(self.kernel, "arg_names", [])[len(self.arguments) :]
         if compiled is not None and all(name in self.options for name in names):  # None from the interpreter
             if len(_compiled) >= _MOST_COMPILED:
@@ -101,10 +109,18 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
-    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart."""
+    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart.
+
+    A matrix without elements has no address, which a descriptor must have: it gets one of a row that nobody reads.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(matrix, [max(size, 1) for size in matrix.shape], [stride, 1], block)
+    return TensorDescriptor(addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block)
+
+
+def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
+    """``matrix``, or ``elements`` of its kind where it has none."""
+    return matrix if matrix.numel() else matrix.new_empty(elements)
 
 
 def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:

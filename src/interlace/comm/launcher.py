@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import pickle
 import sys
@@ -18,6 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from interlace.errors import ArgumentError, BackendError, LaunchError
+
+_UNGUARDED = (
+    "The start of a program must be guarded, since every rank imports the program. Call launch below `if __name__ == '__main__':`."
+)
 
 
 def launch(
@@ -35,16 +40,18 @@ def launch(
     the worker runs here, and the results of the group's ranks are gathered.
 
     Args:
-        worker: a function that a new process can import (not a lambda or a local function).
+        worker: a function that a new process can import: at the top level of a module or of a script, not a lambda, a
+            local function, or one that was typed into a notebook or an interactive session.
         world_size: how many ranks; under an existing launcher it must be the group's size.
         args: passed on; they and the result must be picklable. CPU tensors are copied.
-        backend: ``"cuda"`` (a GPU a rank, NCCL), ``"cpu"`` (kernels run in Triton's interpreter, Gloo), or
-            ``"auto"``: cuda where there are GPUs enough.
+        backend: ``"cuda"`` (GPUs, NCCL), ``"cpu"`` (kernels run in Triton's interpreter, Gloo), or ``"auto"``: cuda where
+            every rank has a GPU of its own, else cpu. With ``"cuda"`` and fewer GPUs than ranks, the GPUs are dealt out
+            round robin, and ranks that share one run by time slices: results are right, times mean nothing.
         timeout_s: end everything after this time; default: no limit.
 
     Raises:
-        LaunchError: a rank failed: with its traceback; the others are ended.
-        BackendError: fewer GPUs than ranks.
+        LaunchError: a rank failed: with its traceback; the others are ended. Or no process can be started for the worker.
+        BackendError: backend cuda without a GPU.
         ArgumentError: a bad world size or backend.
     """
     if world_size < 1:
@@ -53,22 +60,51 @@ def launch(
         raise ArgumentError(f"launch: backend must be auto, cuda or cpu; got {backend!r}.")
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return _run_as_rank(worker, world_size, args, backend)
+    _require_importable(worker)
     gpus = torch.cuda.device_count()
     if backend == "auto":
         backend = "cuda" if gpus >= world_size else "cpu"
-    if backend == "cuda" and gpus < world_size:
-        raise BackendError(f"launch: backend cuda must have a GPU for each of {world_size} ranks; got {gpus}. Use backend='cpu'.")
+    if backend == "cuda" and gpus == 0:
+        raise BackendError("launch: backend cuda must have a GPU; got none. Use backend='cpu'.")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:  # readable by this user only
         with _environment(_child_environment(backend)):
             processes = mp.start_processes(
                 _child, args=(worker, world_size, args, backend, folder), nprocs=world_size, join=False, start_method="spawn"
             )
         assert processes is not None
-        _wait(processes, None if timeout_s is None else time.monotonic() + timeout_s)
+        _wait(processes, None if timeout_s is None else time.monotonic() + timeout_s, Path(folder))
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _wait(processes: mp.ProcessContext, end: float | None) -> None:
+def _require_importable(worker: Callable[..., Any]) -> None:
+    """Refuse what a new process could not run, before one is started.
+
+    Raises:
+        LaunchError: the worker cannot be imported, or the program's start is not guarded.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise LaunchError(f"launch: {_UNGUARDED}", rank=-1)
+    name = getattr(worker, "__qualname__", repr(worker))
+    try:
+        pickle.dumps(worker)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"launch: worker must be a function that a new process can import; got {name}, which cannot be pickled "
+            f"({error}). Define it with `def` at the top level of a module; arguments of launch reach it.",
+            rank=-1,
+        ) from None
+    main = sys.modules["__main__"]
+    # A new process finds the program by the name of its module (python -m) or of its file.
+    found = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+    if getattr(worker, "__module__", "") == "__main__" and not found:
+        raise LaunchError(
+            f"launch: worker must be a function that a new process can import; got {name} of a notebook, an interactive "
+            f"session or standard input. Put it into a file, say workers.py, and import it from there.",
+            rank=-1,
+        )
+
+
+def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None:
     try:
         while not processes.join(timeout=0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))):
             if end is not None and time.monotonic() >= end:
@@ -76,7 +112,9 @@ def _wait(processes: mp.ProcessContext, end: float | None) -> None:
     except mp.ProcessRaisedException as error:
         raise LaunchError(f"launch: rank {error.error_index} failed.{error}", error.error_index) from None
     except mp.ProcessExitedException as error:
-        raise LaunchError(f"launch: rank {error.error_index} ended without a result: {error}.", error.error_index) from None
+        rank = error.error_index
+        reason = f"{error}." if (folder / f"started-{rank}").exists() else f"it could not import the worker. {_UNGUARDED}"
+        raise LaunchError(f"launch: rank {rank} ended without a result: {reason}", rank) from None
     finally:
         for process in processes.processes:
             if process.is_alive():
@@ -113,10 +151,13 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _child(rank: int, worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, folder: str) -> None:
+    (Path(folder) / f"started-{rank}").touch()
     init_process_group(backend, rank=rank, world_size=world_size, init_method=f"file://{folder}/store", local_rank=rank)
     result = worker(*args)
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()  # peers may still be reading this rank's memory
+    if backend == "cuda":
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))  # peers may still be reading this rank's memory; by Gloo, which is there anyway
     dist.destroy_process_group()
     # The result is kept, nobody needs this process any more. While an interpreter goes down, threads of libraries may outlive what
     # they use: a rank in some thousands ended with SIGABRT ("terminate called without an active exception").
@@ -126,12 +167,31 @@ def _child(rank: int, worker: Callable[..., Any], world_size: int, args: tuple[A
     os._exit(0)
 
 
-def init_process_group(backend: str, *, rank: int, world_size: int, init_method: str, local_rank: int) -> None:
-    """Join the default process group with Gloo, and NCCL beside it on the cuda backend."""
+def init_process_group(
+    backend: str, *, rank: int, world_size: int, init_method: str, local_rank: int, ranks_here: int | None = None
+) -> None:
+    """Join the default process group with Gloo, and NCCL beside it on the cuda backend.
+
+    Args:
+        local_rank: of this rank on this machine; GPUs are dealt out round robin.
+        ranks_here: how many ranks this machine has; default: all of them.
+    """
     if backend == "cuda":
-        device = torch.device("cuda", local_rank)
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            raise BackendError("the cuda backend must have a GPU; got none. Use backend='cpu'.")
+        device = torch.device("cuda", local_rank % gpus)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=world_size, device_id=device)
+        shared = (world_size if ranks_here is None else ranks_here) > gpus
+        if shared:
+            # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their own send through sockets.
+            os.environ["NCCL_HOSTID"] = f"interlace-{local_rank}"
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that call only operators of
+        # their own do not depend on it.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=world_size, device_id=None if shared else device
+        )
     else:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
 
@@ -141,12 +201,14 @@ def _run_as_rank(worker: Callable[..., Any], world_size: int, args: tuple[Any, .
     if started:
         rank = int(os.environ["RANK"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         if backend == "auto":
-            backend = "cuda" if torch.cuda.device_count() > local_rank else "cpu"
+            backend = "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
         os.environ.update(_child_environment(backend))
         init_process_group(
-            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://", local_rank=local_rank
-        )
+            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://", local_rank=local_rank,
+            ranks_here=ranks_here,
+        )  # fmt: skip
     try:
         if dist.get_world_size() != world_size:
             raise ArgumentError(

@@ -6,7 +6,9 @@ memory is gone when the last process that maps it ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.descriptors import exchanged_descriptors
-from interlace.comm.memory import Block, FreeList, Heap
+from interlace.comm.memory import Block, Heap, Range
 from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
 
@@ -52,25 +54,29 @@ class CpuHeap(Heap):
         self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
         self._group = group
-        self._base = _mmap(None, self.stride * group.world_size, _PROT_NONE, _RESERVED)
-        self._offsets = FreeList(self.stride)
+        size = self.stride * group.world_size
+        base = _mmap(None, size, _PROT_NONE, _RESERVED)
+        self._range = Range(base, self.stride, self.device, functools.partial(_libc.munmap, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        size = pieces * round_up(max(nbytes, 1), self.granularity)
-        fd = os.memfd_create("interlace")
-        try:
-            os.ftruncate(fd, size)
-        except OSError:
-            os.close(fd)
-            raise
-        with exchanged_descriptors(self._group, "empty_symmetric", [fd]) as descriptors:
-            offset = self._offsets.take(size)
-            for rank, (descriptor,) in enumerate(descriptors):
-                place = self._base + rank * self.stride + offset
-                _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
-        return Block(self._base + offset, size, self.stride, lambda: self._unmap(offset, size))
+        ranks, size = self._group.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
+        with contextlib.ExitStack() as undo:
+            offset, fds, failure = 0, [], None
+            try:
+                offset = self._range.offsets.take(size)
+                undo.callback(_unmap, self._range, ranks, offset, size)
+                fds = [_shared_file(size)]
+            except WorkspaceError as error:
+                failure = error
+            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
+                for rank, (descriptor,) in enumerate(descriptors):
+                    place = self._range.base + rank * self.stride + offset
+                    _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+            undo.pop_all()
+        release = functools.partial(_unmap, self._range, ranks, offset, size)
+        return Block(self._range.base + offset, size, self.stride, self.device, release)
 
-    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         size = len(addresses) * nbytes
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         for i, address in enumerate(addresses):
@@ -79,9 +85,28 @@ class CpuHeap(Heap):
                 error = os.strerror(ctypes.get_errno())
                 _libc.munmap(base, size)
                 raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} cannot be mapped again: {error}.")
-        return base, lambda: _libc.munmap(base, size)
+        return base, functools.partial(_libc.munmap, base, size)
 
-    def _unmap(self, offset: int, size: int) -> None:
-        for rank in range(self._group.world_size):
-            _mmap(self._base + rank * self.stride + offset, size, _PROT_NONE, _RESERVED | _MAP_FIXED)
-        self._offsets.give(offset, size)
+
+def _shared_file(nbytes: int) -> int:
+    """The descriptor of a new file of ``nbytes`` zeros that has no name.
+
+    Raises:
+        WorkspaceError: the operating system does not give it.
+    """
+    try:
+        fd = os.memfd_create("interlace")
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}.") from error
+    return fd
+
+
+def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
+    for rank in range(ranks):
+        _mmap(reserved.base + rank * reserved.stride + offset, size, _PROT_NONE, _RESERVED | _MAP_FIXED)
+    reserved.offsets.give(offset, size)

@@ -9,14 +9,18 @@ memory does not do the exchange.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.comm.descriptors import exchanged_descriptors
-from interlace.comm.memory import Block, FreeList, Heap
-from interlace.errors import BackendError, WorkspaceError
+from interlace.comm.memory import Block, Heap, Range
+from interlace.comm.releases import releases
+from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
 
 if TYPE_CHECKING:
@@ -63,69 +67,72 @@ class CudaHeap(Heap):
         self.granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
-        self._base = int(_call(cu.cuMemAddressReserve(self.stride * group.world_size, 0, 0, 0)))
-        self._offsets = FreeList(self.stride)
+        size = self.stride * group.world_size
+        base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        self._range = Range(base, self.stride, device, functools.partial(_free_range, cu, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        cu = self._cu
+        cu, ranks, rank = self._cu, self._group.world_size, self._group.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
-        own: list[Any] = []
-        try:
-            for _ in range(pieces):
-                result = cu.cuMemCreate(piece, self._properties, 0)
-                if int(result[0]) == _OUT_OF_MEMORY:
-                    raise WorkspaceError(
-                        f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}."
-                    )
-                own.append(_call(result))
-            fds = [int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0))) for handle in own]
-            with exchanged_descriptors(self._group, "empty_symmetric", fds) as descriptors:
-                offset = self._offsets.take(size)
-                for rank, held in enumerate(descriptors):
-                    place = self._base + rank * self.stride + offset
+        with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
+            offset, own, fds, failure = 0, [], [], None
+            try:
+                offset = self._range.offsets.take(size)
+                undo.callback(self._range.offsets.give, offset, size)
+                for _ in range(pieces):
+                    own.append(self._create(piece, size))
+                    handles.callback(cu.cuMemRelease, own[-1])  # mappings keep the memory
+                fds = [int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0))) for handle in own]
+            except InterlaceError as error:
+                failure = error
+            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
+                for peer, held in enumerate(descriptors):
+                    place = self._range.base + peer * self.stride + offset
                     for i, descriptor in enumerate(held):
-                        if rank == self._group.rank:
-                            _call(cu.cuMemMap(place + i * piece, piece, 0, own[i], 0))
-                        else:
-                            physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+                        with contextlib.ExitStack() as imported:
+                            physical = own[i]
+                            if peer != rank:
+                                physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+                                imported.callback(cu.cuMemRelease, physical)
                             _call(cu.cuMemMap(place + i * piece, piece, 0, physical, 0))
-                            _call(cu.cuMemRelease(physical))
+                        undo.callback(cu.cuMemUnmap, place + i * piece, piece)
                     self._allow(place, size)
-        finally:
-            for handle in own:
-                _call(cu.cuMemRelease(handle))  # mappings keep the memory
-        mine = self._base + self._group.rank * self.stride + offset
-        _call(cu.cuMemsetD8(mine, 0, size))
-        torch.cuda.synchronize(self.device)
-        self._group.exchange("empty_symmetric", "mapped")  # zeroed and mapped everywhere before anyone writes
-
-        def release() -> None:
-            # Kernels of this rank may still be writing; peers keep the memory that they map.
+            _call(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
             torch.cuda.synchronize(self.device)
-            for rank in range(self._group.world_size):
-                for i in range(pieces):
-                    _call(cu.cuMemUnmap(self._base + rank * self.stride + offset + i * piece, piece))
-            self._offsets.give(offset, size)
+            undo.pop_all()
+        release = functools.partial(_unmap, cu, self._range, ranks, offset, pieces, piece)
+        return Block(self._range.base + offset, size, self.stride, self.device, release)
 
-        return Block(self._base + offset, size, self.stride, release)
+    def _create(self, piece: int, size: int) -> Any:
+        """Memory of this GPU for one of the pieces of ``size`` bytes in all; what nobody uses any more makes room for it."""
+        result = self._cu.cuMemCreate(piece, self._properties, 0)
+        if int(result[0]) == _OUT_OF_MEMORY:
+            gc.collect()  # groups that are gone, which refer to themselves
+            releases.empty()
+            torch.cuda.empty_cache()
+            result = self._cu.cuMemCreate(piece, self._properties, 0)
+        if int(result[0]) == _OUT_OF_MEMORY:
+            raise WorkspaceError(
+                f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}. "
+                f"Free tensors that are no longer needed."
+            )
+        return _call(result)
 
-    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         cu, size = self._cu, len(addresses) * nbytes
-        base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
-        for i, address in enumerate(addresses):
-            physical = _call(cu.cuMemRetainAllocationHandle(address))
-            _call(cu.cuMemMap(base + i * nbytes, nbytes, 0, physical, 0))
-            _call(cu.cuMemRelease(physical))
-        self._allow(base, size)
-
-        def release() -> None:
-            torch.cuda.synchronize(self.device)
-            for i in range(len(addresses)):
-                _call(cu.cuMemUnmap(base + i * nbytes, nbytes))
-            _call(cu.cuMemAddressFree(base, size))
-
-        return base, release
+        with contextlib.ExitStack() as undo:
+            base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
+            undo.callback(cu.cuMemAddressFree, base, size)
+            for i, address in enumerate(addresses):
+                with contextlib.ExitStack() as retained:
+                    physical = _call(cu.cuMemRetainAllocationHandle(address))
+                    retained.callback(cu.cuMemRelease, physical)
+                    _call(cu.cuMemMap(base + i * nbytes, nbytes, 0, physical, 0))
+                undo.callback(cu.cuMemUnmap, base + i * nbytes, nbytes)
+            self._allow(base, size)
+            undo.pop_all()
+        return base, functools.partial(_unmap_again, cu, base, len(addresses), nbytes)
 
     def _allow(self, address: int, size: int) -> None:
         access = self._cu.CUmemAccessDesc()
@@ -133,3 +140,22 @@ class CudaHeap(Heap):
         access.location.id = self.device.index
         access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         _call(self._cu.cuMemSetAccess(address, size, [access], 1))
+
+
+def _unmap(cu: Any, reserved: Range, ranks: int, offset: int, pieces: int, piece: int) -> None:
+    """Give back a block. Peers keep the memory of this rank that they have mapped."""
+    for rank in range(ranks):
+        for i in range(pieces):
+            _call(cu.cuMemUnmap(reserved.base + rank * reserved.stride + offset + i * piece, piece))
+    reserved.offsets.give(offset, pieces * piece)
+
+
+def _unmap_again(cu: Any, base: int, pieces: int, piece: int) -> None:
+    """Give back what :meth:`CudaHeap.remap` has mapped, and its range."""
+    for i in range(pieces):
+        _call(cu.cuMemUnmap(base + i * piece, piece))
+    _free_range(cu, base, pieces * piece)
+
+
+def _free_range(cu: Any, base: int, size: int) -> None:
+    _call(cu.cuMemAddressFree(base, size))

@@ -7,7 +7,8 @@ by the same call.
 
 Stream order protects what the host cannot see: a tensor may be dropped while kernels still read it, and the next call of the
 group comes after them on their stream, as with torch's caching allocator. A tensor that is read on another stream must live
-until the group's stream has waited for that one.
+until the group's stream has waited for that one. ``Tensor.record_stream`` does nothing for such a tensor: its memory is not
+of torch's allocator.
 """
 
 from __future__ import annotations
@@ -103,19 +104,14 @@ class OutputPool:
         capture = self._group.capture_id()
         index = LANDING
         for i in range(BUFFERS):
-            # A captured graph writes its buffers whenever it is replayed: they are nobody else's from then on.
             if not space.taken[i] and space.capture[i] in (None, capture):
                 index = i
-                space.capture[i] = capture
                 break
-        return self._output(space, index)
+        return self._output(space, index, capture)
 
     def landing(self, nbytes: int) -> Output:
         """The landing, of at least ``nbytes``; as :meth:`take`."""
-        space = self._reserve(nbytes)
-        if self._group.capture_id() is not None:
-            space.capture[LANDING] = self._group.capture_id()
-        return self._output(space, LANDING)
+        return self._output(self._reserve(nbytes), LANDING, self._group.capture_id())
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +123,11 @@ class OutputPool:
         self._space = None
         self._retained.clear()
 
-    def _output(self, space: _Space, index: int) -> Output:
+    def _output(self, space: _Space, index: int, capture: int | None) -> Output:
+        if capture is not None:
+            # A captured graph writes where it wrote whenever it is replayed: a buffer is nobody else's from then on, and
+            # the block, also if it is the landing that was captured, outlives the space.
+            space.capture[index] = capture
         address, size = space.block.address, space.buffer_bytes
         mine = address + self._group.rank * space.block.stride + index * size
         return Output(address, size, index, mine, space)
@@ -137,8 +137,9 @@ class OutputPool:
         if old is not None and old.buffer_bytes >= nbytes:
             return old
         size = round_up(max(nbytes, 1), 4096)
-        block = self._group.allocate((BUFFERS + 1) * size)
-        if old is not None and any(capture is not None for capture in old.capture):
-            self._retained.append(old)
-        self._space = _Space(block, size, [False] * BUFFERS, [None] * (BUFFERS + 1))
-        return self._space
+        with self._group.indivisible("growing the memory of outputs"):
+            block = self._group.allocate((BUFFERS + 1) * size)
+            if old is not None and any(capture is not None for capture in old.capture):
+                self._retained.append(old)
+            self._space = space = _Space(block, size, [False] * BUFFERS, [None] * (BUFFERS + 1))
+        return space

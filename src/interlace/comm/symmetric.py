@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group, group_of
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 
 
@@ -34,6 +35,7 @@ class SymmetricTensor:
         return self.peers.data_ptr()
 
 
+@makes_ordinary_tensors
 def empty_symmetric(
     shape: Sequence[int] | int,
     *,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.resources
+import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +14,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from interlace.comm import default_device_type
+from interlace.comm.identity import PACKAGE, digest_of, identity
+from interlace.comm.interpreter import interpreting
 from interlace.compile.choice import ranks_of_a_machine
 from interlace.compile.rewrite import fuse
 
@@ -41,7 +42,7 @@ class InductorPass(CustomGraphPass):
         fuse(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs must tell apart: this code, the tuned tables, the GPU, the groups."""
+        """What Inductor's cache of compiled graphs must tell apart: the package, its libraries, the GPUs, settings, groups."""
         if self._first is None:
             return _fingerprint()
         first = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
@@ -139,16 +140,25 @@ class _Sequence(CustomGraphPass):
 
 
 def _fingerprint() -> str:
-    """Of everything that the pass's decisions depend on, beside the graph."""
-    digest = hashlib.sha256()
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    tables = sorted(Path(str(importlib.resources.files("interlace.tuning") / "tables")).glob("*.json"))
-    for file in (*sources, *tables):
-        digest.update(file.read_bytes())
+    """A hash of everything that the pass's decisions depend on, beside the graph.
+
+    Decisions are made in many modules, by tuned tables, for a GPU, and by what the environment says. So the whole
+    package counts, rather than a list of modules that somebody must keep: a key that changes too often costs a
+    compilation, one that does not change enough a wrong graph.
+    """
     device = torch.device(default_device_type())
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    digest.update(repr((torch.__version__, device.type, name, ranks_of_a_machine(device), _groups())).encode())
-    return digest.hexdigest()
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")}
+    facts = (
+        digest_of(PACKAGE),
+        [identity(each) for each in devices],
+        device.type,
+        interpreting(),
+        ranks_of_a_machine(device),
+        _groups(),
+        settings,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _groups() -> list[tuple[str, list[int]]]:

@@ -3,48 +3,14 @@
 Every store to a peer goes through ``cpu_faults.deliver``, which counts it and may hold it back.
 """
 
-import dataclasses
 import functools
 import time
 
 import numpy as np
 import triton.language as tl
-import triton.runtime.interpreter
 from triton._C.libtriton import interpreter
 
 from interlace.comm import cpu_faults
-from interlace.language import _shortcuts
-
-
-class _Patches:
-    """What Triton has replaced in its language for the launch that is running.
-
-    Triton replaces it again at every call of a device function, which takes half of a kernel's time in the interpreter. Once a
-    launch and module is enough, since only the end of a launch takes it back.
-    """
-
-    def __init__(self, patch):
-        self._patch = patch
-        self._scopes = {}
-
-    def __call__(self, function):
-        # By what identifies a module's names: a launch is too short for one to go and its address to be used again.
-        key = id(function.__globals__)
-        if key not in self._scopes:
-            self._scopes[key] = self._patch(function)
-        return self
-
-    def restore(self):
-        """The end of a launch."""
-        while self._scopes:
-            self._scopes.popitem()[1].restore()
-
-
-triton.runtime.interpreter._patch_lang = _Patches(triton.runtime.interpreter._patch_lang)
-_shortcuts.take()
-# Checking every sum and product of integers for overflow takes a third of what is left. GPUs do not check either.
-_builder = triton.runtime.interpreter.interpreter_builder
-_builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
 
 # Long enough to leave the core to a rank that computes, short beside a step of the interpreter.
 _PAUSE_S = 5e-4
@@ -78,14 +44,22 @@ def load_acquire(ptr, mask):
 
 def store_to_peer(ptr, value, peer, rank, mask):
     addresses, values, taken = _store_arguments(ptr, value, mask)
-    _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)
+    world = cpu_faults.world()
+    if world is not None:
+        world.send(addresses[taken], values[taken], "put")
+    else:
+        _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)
 
 
 def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
     if _plain(ORDER) not in ("release", "relaxed"):
         raise ValueError("signal: order must be release or relaxed")
     addresses, values, taken = _store_arguments(ptr, epoch, mask)
-    _deliver(addresses, values, taken, peer, rank, ordered=_plain(ORDER) == "release", count=_count_signal)
+    world = cpu_faults.world()
+    if world is not None:
+        world.send(addresses[taken], values[taken], _plain(ORDER))
+    else:
+        _deliver(addresses, values, taken, peer, rank, ordered=_plain(ORDER) == "release", count=_count_signal)
 
 
 def _deliver(addresses, values, taken, peer, rank, *, ordered, count):

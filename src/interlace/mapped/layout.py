@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,18 +11,20 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.dlpack import bytes_at
-from interlace.comm.memory import Block
+from interlace.comm.memory import Block, call_when_gone
 from interlace.errors import ArgumentError
 from interlace.units import round_up
+
+BARRIERS = 2
+"""Barriers that a program has signals for: one when ranks have written, one when they have read."""
 
 
 class Mapping:
     """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it lives."""
 
-    def __init__(self, block: Block, address: int, release: Callable[[], None]) -> None:
+    def __init__(self, block: Block, device: torch.device, address: int, release: Callable[[], object]) -> None:
         self.block, self.address = block, address
-        self._finalizer = weakref.finalize(self, release)
-        self._finalizer.atexit = False  # the process's end unmaps everything
+        call_when_gone(self, device, release)
 
 
 @dataclasses.dataclass(frozen=True)

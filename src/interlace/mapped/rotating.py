@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import group_of
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_rows, tensor_at
 
@@ -27,6 +28,7 @@ class RotatingInput:
     rotated: torch.Tensor
 
 
+@makes_ordinary_tensors
 def empty_rotating(
     shape: Sequence[int],
     *,
@@ -56,7 +58,7 @@ def empty_rotating(
     natural = tensor_at(owner, mine, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
     if owner.world_size == 1:
         return RotatingInput(natural, natural)
-    mapping = Mapping(block, *owner.remap([mine, mine], chunk.nbytes))
+    mapping = Mapping(block, owner.device, *owner.remap([mine, mine], chunk.nbytes))
     start = (owner.rank + 1) % owner.world_size * (rows // owner.world_size) * chunk.strides[0] * dtype.itemsize
     rotated = tensor_at(owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping)
     return RotatingInput(natural, rotated)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from interlace.comm.copies import Transfer, TransferQueue, Triggered, join, push
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2
@@ -40,6 +41,7 @@ class TriggeredTransfers(MappedOutput):
         pieces: that each rank's part is cut into.
     """
 
+    @makes_ordinary_tensors
     def __init__(
         self,
         shape: Sequence[int],
@@ -75,13 +77,14 @@ class TriggeredTransfers(MappedOutput):
             )
         self.group.agree(OPERATOR, pieces=pieces, tiles=None if tiles is None else tuple(counts))
         self.pieces = pieces
-        self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
-        self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
         self._sent: set[int] = set()
         self._queues: list[TransferQueue] = []
-        if tiles is not None:
-            self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
-            self._queues = [TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)]
+        with self.group.together(OPERATOR):  # a driver without stream memory operations may be that of one rank
+            self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
+            self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
+            if tiles is not None:
+                self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
+                self._queues = [TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)]
 
     def _triggers(self, half: int, counts: list[int]) -> list[Triggered]:
         counter = self.counters.data_ptr()

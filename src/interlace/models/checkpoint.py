@@ -3,9 +3,14 @@
 ::
 
     FOLDER/step-00000100/
-        checkpoint.json       step, ranks, and what the caller adds; there once everything else is
+        checkpoint.json       step, ranks, and what the caller adds
         dense.pt              the data-parallel part and its optimizer, from rank 0
         embeddings-0.pt ...   each rank's shards, under names that say which columns of which table they are
+
+A checkpoint that exists under its name is whole. All ranks write into ``.step-00000100.partial`` and force their files
+to disk; rank 0 gives the folder its name when every rank has succeeded. If a rank fails, every rank raises an error
+that names it, the partial folder is removed, and a checkpoint that stood under the same name is still there. A process
+that is killed leaves the partial folder behind; the next save of that step replaces it.
 
 PyTorch's distributed checkpoint would do, but its metadata is a pickle that is executed when it is read. These files are read
 with ``weights_only=True`` and ``json``.
@@ -14,23 +19,36 @@ with ``weights_only=True`` and ``json``.
 from __future__ import annotations
 
 import json
-import pickle
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interlace.comm import Group
-from interlace.errors import DataError, InterlaceError
+from interlace.errors import DataError
 from interlace.models.dlrm import DLRM
+
+DEADLINE_S = 3600.0
+"""Seconds that the fastest rank waits for the slowest one in each phase of a checkpoint, unless told otherwise.
+
+Ranks hold tables of different sizes and write to disks of different speeds, so this has nothing to do with the group's
+deadline, which bounds how long a kernel may wait for a peer.
+"""
 
 _INDEX = "checkpoint.json"
 
 
 def save_checkpoint(
-    folder: Path, model: DLRM, optimizer: torch.optim.Optimizer, step: int, extra: Mapping[str, Any] | None = None
+    folder: Path,
+    model: DLRM,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
 ) -> Path:
     """Write ``folder/step-<step>``; it appears under that name when it is complete. Collective.
 
@@ -40,16 +58,18 @@ def save_checkpoint(
         optimizer: of ``model.dense``.
         step: steps done.
         extra: JSON that :func:`load_checkpoint` gives back.
+        deadline_s: Seconds that a rank which has written its files waits for the others.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        DataError: on every rank, if one cannot write.
+        DataError: on every rank, if one cannot write; it names that rank. What was in the folder before is unchanged.
+        PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
     target = folder / f"step-{step:08d}"
-    partial = folder / f".{target.name}.partial"
+    partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
 
     def prepare() -> None:
         if group.rank == 0:
@@ -57,48 +77,83 @@ def save_checkpoint(
             partial.mkdir(parents=True)
 
     def write() -> None:
-        torch.save(model.embeddings.state_dict(), partial / f"embeddings-{group.rank}.pt")
+        files = [partial / f"embeddings-{group.rank}.pt"]
+        torch.save(model.embeddings.state_dict(), files[0])
         if group.rank == 0:
-            torch.save({"model": model.dense.state_dict(), "optimizer": optimizer.state_dict()}, partial / "dense.pt")
+            files += [partial / "dense.pt", partial / _INDEX]
+            torch.save({"model": model.dense.state_dict(), "optimizer": optimizer.state_dict()}, files[1])
             index = {"step": step, "world_size": group.world_size, "extra": dict(extra or {})}
-            (partial / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            files[2].write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        for file in files:
+            _flush(file)
 
     def finish() -> None:
         if group.rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            _flush(partial)
+            shutil.rmtree(replaced, ignore_errors=True)
+            exists = target.exists()
+            if exists:
+                target.rename(replaced)  # no folder can be renamed onto another one that has files in it
+            try:
+                partial.rename(target)
+            except OSError:
+                if exists:
+                    replaced.rename(target)
+                raise
+            _flush(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
 
-    for action in (prepare, write, finish):
-        _on_all_ranks(group, "save_checkpoint", action)
+    try:
+        for action in (prepare, write, finish):
+            _on_all_ranks(group, "save_checkpoint", action, deadline_s)
+    except DataError:
+        # Every rank has come to the end of its action, so nobody is writing any more.
+        if group.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return target
 
 
-def load_checkpoint(path: Path, model: DLRM, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, model: DLRM, optimizer: torch.optim.Optimizer | None = None, *, deadline_s: float = DEADLINE_S
+) -> dict[str, Any]:
     """Load ``path`` into a model of the same tables, on any number of ranks. Collective.
 
     Each rank reads of all ranks' files what its own shards need (they are mapped, not read whole).
+
+    Args:
+        path: What :func:`save_checkpoint` returned.
+        model: The model to load into.
+        optimizer: The optimizer of ``model.dense``; None leaves the saved one out.
+        deadline_s: Seconds that a rank which has read its files waits for the others.
 
     Returns:
         ``{"step": ..., "world_size": ..., "extra": ...}`` as saved.
 
     Raises:
-        DataError: on every rank, if one cannot read it, or it is not of such a model.
+        DataError: on every rank, if one cannot read it, or it is not of such a model; it names that rank. If a file
+            cannot be read, no rank's model has changed.
+        PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
     index: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
+    dense: dict[str, Any] = {}
 
     def read() -> None:
         index.update(json.loads((path / _INDEX).read_text(encoding="utf-8")))
-        shards: dict[str, Any] = {}
         for rank in range(int(index["world_size"])):
-            shards |= _read(path / f"embeddings-{rank}.pt")
+            shards.update(_read(path / f"embeddings-{rank}.pt"))
+        dense.update(_read(path / "dense.pt"))
+
+    def load() -> None:
         model.embeddings.load_state_dict(shards)
-        dense = _read(path / "dense.pt")
         model.dense.load_state_dict(dense["model"])
         if optimizer is not None:
             optimizer.load_state_dict(dense["optimizer"])
 
-    _on_all_ranks(group, "load_checkpoint", read)
+    for action in (read, load):
+        _on_all_ranks(group, "load_checkpoint", action, deadline_s)
     return index
 
 
@@ -114,13 +169,27 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _on_all_ranks(group: Group, what: str, action: Any) -> None:
-    """Run ``action`` and wait for the others; if it fails on one rank, every rank raises."""
+def _flush(path: Path) -> None:
+    """Wait until a file's data, or the names in a folder, are on the disk: a rename must not get there before them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _on_all_ranks(group: Group, what: str, action: Callable[[], None], deadline_s: float) -> None:
+    """Run ``action`` and wait for the others; if it fails on one rank, every rank raises.
+
+    Raises:
+        DataError: the action failed on a rank, which the message names.
+        PeerTimeoutError: a rank did not come to the end of it within ``deadline_s`` of this one.
+    """
     problem = ""
     try:
         action()
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError, InterlaceError) as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = f"{type(error).__name__}: {error}"
-    failed = [(rank, text) for rank, text in enumerate(group.exchange(what, problem)) if text]
+    failed = [(rank, text) for rank, text in enumerate(group.exchange(what, problem, deadline_s=deadline_s)) if text]
     if failed:
         raise DataError(f"{what} must succeed on every rank; got on rank {failed[0][0]}: {failed[0][1]}")

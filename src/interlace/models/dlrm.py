@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
 from interlace.nn.embedding_bags import scale_gradient
+from interlace.nn.group_member import GroupMember
 
 
-class DLRM(nn.Module):
+class DLRM(GroupMember, nn.Module):
     """Click prediction from dense and categorical features, data-parallel but for its tables.
 
     Dimensions: n samples of this rank, R ranks, F dense features, T tables of width D.
@@ -65,6 +66,8 @@ class DLRM(nn.Module):
         >>> binary_cross_entropy(logits, batch.labels).backward()    # the tables are updated by then
     """
 
+    _group_attributes = ("process_group",)
+
     def __init__(
         self,
         tables: Sequence[EmbeddingTable],
@@ -91,12 +94,7 @@ class DLRM(nn.Module):
         self.dense = _Dense(dense_features, len(tables), widths.pop(), bottom, top, order, on)
         if on != "meta":
             self.dense.draw(seed)
-        # In a list, so that it is no submodule: parameters keep one name each.
-        self._parallel: list[DistributedDataParallel] = []
-        if owner.world_size > 1 and on != "meta":
-            parallel = DistributedDataParallel(self.dense, process_group=group, gradient_as_bucket_view=True)
-            parallel.register_comm_hook(self, _add_over_ranks)
-            self._parallel.append(parallel)
+        self._data_parallel = _DataParallel()
 
     def forward(
         self, dense: torch.Tensor, features: Any, offsets: torch.Tensor | None = None, weights: torch.Tensor | None = None
@@ -113,9 +111,9 @@ class DLRM(nn.Module):
         """The data-parallel part: from dense features ``[n, F]`` and embeddings ``[n, T, D]`` to logits ``[n]``."""
         if len(dense) != len(stack):
             raise ArgumentError(f"DLRM: dense features must be of the bags' {len(stack)} samples; got {len(dense)}.")
-        module = self._parallel[0] if self._parallel and torch.is_grad_enabled() else self.dense
-        found: torch.Tensor = module(dense, stack)
         ranks = self.embeddings.group.world_size
+        module = self._data_parallel.of(self) if ranks > 1 and torch.is_grad_enabled() else self.dense
+        found: torch.Tensor = module(dense, stack)
         return scale_gradient(found, 1 / ranks) if ranks > 1 else found
 
 
@@ -154,6 +152,38 @@ class _Dense(nn.Module):
             if isinstance(layer, nn.Linear):
                 layer.weight.normal_(0, math.sqrt(2 / sum(layer.weight.shape)), generator=generator)
                 layer.bias.normal_(0, math.sqrt(1 / layer.out_features), generator=generator)
+
+
+class _DataParallel:
+    """The wrapper that adds up the gradients of a model's dense part; no submodule, so parameters keep one name each.
+
+    It is made by the first forward pass that needs it, and again when parameters were frozen, thawed or moved since.
+    Copies of a model start without one.
+    """
+
+    def __init__(self) -> None:
+        self._module: DistributedDataParallel | None = None
+        self._parameters: list[tuple[Any, ...]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_DataParallel":
+        return _DataParallel()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DataParallel, ()
+
+    def of(self, model: DLRM) -> nn.Module:
+        """The wrapper of ``model.dense``, or that itself where none of its parameters is trained. Collective."""
+        parameters = [(id(each), each.dtype, each.device, each.requires_grad) for each in model.dense.parameters()]
+        if parameters != self._parameters:
+            if self._module is not None:
+                self._module._remove_autograd_hooks()
+            self._module, self._parameters = None, parameters
+            if any(each.requires_grad for each in model.dense.parameters()):
+                self._module = DistributedDataParallel(
+                    model.dense, process_group=model.process_group, gradient_as_bucket_view=True
+                )  # fmt: skip
+                self._module.register_comm_hook(model, _add_over_ranks)
+        return model.dense if self._module is None else self._module
 
 
 def _mlp(widths: Sequence[int], device: torch.device | str) -> nn.Sequential:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from interlace.data import Batch
 from interlace.errors import ArgumentError
-from interlace.models.checkpoint import load_checkpoint, save_checkpoint
+from interlace.models.checkpoint import DEADLINE_S, load_checkpoint, save_checkpoint
 from interlace.models.dlrm import DLRM
 from interlace.models.metrics import area_under_roc, binary_cross_entropy, gather_rows
 
@@ -102,13 +102,13 @@ class Trainer:
         self.model.embeddings.group.synchronize()
         return Evaluation(float(binary_cross_entropy(*both.double().unbind(1))), area_under_roc(*both.unbind(1)), len(both))
 
-    def save(self, folder: Path, **extra: Any) -> Path:
+    def save(self, folder: Path, *, deadline_s: float = DEADLINE_S, **extra: Any) -> Path:
         """:func:`save_checkpoint` of everything. Collective."""
-        return save_checkpoint(folder, self.model, self.optimizer, self.steps, extra)
+        return save_checkpoint(folder, self.model, self.optimizer, self.steps, extra, deadline_s=deadline_s)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, *, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """:func:`load_checkpoint` of everything; what ``save`` was given as ``extra``. Collective."""
-        index = load_checkpoint(path, self.model, self.optimizer)
+        index = load_checkpoint(path, self.model, self.optimizer, deadline_s=deadline_s)
         self.steps = int(index["step"])
         extra: dict[str, Any] = index["extra"]
         return extra

@@ -12,8 +12,10 @@ from torch import nn
 
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.ops.all_gather_gemm.api import all_gather_gemm
+from interlace.products.replicated import replicated
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -126,11 +128,12 @@ class ColumnParallelLinear(ParallelLinear):
         if x.dim() < least or x.shape[-1] != self.in_features:
             shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
             raise ArgumentError(f"ColumnParallelLinear: x must be {shape}{self.in_features}]; got shape {list(x.shape)}.")
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         if self.sequence_parallel:
-            y = all_gather_gemm(x.flatten(0, -2), self.weight, self.bias, group=self.group, impl=self.impl)
+            y = all_gather_gemm(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
             return y.reshape(x.shape[0] * self.world_size, *x.shape[1:-1], y.shape[-1])
         how = default_name(self.group), self.impl
-        y_shard_n: torch.Tensor = _Replicated.apply(x, self.weight, self.bias, *how)  # type: ignore[no-untyped-call]
+        y_shard_n: torch.Tensor = _Replicated.apply(x, weight, bias, *how)  # type: ignore[no-untyped-call]
         return y_shard_n
 
 
@@ -146,6 +149,8 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
+        if torch.is_grad_enabled():  # each rank's weight is another, so a second derivative is a sum over the ranks
+            x = replicated(x, ctx.group_name)
         rows = grads[0].reshape(-1, w.shape[0])
         grad_x = grad_w = grad_bias = None
         if ctx.needs_input_grad[0]:

@@ -16,6 +16,7 @@ from interlace import optim
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE, Machine
 from interlace.errors import ArgumentError
+from interlace.nn.group_member import GroupMember
 from interlace.nn.input_distribution import Bags, InputDistribution
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, free_bytes, make_plan
 from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
@@ -85,7 +86,7 @@ class PooledEmbeddings:
         return (next(parts) if begins else None for begins in first)
 
 
-class ShardedEmbeddingBags(nn.Module):
+class ShardedEmbeddingBags(GroupMember, nn.Module):
     """Several ``nn.EmbeddingBag`` s whose tables are shared out over the ranks of a group.
 
     Each rank has a part of the global batch and needs its samples' embeddings from all tables. The indices travel to the tables'
@@ -139,6 +140,8 @@ class ShardedEmbeddingBags(nn.Module):
         >>> y = bags(indices, offsets)      # [n, 128]: bags of "user" for n samples, then bags of "item"
         >>> y = bags(kjt)                   # or a torchrec KeyedJaggedTensor with these two keys
     """
+
+    _group_attributes = ("process_group", "group")
 
     def __init__(
         self,

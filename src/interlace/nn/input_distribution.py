@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.errors import ArgumentError, PeerTimeoutError
+from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
 _NAME = "ShardedEmbeddingBags"
@@ -47,12 +48,14 @@ class _Layout:
     sizes: list[int]
 
 
-class InputDistribution:
+class InputDistribution(GroupMember):
     """Sends indices to the ranks whose tables they belong to.
 
     Where every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation with the host. Otherwise
     lengths go first; the host must then read how much is coming (on CUDA it waits for the GPU there) before indices can follow.
     """
+
+    _group_attributes = ("group", "process_group")
 
     def __init__(self, plan: ShardingPlan, group: Group, process_group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.process_group = plan, group, process_group

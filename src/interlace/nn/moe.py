@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import operands
+from interlace.nn.group_member import GroupMember
 from interlace.ops.mixture_of_experts.api import mixture_of_experts
 from interlace.ops.mixture_of_experts.layout import MAX_TOP_K, capacity_of
 
@@ -42,7 +44,7 @@ class Routing:
         return count * (shares * self.probabilities.mean(0)).sum()
 
 
-class MoE(nn.Module):
+class MoE(GroupMember, nn.Module):
     """A router, and E experts of which each of R ranks holds E/R; every rank brings its own tokens.
 
     Dimensions: hidden H, F the experts' inner width, k experts a token, ``...`` any leading dimensions of x (tokens).
@@ -90,6 +92,8 @@ class MoE(nn.Module):
         >>> y, routing = layer(x)                                                            # [2, 2048, 4096] -> the same
         >>> loss = criterion(y) + 0.01 * routing.load_balancing_loss()
     """
+
+    _group_attributes = ("group",)
 
     def __init__(
         self,
@@ -164,13 +168,15 @@ class MoE(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
         tokens = x.reshape(-1, self.hidden)
+        rows, w_in, w_out = operands("MoE", tokens, self.w_in, self.w_out)
         routing = self.route(tokens)
         capacity = None
         if self.capacity_factor is not None:
             capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
-            tokens, routing.experts, routing.weights, self.w_in, self.w_out, capacity=capacity, group=self.group, impl=self.impl
-        )
+            rows, routing.experts, routing.weights, w_in, w_out,
+            capacity=capacity, group=self.group, impl=self.impl,
+        )  # fmt: skip
         return y.view(x.shape), routing
 
     def extra_repr(self) -> str:

@@ -12,10 +12,11 @@ from torch import nn
 
 from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
+from interlace.nn.group_member import GroupMember
 from interlace.units import round_up
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(GroupMember, nn.Module):
     """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
 
     Attributes:
@@ -24,6 +25,8 @@ class ParallelLinear(nn.Module):
         sequence_parallel: whether what is not sharded by features is sharded by tokens instead.
         impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
     """
+
+    _group_attributes = ("group",)
 
     # Which axis of weight is cut, whether bias is cut with it, and what the cut features are called.
     _axis: ClassVar[int]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.errors import ArgumentError
+from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
 from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
@@ -114,10 +115,11 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.sequence_parallel:
             return self._scattered(x)
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         flat = x if x.dim() <= 2 else x.flatten(0, -2)
         few = flat.dim() == 1 or flat.shape[0] < FEW_TOKENS
         operator = gemv_all_reduce if few else gemm_all_reduce
-        y = operator(flat, self.weight, self.bias, group=self.group, impl=self.impl)
+        y = operator(flat, weight, bias, group=self.group, impl=self.impl)
         return y if x.dim() <= 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,5 +128,6 @@ class RowParallelLinear(ParallelLinear):
                 f"RowParallelLinear: the first dimension of x must be the sequence and divide evenly over {self.world_size} ranks "
                 f"under sequence_parallel; got shape {list(x.shape)}. Pad the sequence."
             )
-        y = gemm_reduce_scatter(x.flatten(0, -2), self.weight, self.bias, group=self.group, impl=self.impl)
+        x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
+        y = gemm_reduce_scatter(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
         return y.reshape(x.shape[0] // self.world_size, *x.shape[1:-1], self.out_features)

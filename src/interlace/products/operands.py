@@ -127,7 +127,9 @@ def contiguous_dimension(matrix: torch.Tensor) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Validated operands of one call.
+    """Operands of one call, whose shapes and devices are validated.
+
+    Their dtypes are checked here, too: a gradient's formula calls an operator without its ``api``.
 
     Attributes:
         x: ``[M, K]``, any strides.
@@ -145,6 +147,15 @@ class Operands:
     out_dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if self.w.dtype != self.x.dtype:
+            raise ArgumentError(
+                f"a product's operands x and w must have the same dtype; got {self.x.dtype} and {self.w.dtype}. "
+                f"Convert one of them."
+            )
+        if self.bias is not None and self.bias.dtype != self.out_dtype:
+            raise ArgumentError(
+                f"a product's bias must have the dtype of its result, {self.out_dtype}; got {self.bias.dtype}. Convert it."
+            )
         for name in ("x_scale", "w_scale"):
             scale = getattr(self, name)
             if scale is not None:
@@ -221,9 +232,10 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
         return _laid_out(matrix.T, 1).T
     rows, columns = matrix.shape
     if columns <= 1 or matrix.stride(1) == 1:
-        # A matrix of one row has no distance between rows.
-        stride_bytes = matrix.stride(0) * matrix.element_size() if rows > 1 else 0
-        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and stride_bytes % ALIGNMENT_BYTES == 0:
+        stride_bytes = matrix.stride(0) * matrix.element_size()
+        # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has none that a descriptor takes.
+        apart = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
+        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and apart:
             return matrix
     padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
     return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)

@@ -13,7 +13,7 @@ from interlace.comm import Group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_parts
 from interlace.comm.replays import places
-from interlace.errors import ArgumentError, BackendError
+from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.mapped import Fused, fuse
 from interlace.products.config import ProductConfig
 from interlace.products.launch import has_descriptors, operand_arguments, options, programs
@@ -44,8 +44,7 @@ def run_into_output(
         collective: of :data:`interlace.mapped.COLLECTIVES`.
         config: of the kernel that counts.
         replace: the implementation was asked for: where there are as many as are kept, give up the one that was not used for
-            longest (but none that a CUDA graph has captured). Else there is none for new sizes: on every rank, since all make the
-            same calls.
+            longest (but none that a CUDA graph has captured on any rank). Else there is none for new sizes, from then on.
 
     Raises:
         ArgumentError: with ``replace``: a mapped output would be padded to more than twice its size.
@@ -118,27 +117,50 @@ def _kept_output(
     *,
     replace: bool,
 ) -> Fused | None:
-    """The producer with the output that the group keeps for it."""
+    """The producer with the output that the group keeps for it; None if there is none, which is remembered, too.
+
+    All ranks make the same calls, so a key is new on every rank or on none. What is new is settled by all of them: a
+    rank may have captured other outputs than its peers, or fail to map memory, and must not go its own way then.
+    """
     key = (how, collective, settings["shape"], dtype, settings.get("tiles"))
-    product = group.kept.get(key)
-    if product is None:
-        kept = [one for one, value in group.kept.items() if isinstance(value, Fused) and not value.output.captured]
-        if len(kept) >= _MOST and not replace:
-            return None
-        try:
-            product = fuse(collective=collective, dtype=dtype, group=process_group, device=group.device, **settings)
-        except (ArgumentError, BackendError):  # mostly padding, or the driver cannot: on every rank alike
-            if replace:
-                raise
-            return None
-        given_up = kept[: max(0, len(kept) + 1 - _MOST)]
-        if given_up:
-            group.replays.clear()  # some may have their memory
-        for one in given_up:
-            del group.kept[one]
-        group.kept[key] = product
+    if group.kept.get(key) is None and (replace or key not in group.kept):
+        with group.indivisible("making a mapped output"):
+            group.kept[key] = _new_output(collective, settings, dtype, group, process_group, replace=replace)
     group.kept.move_to_end(key)
-    return cast("Fused", product)
+    return cast("Fused | None", group.kept[key])
+
+
+def _new_output(
+    collective: str,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    group: Group,
+    process_group: dist.ProcessGroup | None,
+    *,
+    replace: bool,
+) -> Fused | None:
+    """A producer with a new output, for which another one may be given up. Collective."""
+    if group.capture_id() is not None:
+        raise WorkspaceError(
+            "a mapped output must be made before a CUDA graph is captured. Call the operator once with these shapes first."
+        )
+    made = [(key, value) for key, value in group.kept.items() if isinstance(value, Fused)]
+    everywhere = group.exchange("mapped outputs in CUDA graphs", [value.output.captured for _, value in made])
+    free = [key for (key, _), *captured in zip(made, *everywhere, strict=True) if not any(captured)]
+    if len(free) >= _MOST and not replace:
+        return None
+    try:
+        product = fuse(collective=collective, dtype=dtype, group=process_group, device=group.device, **settings)
+    except (ArgumentError, BackendError, WorkspaceError):  # on every rank alike
+        if replace:
+            raise
+        return None
+    given_up = free[: max(0, len(free) + 1 - _MOST)]
+    if given_up:
+        group.replays.clear()  # some may have their memory
+    for key in given_up:
+        del group.kept[key]
+    return product
 
 
 def _run(product: Fused, y: torch.Tensor, arguments: tuple[Any, ...], where: tuple[Hashable, ...], group: Group) -> None:
@@ -148,7 +170,7 @@ def _run(product: Fused, y: torch.Tensor, arguments: tuple[Any, ...], where: tup
         where: the call, and the addresses of its operands.
     """
     output = product.output
-    key = (*where, output.half, output.captured, places(y))
+    key = (*where, output.half, output.turn, output.captured, places(y))
     with group.running():
         if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
             output.advance()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import Faults, LaunchError
+from interlace.language import primitives
 from tests.errors import error_of
 from tests.ops.embedding_all_to_all.calls import SMALL, Call, run_one
 from tests.ops.embedding_all_to_all.test_gradients import upstream
@@ -74,7 +75,7 @@ def _absent_peer(call, absent, backward):
     run_one(call, group)
     tables = [table.requires_grad_() for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
-    keep = {"batch_size": call.batch, "group": group, "config": call.config, "check_indices": False}
+    keep = {"batch_size": call.batch, "group": group, "config": call.config, "check_indices": False, "name": "trained"}
     update = interlace.optim.SGD(0.5)
     interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep).backward(upstream(call, rank))
     y = interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep)
@@ -147,3 +148,30 @@ def _late(call):
 def test_a_peer_that_comes_too_late(ranks):
     """It must not take the other's buffer for complete: it waits out its own deadline."""
     assert ranks(2).run(_late, Call(((4,), (2,)), 6)) == [("PeerTimeoutError", 1), ("PeerTimeoutError", 0)]
+
+
+def _one_ahead(calls):
+    """The calls, agreed on before; then again, with rank 0 held up at every look at a signal, as by other work on its GPU."""
+    expected = [run_one(call, check_indices=False) for call in calls]
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
+        found = [run_one(call, check_indices=False) for call in calls]
+    dist.barrier()
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+
+
+def _held_up(look):
+    def late(*args):
+        time.sleep(0.5)
+        return look(*args)
+
+    return late
+
+
+def test_a_rank_that_has_its_slices_may_be_one_call_ahead(ranks):
+    """Rank 0's second program has nothing for rank 1, which does not wait for it: its next grant must not hide this one."""
+    config = dataclasses.replace(SMALL, protocol="sliced", order="local_first", max_programs=2, slice_blocks=1)
+    calls = [Call(((4,), (4,), (4,)), 12, mode=mode, config=config, name=mode) for mode in ("sum", "mean")]
+    assert ranks(3).run(_one_ahead, calls) == [[True, True]] * 3

@@ -202,3 +202,24 @@ def test_different_calls_that_each_were_agreed_on(ranks, protocol, change):
     assert any(fields["different_call"] for _, _, fields in outcomes)
     for _, message, fields in outcomes:
         assert fields["different_call"] == ("The peer made a different call; this group is broken now." in message)
+
+
+def _left_by_a_different_call(calls):
+    """What a call returns whose words were those of another call, as on a GPU, where the error comes with the next call."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    for call in calls:
+        run_one(call, process_group)
+    interlace.set_deadline(0.5, process_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "check", lambda: None)
+        y = run_one(calls[dist.get_rank()], process_group)
+    dist.barrier()
+    return bool(y.isnan().all()), group.broken
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_pairs_of_another_call_become_nan(ranks, protocol):
+    """Two values share a word, which has no room for the call's mark: all of y must be NaN, whoever computed it."""
+    calls = [Call(2, 16, columns, dtype="bfloat16", config=_config(protocol)) for columns in (16, 32)]
+    assert ranks(2).run(_left_by_a_different_call, calls) == [(True, True)] * 2

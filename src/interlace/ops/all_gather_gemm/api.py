@@ -82,7 +82,8 @@ def all_gather_gemm(
             one a row: ``[rows]`` or ``[rows, 1]``. Of this rank's rows: every rank has its own.
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N/R]`` or ``[1, N/R]``.
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
-        return_gathered: whether to return the gathered x too. It is a constant to autograd: gradients reach x through the product.
+        return_gathered: whether to return the gathered x too; ranks may differ in it. It is a constant to autograd: gradients
+            reach x through the product.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"split"`` (``torch.mm`` for each rank's rows once copy engines have brought them), ``"mapped"`` (one
             kernel stores rows in all ranks' memory, then ``torch.mm``: for few rows; these two not for float8, nor for another
@@ -99,8 +100,7 @@ def all_gather_gemm(
 
     Raises:
         ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands require gradients.
-        RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, return_gathered, impl or config; raised on
-            every rank.
+        RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, impl or config; raised on every rank.
         GroupError: the group is too large or spans machines.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the kernel ends,
@@ -127,4 +127,4 @@ def all_gather_gemm(
         impl,
         "" if config is None else str(config),
     )
-    return (y, gathered) if return_gathered else y
+    return (y, gathered.detach()) if return_gathered else y

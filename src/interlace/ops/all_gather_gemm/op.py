@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.products.splits import place
 
@@ -62,28 +62,36 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     gathered = output[1]
     if ctx.needs_input_grad[1] and not gather:
         raise ArgumentError("all_gather_gemm: gather must be True where w requires a gradient; got False.")
-    ctx.mark_non_differentiable(gathered)
+    if not gather:
+        ctx.mark_non_differentiable(gathered)  # it has no rows
     ctx.set_materialize_grads(False)
     ctx.dtype, ctx.has_bias = x.dtype, bias is not None
     ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[Any, ...]:
-    """Each rank's part of N gives a part of every row's gradient: they are summed while they are computed."""
+def _backward(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None) -> tuple[Any, ...]:
+    """Each rank's part of N gives a part of every row's gradient: they are summed while they are computed.
+
+    The gathered x has a gradient in second derivatives only, where grad_w, which is a product with it, is differentiated.
+    """
     gathered, w = ctx.saved_tensors
     grad_x = grad_w = grad_bias = None
+    summands = []  # pairs whose products, summed over pairs and ranks, are the gradient of x
     if grad is not None:
         rows = grad.to(ctx.dtype)
         if w is not None:
-            grad_x = torch.ops.interlace.gemm_reduce_scatter(
-                rows, w.T, None, None, None, ctx.splits, ctx.dtype, ctx.group_name, ctx.impl, ""
-            )
+            summands.append((rows, w.T))
         grad_w = rows.mT @ gathered if gathered is not None else None
         grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    if grad_gathered is not None and w is not None:
+        identity = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
+        summands.append((grad_gathered, identity))
+    if summands:
+        left, right = summands[0] if len(summands) == 1 else (torch.cat(each, 1) for each in zip(*summands, strict=True))
+        grad_x = torch.ops.interlace.gemm_reduce_scatter(
+            left, right, None, None, None, ctx.splits, ctx.dtype, ctx.group_name, ctx.impl, ""
+        )
     return grad_x, grad_w, grad_bias, *[None] * 8
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_gather_gemm", _run, _key)
-torch.library.register_fake("interlace::all_gather_gemm", _fake, lib=_library)
-torch.library.register_autograd("interlace::all_gather_gemm", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "all_gather_gemm", _run, _fake, backward=_backward, setup_context=_setup_context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define("all_to_all_bmm(Tensor x, Tensor w, str group_name, str impl) -> (Tensor, Tensor)", tags=OPERATOR_TAGS)
@@ -25,6 +25,4 @@ def _fake(x: torch.Tensor, w: torch.Tensor, *_: str) -> tuple[torch.Tensor, torc
     return x.new_empty([count, rows, columns]), x.new_empty([count, rows, inner])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_to_all_bmm", _run, _key)
-torch.library.register_fake("interlace::all_to_all_bmm", _fake, lib=_library)
+register(_library, "all_to_all_bmm", _run, _fake)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.embedding_all_to_all.agreement import agree, checks_indices
+from interlace.ops.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
 from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.ops.embedding_all_to_all.update import Gradient, RowWiseAdagrad
 from interlace.ops.embedding_all_to_all.validate import batch_of, validate
@@ -56,9 +56,12 @@ def embedding_all_to_all(
             the backward pass applies itself, and then no gradient at all: :class:`interlace.optim.SGD` or
             :class:`interlace.optim.RowWiseAdagrad`. All are repeatable bit by bit.
         batch_size: B; needed only on a rank without tables.
-        name: tells calls apart whose tables differ on some ranks only. Ranks learn each other's widths once for each
-            ``name`` and own widths and dtype; two sets of tables that look the same on one rank (none at all, say), but not on
-            another, must have different names.
+        name: of this set of tables; the same on every rank. With a name, ranks learn each other's widths in the first
+            call and remember them, so tables under one name must not change their number, widths or dtype, and another
+            set of tables must have another name. Without one, ranks ask each other in every call, through the process
+            group's store: this takes the host some tenths of a millisecond, and breaks a graph of ``torch.compile``
+            in two. Give a name. Where no rank's tables require gradients, calls outside ``torch.no_grad()`` ask in
+            any case, as a rank may unfreeze its tables at any time; a compiled graph settles it when it is made.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or ``"auto"``: what was measured to
             be faster. An explicit choice is never replaced.
@@ -72,12 +75,13 @@ def embedding_all_to_all(
         and so on. Samples are cut in chunks of ``ceil(B / R)``; the last ranks may have fewer, or none.
 
         The tensor lies in the group's symmetric memory. Two may be alive at once; then further calls copy their
-        results. If another stream reads it, keep it until this one has waited for that.
+        results. If another stream reads it, keep it until this one has waited for that; ``record_stream`` does
+        nothing here, as the memory is not torch's.
 
         The backward pass is collective: if any rank's tables require gradients, every rank must run it.
 
     Raises:
-        ArgumentError: shapes, dtypes, devices or numbers do not fit.
+        ArgumentError: shapes, dtypes, devices or numbers do not fit, or tables are not those that had this name before.
         RankMismatchError: ranks differ in batch, dtypes, mode, impl, config or check_indices; raised on every rank.
         GroupError: the group is too large or spans machines.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the kernel ends,
@@ -92,7 +96,7 @@ def embedding_all_to_all(
     validate(weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient, impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
-    agreed = agree(
+    question = (  # a Question's fields
         default_name(group),
         str(indices.device),
         name,
@@ -102,8 +106,9 @@ def embedding_all_to_all(
         torch.is_grad_enabled(),
         torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
     )
+    agreed = recall(question, torch.compiler.is_compiling()) if name else ask(question)
     # A rank without trainable tables takes part in the backward pass because of this.
-    anchor = indices.new_empty((), dtype=torch.float32, requires_grad=True) if agreed.trains else None
+    anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
     y: torch.Tensor = torch.ops.interlace.embedding_all_to_all(
         list(weights),

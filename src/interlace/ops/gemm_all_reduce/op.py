@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.products.replicated import replicated
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -46,7 +47,7 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, bias, *_ = inputs
+    x, w, bias, *_, ctx.group_name, _, _ = inputs
     ctx.dtype, ctx.has_bias = x.dtype, bias is not None
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
 
@@ -56,12 +57,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, w = ctx.saved_tensors
     grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     rows = grad.to(ctx.dtype)
+    if torch.is_grad_enabled():  # each rank's operands are others, so a second derivative is a sum over the ranks
+        rows = replicated(rows, ctx.group_name)
     grad_x = rows @ w if w is not None else None
     grad_w = rows.mT @ x if x is not None else None
     return grad_x, grad_w, grad_bias, *[None] * 6
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gemm_all_reduce", _run, _key)
-torch.library.register_fake("interlace::gemm_all_reduce", _fake, lib=_library)
-torch.library.register_autograd("interlace::gemm_all_reduce", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "gemm_all_reduce", _run, _fake, backward=_backward, setup_context=_setup_context)

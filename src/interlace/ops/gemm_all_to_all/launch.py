@@ -102,7 +102,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
         impl: ``"fused"``, ``"split"`` (``torch.bmm`` for each rank's rows, and copy engines that take them) or ``"auto"``.
 
     Raises:
-        ArgumentError: rows do not divide evenly, or impl is none of these.
+        ArgumentError: rows do not divide evenly, dtypes differ, or impl is none of these.
         RankMismatchError: ranks differ in shapes, dtype or impl.
     """
     count, rows, inner = x.shape
@@ -110,6 +110,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
     group = group_for(OPERATOR, group_name, x.device)
 
     def decide() -> Decision[GemmAllToAllConfig]:
+        check_dtypes([x, w])
         mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype), impl=impl)
         if impl not in ("auto", "fused", "split"):
             raise ArgumentError(f"{BATCH}: impl must be one of auto, fused, split; got {impl!r}.")
@@ -120,7 +121,7 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
         wanted = choice.impl if impl == "auto" else impl
         return Decision(mark, wanted if wanted == "split" else "fused", "fused", choice.config)
 
-    decision = group.once((BATCH, x.shape, w.shape, x.dtype, impl), decide)
+    decision = group.once((BATCH, x.shape, w.shape, x.dtype, w.dtype, impl), decide)
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
     if decision.how == "split" and group.world_size > 1:
@@ -139,9 +140,10 @@ def run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: st
     """Run one call of a sum of batches, each as :func:`run_batch` takes it, by ``"split"``.
 
     Raises:
-        ArgumentError: rows do not divide evenly.
+        ArgumentError: rows do not divide evenly, or dtypes differ.
         RankMismatchError: ranks differ in shapes or dtype.
     """
+    check_dtypes([*x, *w])
     (count, rows, _), columns = x[0].shape, w[0].shape[2]
     group = group_for(OPERATOR, group_name, x[0].device)
     shapes = tuple(tuple(each.shape) for each in (*x, *w))
@@ -162,6 +164,17 @@ def run_gradient(
 ) -> torch.Tensor:
     """The rows of the product's gradient, back where the product was computed. Its forward pass has checked the splits."""
     return reference.send_back(grad, input_splits, output_splits, process_group_named(group_name))
+
+
+def check_dtypes(matrices: Sequence[torch.Tensor]) -> None:
+    """Refuse operands of different dtypes.
+
+    Raises:
+        ArgumentError: The matrices have more than one dtype.
+    """
+    dtypes = [matrix.dtype for matrix in matrices]
+    if len(set(dtypes)) > 1:
+        raise ArgumentError(f"{BATCH}: all operands must have the same dtype; got {dtypes}. Convert them.")
 
 
 def check_even(rows: int, ranks: int) -> None:

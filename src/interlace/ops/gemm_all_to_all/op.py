@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _SPLITS = "SymInt[]? input_splits, SymInt[]? output_splits"
@@ -95,6 +95,16 @@ def _fake_gradient(
     return grad.new_empty([rows, grad.shape[1]])
 
 
+def _setup_gradient_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.input_splits, ctx.output_splits, ctx.group_name = inputs
+
+
+def _backward_of_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Rows that came back from their owners go to them once more."""
+    rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, ctx.output_splits, ctx.input_splits, ctx.group_name)
+    return rows, None, None, None
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, bias, _, _, *splits, _, ctx.group_name, _, _ = inputs
     ctx.splits, ctx.has_bias = tuple(splits), bias is not None
@@ -113,13 +123,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, grad_w, grad_bias, *[None] * 8
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gemm_all_to_all", _run, _key)
-    _library.impl("bmm_all_to_all", _run_batch, _key)
-    _library.impl("bmm_sum_all_to_all", _run_sum, _key)
-    _library.impl("gemm_all_to_all_gradient", _run_gradient, _key)
-torch.library.register_fake("interlace::gemm_all_to_all", _fake, lib=_library)
-torch.library.register_fake("interlace::bmm_all_to_all", _fake_batch, lib=_library)
-torch.library.register_fake("interlace::bmm_sum_all_to_all", _fake_sum, lib=_library)
-torch.library.register_fake("interlace::gemm_all_to_all_gradient", _fake_gradient, lib=_library)
-torch.library.register_autograd("interlace::gemm_all_to_all", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "gemm_all_to_all", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(
+    _library, "gemm_all_to_all_gradient", _run_gradient, _fake_gradient,
+    backward=_backward_of_gradient, setup_context=_setup_gradient_context,
+)  # fmt: skip
+register(_library, "bmm_all_to_all", _run_batch, _fake_batch)
+register(_library, "bmm_sum_all_to_all", _run_sum, _fake_sum)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.products.splits import balanced, balanced_rows, place
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -63,11 +63,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Each rank's part of K needs the gradients of all rows: they are gathered while x's gradient is computed."""
     x, w = ctx.saved_tensors
+    needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
+    gather = x is not None or needs_bias
     grad_x, rows = torch.ops.interlace.all_gather_gemm(
-        grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, True, ctx.group_name, ctx.impl, ""
+        grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, gather, ctx.group_name, ctx.impl, ""
     )
     grad_w = rows.mT @ x if x is not None else None
-    grad_bias = rows.sum(0, dtype=grad.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    grad_bias = rows.sum(0, dtype=grad.dtype) if needs_bias else None
     return grad_x, grad_w, grad_bias, *[None] * 7
 
 
@@ -87,9 +89,5 @@ def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> 
     return x[0].new_empty([balanced_rows(x[0].shape[0], rank, world_size), w[0].shape[0]])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gemm_reduce_scatter", _run, _key)
-    _library.impl("gemm_sum_reduce_scatter", _run_sum, _key)
-torch.library.register_fake("interlace::gemm_sum_reduce_scatter", _fake_sum, lib=_library)
-torch.library.register_fake("interlace::gemm_reduce_scatter", _fake, lib=_library)
-torch.library.register_autograd("interlace::gemm_reduce_scatter", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "gemm_reduce_scatter", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(_library, "gemm_sum_reduce_scatter", _run_sum, _fake_sum)

@@ -12,7 +12,7 @@ from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
-from interlace.errors import GroupError
+from interlace.errors import ArgumentError, GroupError
 from interlace.ops.gemv_all_reduce import reference
 from interlace.ops.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig, block_tokens, default_config
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -47,10 +47,14 @@ def choose(*, tokens: int, rows: int, columns: int, dtype: torch.dtype, world_si
 
 
 def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str, config: str) -> torch.Tensor:
-    """Run one call whose arguments ``api`` has validated."""
+    """Run one call whose shapes and devices ``api`` has validated.
+
+    Raises:
+        ArgumentError: The operands have different dtypes.
+    """
     group = group_named(group_name, x.device)
-    key = (OPERATOR, x.shape, w.shape, x.dtype, bias is None, impl, config)
-    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias is not None, impl, config))
+    key = (OPERATOR, x.shape, w.shape, x.dtype, w.dtype, None if bias is None else bias.dtype, impl, config)
+    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
     if how == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
@@ -61,14 +65,17 @@ def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name:
     if y.numel():
         with group.running():
             call = (OPERATOR, chosen, mark, places(matrix, w, bias, y))
-            group.replays.run(call, lambda: prepare(group, matrix, w, bias, y, chosen, mark)())
+            group.replays.run(call, lambda: prepare(group, matrix, w, bias, y, chosen, mark)(), with_libraries=False)
     return y
 
 
 def _decide(
-    group: Group, x: torch.Tensor, w: torch.Tensor, biased: bool, impl: str, config: str
+    group: Group, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: str
 ) -> tuple[str, GemvAllReduceConfig, int]:
     """How calls alike run, with which configuration, and their mark."""
+    dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
+    if len(set(dtypes)) > 1:
+        raise ArgumentError(f"{OPERATOR}: x, w and bias must have the same dtype; got {dtypes}. Convert them.")
     if group.world_size > MAX_RANKS:
         raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
     mark = group.agree(
@@ -76,7 +83,7 @@ def _decide(
         the_shape_of_x=tuple(x.shape),
         the_shape_of_w=tuple(w.shape),
         dtype=str(x.dtype),
-        bias=biased,
+        bias=bias is not None,
         impl=impl,
         config=config,
     )

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.products.replicated import replicated
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -26,7 +27,7 @@ def _fake(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_nam
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, w, bias, *_ = inputs
+    x, w, bias, ctx.group_name, *_ = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
 
@@ -34,14 +35,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """The output is the same on every rank, and so is its gradient: nothing needs to be communicated."""
     x, w = ctx.saved_tensors
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    if torch.is_grad_enabled():  # each rank's operands are others, so a second derivative is a sum over the ranks
+        grad = replicated(grad, ctx.group_name)
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = (rows @ w).reshape([*grad.shape[:-1], w.shape[1]]) if w is not None else None
     grad_w = rows.mT @ x.reshape(-1, x.shape[-1]) if x is not None else None
-    grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return grad_x, grad_w, grad_bias, None, None, None
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("gemv_all_reduce", _run, _key)
-torch.library.register_fake("interlace::gemv_all_reduce", _fake, lib=_library)
-torch.library.register_autograd("interlace::gemv_all_reduce", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "gemv_all_reduce", _run, _fake, backward=_backward, setup_context=_setup_context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from interlace.comm import default_name
+from interlace.comm import default_name, rank_and_size
 from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.ops.mixture_of_experts.validate import validate
 
@@ -67,7 +67,7 @@ def mixture_of_experts(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
-    world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    _, world_size = rank_and_size(group)
     validate(x, experts, weights, w_in, w_out, capacity, impl, config, world_size)
     most = max(1, x.shape[0])
     limit = most if capacity is None else min(capacity, most)

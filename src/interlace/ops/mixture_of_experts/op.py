@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.tags import OPERATOR_TAGS
+from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
 from interlace.ops.mixture_of_experts.layout import Sizes
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -143,6 +143,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.save_for_backward(*tensors, *saved)
 
 
+@once_differentiable("mixture_of_experts")
 def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     nothing: list[Any] = [None] * 6
     if grad is None:
@@ -156,9 +157,5 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("mixture_of_experts", _run, _key)
-    _library.impl("mixture_of_experts_backward", _run_backward, _key)
-torch.library.register_fake("interlace::mixture_of_experts", _fake, lib=_library)
-torch.library.register_fake("interlace::mixture_of_experts_backward", _fake_backward, lib=_library)
-torch.library.register_autograd("interlace::mixture_of_experts", _backward, setup_context=_setup_context, lib=_library)
+register(_library, "mixture_of_experts", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(_library, "mixture_of_experts_backward", _run_backward, _fake_backward)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.language import core
+from triton.runtime.errors import InterpreterError
 
-from interlace.language import _shortcuts
+from interlace.comm import shortcuts
 
 
 class _Counted:
@@ -30,7 +35,7 @@ def _made(cls: Any, init: Any, *args: Any) -> dict[str, Any]:
 
 def test_block_types() -> None:
     counted = _Counted(core.block_type.__init__)
-    init = _shortcuts._of_block_types(counted)
+    init = shortcuts._of_block_types(counted)
     first = _made(core.block_type, init, tl.float32, [4, 8])
     assert _made(core.block_type, init, tl.float32, [core.constexpr(4), 8]) == first
     other = _made(core.block_type, init, tl.pointer_type(tl.int64), [4, 8])
@@ -43,7 +48,7 @@ def test_block_types() -> None:
 @pytest.mark.parametrize("kind", [core.block_type(tl.float16, [2, 16]), tl.int32])
 def test_tensors(kind: Any) -> None:
     counted = _Counted(core.tensor.__init__)
-    init = _shortcuts._of_tensors(counted)
+    init = shortcuts._of_tensors(counted)
     first, second = (_made(core.tensor, init, handle, kind) for handle in ("a", "b"))
     assert counted.calls == 1
     assert (first.pop("handle"), second.pop("handle")) == ("a", "b")
@@ -52,7 +57,7 @@ def test_tensors(kind: Any) -> None:
 
 def test_element_types() -> None:
     counted = _Counted(interpreter._get_np_dtype)
-    look_up = _shortcuts._of_dtypes(counted)
+    look_up = shortcuts._of_dtypes(counted)
     for dtype in (tl.bfloat16, core.block_type(tl.bfloat16, [2]), tl.bfloat16):
         assert look_up(dtype) == np.uint16
     assert look_up(tl.pointer_type(tl.float32)) == look_up(core.block_type(tl.pointer_type(tl.float32), [2])) == np.uint64
@@ -67,6 +72,60 @@ def test_another_triton_goes_its_own_way() -> None:
         self.more = 1
 
     counted = _Counted(init)
-    remembering = _shortcuts._of_tensors(counted)
+    remembering = shortcuts._of_tensors(counted)
     assert [_made(core.tensor, remembering, None, tl.int32)["more"] for _ in range(2)] == [1, 1]
     assert counted.calls == 2
+
+
+@triton.jit
+def _add_one(x, y):
+    tl.store(y, tl.load(x) + 1)
+
+
+@triton.jit
+def _fail(x):
+    tl.store(x, missing_name)  # noqa: F821
+
+
+def _of_triton() -> tuple[Any, ...]:
+    """What the shortcuts replace, and a function of the language that a launch replaces."""
+    builder = interpreter.interpreter_builder
+    return (
+        core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype, interpreter._patch_lang, builder.options,
+        tl.load, tl.range, core.tensor.__add__,
+    )  # fmt: skip
+
+
+def _overflowing() -> list[Any]:
+    """2147483647 + 1 by a kernel, before, within and after a launch of this package; and what of Triton has changed meanwhile."""
+    import interlace.language
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, debug=True)  # else Triton computes its checks and says nothing
+    before, group, seen = _of_triton(), interlace.group_of(), []
+    x, y = torch.full((1,), 2**31 - 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+    def add() -> str:
+        try:
+            _add_one[(1,)](x, y)
+        except InterpreterError as error:
+            return str(error)
+        return str(y.item())
+
+    seen.append(add())
+    for nested in (False, True):
+        with group.running(), group.running() if nested else contextlib.nullcontext():
+            seen.append(add())
+        seen.append(_of_triton() == before)
+    with contextlib.suppress(InterpreterError), group.running():
+        _fail[(1,)](y)
+    seen += [_of_triton() == before, add()]
+    builder.options = dataclasses.replace(builder.options, debug=False)
+    return seen
+
+
+def test_kernels_of_others_keep_their_checks(ranks: Any) -> None:
+    """Importing the language changes nothing of Triton; a launch does, and undoes it, also after an exception in a kernel."""
+    [(first, *others)] = ranks(1).run(_overflowing)
+    assert "int32 overflow detected for operation add" in first
+    assert others == ["-2147483648", True, "-2147483648", True, True, first]

@@ -1,0 +1,198 @@
+"""``interlace soak``: random calls of every operator, each result checked, with a report."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from interlace.bench.report import machine_line
+from interlace.cli.bench import read_document
+from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
+from interlace.errors import ArgumentError, BackendError
+
+_MOST_RANKS = 8
+_SECONDS = 60.0
+_DEADLINE_S = 60.0  # kernels are compiled meanwhile
+_SUMMED = ("calls", "wrong", "timeouts", "errors", "rounds", "replayed_in_graphs", "with_backward", "seconds")
+
+
+def run(
+    seconds: float | None,
+    calls: int | None,
+    ranks: int | None,
+    backend: str,
+    seed: int | None,
+    start: int,
+    operators: Sequence[str],
+    deadline_s: float | None,
+    json_file: Path | None,
+) -> int:
+    """Make calls until ``seconds`` or ``calls`` are spent; the exit code: 1 if anything was wrong.
+
+    Raises:
+        ArgumentError: an operator or a start that there is not.
+        BackendError: no GPUs for backend cuda.
+    """
+    import torch
+
+    from interlace.cli import machine
+    from interlace.testing.cases import IMPLEMENTATIONS
+    from interlace.testing.soak import ROUND_CALLS, Plan, run_rank
+
+    gpus = torch.cuda.device_count()
+    if backend not in ("auto", "cpu", "cuda"):
+        raise ArgumentError(f"--backend must be auto, cpu or cuda; got {backend!r}.")
+    if backend == "cuda" and not gpus:
+        raise BackendError("interlace soak --backend cuda must have CUDA GPUs; got none. `interlace doctor` says what is missing.")
+    backend = ("cuda" if gpus else "cpu") if backend == "auto" else backend
+    for operator in operators:
+        if operator not in IMPLEMENTATIONS:
+            raise ArgumentError(f"--operators must be among {', '.join(IMPLEMENTATIONS)}; got {operator!r}.")
+    if start % ROUND_CALLS[backend]:
+        nearest = start - start % ROUND_CALLS[backend]
+        raise ArgumentError(f"--start must be a multiple of {ROUND_CALLS[backend]}; got {start}. Say --start {nearest}.")
+    world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else 2)
+    plan = Plan(
+        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
+        start=start,
+        calls=calls or 0,
+        seconds=seconds or (0.0 if calls else _SECONDS),
+        operators=tuple(operators),
+        deadline_s=deadline_s or _DEADLINE_S,
+    )
+    header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    if json_file is not None:
+        write_json(json_file, {**header, "results": []})  # it can be written, before minutes are spent
+    console = make_console()
+    title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
+    with _interrupts_go_to_ranks():
+        result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
+    document = {**header, "results": [result]}
+    if json_file is not None:
+        write_json(json_file, document)
+    return show(console, document, json_file)
+
+
+def run_add(files: Sequence[Path], json_file: Path | None) -> int:
+    """Add up what several soaks have written; the exit code: 1 if anything was wrong in any.
+
+    Raises:
+        ArgumentError: a file is not a soak's, the files are of several kinds of machine, or calls
+            would count twice.
+    """
+    documents = [read_document(file) for file in files]
+    results: list[dict[str, Any]] = []
+    for file, document in zip(files, documents, strict=True):
+        if document["machine"].get("gpus") != documents[0]["machine"].get("gpus"):
+            raise ArgumentError(f"soaks that are added up must be of one kind of machine; got another one in {file}.")
+        for result in document["results"]:
+            if "by_operator" not in result:
+                raise ArgumentError(f"{file} must be a JSON file that interlace soak wrote; it is another command's.")
+            for other in results:
+                if _overlap(result, other):
+                    raise ArgumentError(
+                        f"soaks that are added up must make different calls; got seed {result['seed']} from call "
+                        f"{result['start']} twice, in {file} too. Soak with another --seed."
+                    )
+            results.append(result)
+    document = {**documents[0], "command": command_line(), "results": results}
+    if json_file is not None:
+        write_json(json_file, document)
+    return show(make_console(), document, json_file)
+
+
+def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results contain the same calls."""
+    same = all(one[name] == other[name] for name in ("seed", "backend", "world_size", "operators"))
+    first, second = sorted((one, other), key=lambda result: int(result["start"]))
+    return same and int(second["start"]) < int(first["start"]) + int(first["calls"])
+
+
+def show(console: Console, document: dict[str, Any], json_file: Path | None) -> int:
+    """Print the report of one or several soaks; the exit code."""
+    results = document["results"]
+    totals = {name: sum(result[name] for result in results) for name in _SUMMED}
+    console.print(_table(results))
+    rate = totals["calls"] / max(totals["seconds"], 1e-9)
+    console.print(
+        f"{totals['calls']:,} calls, {totals['wrong']} wrong, {totals['timeouts']} timeouts, {totals['errors']} errors "
+        f"in {totals['seconds']:.0f} s ({rate:.0f} calls/s); {totals['with_backward']:,} with their backward pass, "
+        f"{totals['replayed_in_graphs']:,} in CUDA graphs."
+    )
+    for result in results:
+        ranks = f"{result['world_size']} ranks on the {result['backend']} backend"
+        ended = " (interrupted)" if result["interrupted"] else ""
+        console.print(f"Seed {result['seed']}, from call {result['start']}: {result['calls']:,} calls of {ranks}{ended}.")
+        if result["failures"]:
+            _print_failure(console, result)
+    console.print(machine_line(document["machine"], document["date"]))
+    if json_file is not None:
+        console.print(f"All numbers: {json_file}")
+    return 1 if any(result["failures"] for result in results) else 0
+
+
+def _table(results: Sequence[dict[str, Any]]) -> Table:
+    """Calls of each implementation of each operator, all results together."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for result in results:
+        for operator, implementations in result["by_operator"].items():
+            for impl, count in implementations.items():
+                counts[operator, impl] += count
+    table = Table(title="Calls made", title_justify="left")
+    table.add_column("operator")
+    table.add_column("implementation")
+    table.add_column("calls", justify="right")
+    for (operator, impl), count in sorted(counts.items()):
+        table.add_row(operator, impl, f"{count:,}")
+    return table
+
+
+def _print_failure(console: Console, result: dict[str, Any]) -> None:
+    """The first call that failed, and how to repeat it."""
+    first = result["failures"][0]
+    console.print(
+        f"First failure: call {first['call']} on rank {first['rank']}, {first['kind']}: {first['what']}",
+        style="bold red",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(f"To repeat it: {_repeat(result, first['call'])}", markup=False, soft_wrap=True)
+
+
+def _repeat(result: dict[str, Any], call: int) -> str:
+    """The command that makes the calls of a round up to the failing call."""
+    start = call - call % result["round_calls"]
+    operators = [word for operator in result["operators"] for word in ("--operators", operator)]
+    words = ["interlace", "soak", "--backend", result["backend"], "--ranks", str(result["world_size"])]
+    words += ["--seed", str(result["seed"]), "--start", str(start), "--calls", str(call - start + 1), *operators]
+    return shlex.join(words)
+
+
+@contextlib.contextmanager
+def _interrupts_go_to_ranks() -> Iterator[None]:
+    """The first Ctrl-C goes to the ranks, which end with the report so far; the second one ends
+    everything.
+    """
+
+    def forward(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

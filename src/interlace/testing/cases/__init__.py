@@ -1,0 +1,52 @@
+"""Calls of every implementation of every operator, with the results that they must have.
+
+The soak (``interlace soak``), the smoke test on GPUs and the run under ``compute-sanitizer`` share
+this list::
+
+    for case in every_case(world_size):
+        assert case.prepare().check() == [0] * ..., case.label
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+from interlace.testing.cases import batches, embedding, experts, gemv, outputs, products
+from interlace.testing.cases.base import Case, Prepared
+
+_MODULES = {
+    operator: module for module in (gemv, products, batches, embedding, experts, outputs) for operator in module.IMPLEMENTATIONS
+}
+
+IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {operator: module.IMPLEMENTATIONS[operator] for operator, module in _MODULES.items()}
+"""Operator -> its implementations: the operator's ``impl``, and behind a space a protocol of the
+fused kernel where there are several.
+"""
+
+
+def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]:
+    """One or a few small calls of every implementation, with the backward pass where there is one.
+
+    Args:
+        operators: the operators to take; default: all.
+    """
+    for operator in operators or IMPLEMENTATIONS:
+        for impl in IMPLEMENTATIONS[operator]:
+            yield from _MODULES[operator].every(operator, impl, world_size)
+
+
+def draw_case(world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True) -> Case:
+    """A random call of a random implementation; the same for the same state of ``source``.
+
+    Args:
+        operators: the operators to draw from; default: all.
+        large: whether some calls may be too large for Triton's interpreter to be quick.
+    """
+    operator = source.choice(list(operators or IMPLEMENTATIONS))
+    impl = source.choice(IMPLEMENTATIONS[operator])
+    case: Case = _MODULES[operator].draw(operator, impl, world_size, source, large)
+    return case
+
+
+__all__ = ["IMPLEMENTATIONS", "Case", "Prepared", "draw_case", "every_case"]

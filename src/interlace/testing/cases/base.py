@@ -1,0 +1,225 @@
+"""A call of an operator that every rank of a group makes, and what it must return."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import group_of
+from interlace.errors import InterlaceError
+
+Tensors = dict[str, torch.Tensor]
+Make = Callable[[Tensors], list[torch.Tensor]]
+
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn,
+}  # fmt: skip
+
+_ROUNDINGS = 8
+"""Roundings on the way of a result that is not exact: of products, of parts that travel, of steps
+of their sum.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(abc.ABC):
+    """One call of one operator by one implementation, the same on every rank.
+
+    The tensors of each rank depend on a seed.
+
+    Inputs are small whole numbers, or multiples of a power of two, so that nearly every result is
+    exact in its dtype and every order of summation gives the same bits.
+
+    Attributes:
+        operator: the operator's name.
+        impl: the implementation, as the operator's ``impl`` argument takes it, or as
+            ``IMPLEMENTATIONS`` lists it.
+        dtype: the name of the inputs' dtype, a key of ``DTYPES``.
+        backward: whether the call includes its backward pass.
+    """
+
+    operator: str
+    impl: str
+    dtype: str = "float32"
+    backward: bool = False
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> str:
+        """The shapes in words, for reports."""
+
+    @property
+    def label(self) -> str:
+        """The call in one line."""
+        direction = ", forward and backward" if self.backward else ""
+        return f"{self.operator} {self.impl}: {self.sizes}, {self.dtype}{direction}"
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the operator's result."""
+        return torch.bfloat16 if self.dtype == "float8" else DTYPES[self.dtype]
+
+    def units(self, results: int) -> list[float]:
+        """For each of so many results, a power of two that divides it and its summands."""
+        return [1.0] * results
+
+    @property
+    def exact(self) -> bool:
+        """Whether the call computes sums and products only, so that whole numbers stay whole."""
+        return True
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may capture the call."""
+        # Graphs must not mix collectives of several NCCL communicators.
+        return self.impl != "unfused"
+
+    @property
+    def poisonable(self) -> bool:
+        """Whether the caller owns the results and may overwrite them before the next call."""
+        return True
+
+    @abc.abstractmethod
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        """The input tensors of one rank of ``ranks``, on the CPU."""
+
+    @abc.abstractmethod
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        """For each rank the results, from all ranks' inputs in float64."""
+
+    def dtypes(self, results: int) -> list[torch.dtype]:
+        """The dtype of each of so many results."""
+        return [self.result_dtype] * results
+
+    @abc.abstractmethod
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        """A function that makes the call with this rank's tensors. Collective."""
+
+    # What must come out
+
+    def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
+        """The results of a rank, on the CPU, each with the absolute error that is allowed.
+
+        The error is 0 where all arithmetic is exact.
+        """
+        inputs = [_in_float64(self.tensors(each, ranks, seed)) for each in range(ranks)]
+        exact = self.results(inputs)[rank]
+        # The same with absolute values bounds every intermediate sum, in whatever order it is made.
+        bounds = self.results([_absolute(each) for each in inputs])[rank]
+        eps = torch.finfo(self.result_dtype).eps
+        allowed = []
+        for bound, unit in zip(bounds, self.units(len(bounds)), strict=True):
+            largest = float(bound.abs().max()) if bound.numel() else 0.0
+            exact_here = self.exact and largest / unit <= 2 / eps
+            allowed.append(0.0 if exact_here else _ROUNDINGS * eps * largest)
+        triples = zip(exact, self.dtypes(len(exact)), allowed, strict=True)
+        return [(result.to(dtype), error) for result, dtype, error in triples]
+
+    def prepare(self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)) -> Prepared:
+        """Put inputs and expected results on the device, a variant for each seed. Collective."""
+        return Prepared(self, group, seeds)
+
+
+class Prepared:
+    """A case whose inputs, in several variants, and expected results lie on this rank's device.
+
+    The call always reads the same memory, into which :meth:`load` copies a variant: repeated calls
+    with the same addresses are what the group makes CUDA graphs of.
+    """
+
+    def __init__(self, case: Case, group: dist.ProcessGroup | None, seeds: Sequence[int]) -> None:
+        self.case, self.group = case, group
+        owner = group_of(group)
+        rank, ranks, device = owner.rank, owner.world_size, owner.device
+        self._variants = [{name: tensor.to(device) for name, tensor in case.tensors(rank, ranks, seed).items()} for seed in seeds]
+        self._expected: list[list[torch.Tensor]] = []
+        self._allowed: list[list[float]] = []
+        for seed in seeds:
+            expected = case.expected(rank, ranks, seed)
+            self._expected.append([result.to(device) for result, _ in expected])
+            self._allowed.append([error for _, error in expected])
+        self._places = {name: tensor.clone() for name, tensor in self._variants[0].items()}
+        self._make = case.open(group)
+
+    @property
+    def result_count(self) -> int:
+        """Results per call."""
+        return len(self._expected[0])
+
+    def load(self, variant: int) -> None:
+        """Copy a variant's inputs to where the call reads them, on the current stream."""
+        torch._foreach_copy_(list(self._places.values()), list(self._variants[variant].values()))
+
+    def run(self) -> list[torch.Tensor]:
+        """Make the call, with its backward pass if the case has one. Collective."""
+        return self._make(self._places)
+
+    def count_wrong(self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor) -> None:
+        """Store the number of wrong elements of each result in ``wrong``, int64 ``[result_count]``
+        on the device.
+
+        Nothing waits for the device. NaN is wrong.
+
+        Raises:
+            InterlaceError: a result has another shape or dtype than it must have.
+        """
+        triples = zip(results, self._expected[variant], self._allowed[variant], strict=True)
+        for i, (result, expected, allowed) in enumerate(triples):
+            if result.shape != expected.shape or result.dtype != expected.dtype:
+                raise InterlaceError(
+                    f"{self.case.label}: result {i} must be {expected.dtype} {list(expected.shape)}; "
+                    f"got {result.dtype} {list(result.shape)}."
+                )
+            differs = result != expected if not allowed else ~((result - expected).abs() <= allowed)
+            torch.sum(differs, dtype=torch.int64, dim=tuple(range(differs.dim())), out=wrong[i])
+
+    def check(self, variant: int = 0) -> list[int]:
+        """Make a call, wait for it, and count the wrong elements of each result. Collective."""
+        self.load(variant)
+        wrong = torch.zeros(self.result_count, dtype=torch.int64, device=group_of(self.group).device)
+        self.count_wrong(self.run(), variant, wrong)
+        group_of(self.group).synchronize()
+        counts: list[int] = wrong.tolist()
+        return counts
+
+
+def _in_float64(tensors: Tensors) -> Tensors:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def _absolute(tensors: Tensors) -> Tensors:
+    return {name: tensor.abs() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+# Numbers
+
+
+def generator(seed: int, rank: int) -> torch.Generator:
+    """A source of random numbers for one rank's tensors; rank -1 for what all ranks share."""
+    return torch.Generator().manual_seed(1024 * seed + rank + 1)
+
+
+def whole(source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0) -> torch.Tensor:
+    """Whole numbers from ``-largest`` to ``largest`` in float32; all but ``density`` of them 0."""
+    values = torch.randint(-largest, largest + 1, tuple(shape), generator=source)
+    return (values * (torch.rand(tuple(shape), generator=source) < density)).float()
+
+
+def thin(terms: int, kept: int = 24) -> float:
+    """The density at which a sum of ``terms`` products keeps about ``kept`` of them, so that it
+    stays exact in bfloat16.
+    """
+    return min(1.0, kept / max(1, terms))
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients of ``sum <output, upstream>`` by every leaf; zeros where there is none."""
+    pairs = [(output, grad) for output, grad in zip(outputs, upstream, strict=True) if output.requires_grad]
+    found = torch.autograd.grad([output for output, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]

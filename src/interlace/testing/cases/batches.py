@@ -1,0 +1,95 @@
+"""Calls of batches of products before and after an all-to-all, which the pass for ``torch.compile``
+makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+import torch.distributed as dist
+
+import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+from interlace.comm import default_name
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole
+
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "bmm_all_to_all": ("fused", "split"),
+    "bmm_sum_all_to_all": ("split",),  # the operator has no choice
+    "all_to_all_bmm": ("fused", "mapped"),
+}
+_SECOND_INNER = 16  # of the second batch of a sum
+
+# Products, inner size, columns, dtype, whether w is contiguous along K.
+_KINDS = (
+    (2, 32, 64, "float32", False),
+    (3, 65, 33, "bfloat16", True),
+    (1, 128, 96, "float16", False),
+    (4, 8, 130, "bfloat16", False),
+)
+_SHARES = (1, 5, 16, 33, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchCase(Case):
+    """``count`` products on each rank, each with ``share`` rows to or from every rank."""
+
+    count: int = 2
+    share: int = 8
+    inner: int = 16
+    columns: int = 32
+    along_k: bool = False
+
+    @property
+    def sizes(self) -> str:
+        along = "K" if self.along_k else "N"
+        rows = f"{self.share} rows for each rank"
+        return f"{self.count} products, {rows}, {self.columns} x {self.inner}, w along {along}"
+
+    def _inners(self) -> tuple[int, ...]:
+        return (self.inner, _SECOND_INNER) if self.operator == "bmm_sum_all_to_all" else (self.inner,)
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        own, dtype = generator(seed, rank), DTYPES[self.dtype]
+        found = {}
+        for i, inner in enumerate(self._inners()):
+            x = whole(own, (self.count, self.share * ranks, inner), 2).to(dtype)
+            w = whole(own, (self.count, inner, self.columns), 1, thin(inner)).to(dtype)
+            found[f"x{i}"] = x.flatten(0, 1) if self.operator == "all_to_all_bmm" else x
+            found[f"w{i}"] = w.mT.contiguous().mT if self.along_k else w
+        return found
+
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        ranks = len(inputs)
+        if self.operator == "all_to_all_bmm":
+            sent = [each["x0"].view(ranks, self.count, self.share, -1) for each in inputs]
+            received = [torch.stack([each[rank] for each in sent], 1).flatten(1, 2) for rank in range(ranks)]
+            return [[rows @ each["w0"], rows] for rows, each in zip(received, inputs, strict=True)]
+        products = []
+        for each in inputs:
+            total = sum((each[f"x{i}"] @ each[f"w{i}"] for i in range(len(self._inners()))), start=torch.zeros(1))
+            products.append(total.unflatten(1, (ranks, self.share)))
+        return [[torch.cat([each[:, rank].flatten(0, 1) for each in products])] for rank in range(ranks)]
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        operator, name = getattr(torch.ops.interlace, self.operator), default_name(group)
+
+        def make(tensors: Tensors) -> list[torch.Tensor]:
+            if self.operator == "bmm_sum_all_to_all":
+                return [operator([tensors["x0"], tensors["x1"]], [tensors["w0"], tensors["w1"]], name)]
+            found = operator(tensors["x0"], tensors["w0"], name, self.impl)
+            return list(found) if self.operator == "all_to_all_bmm" else [found]
+
+        return make
+
+
+def every(operator: str, impl: str, ranks: int) -> list[BatchCase]:
+    """One small call; these operators have no gradient."""
+    return [BatchCase(operator, impl, "bfloat16", count=2, share=16, inner=32, columns=64)]
+
+
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> BatchCase:
+    """A random call."""
+    count, inner, columns, dtype, along_k = source.choice(_KINDS)
+    return BatchCase(operator, impl, dtype, False, count, source.choice(_SHARES), inner, columns, along_k)

@@ -1,0 +1,216 @@
+"""Calls of ``embedding_all_to_all``, with gradients and with updates of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import EmbeddingAllToAllConfig
+from interlace.comm import group_of
+from interlace.ops.embedding_all_to_all.update import Gradient
+from interlace.optim import SGD, RowWiseAdagrad
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole
+
+OPERATOR = "embedding_all_to_all"
+IMPLEMENTATIONS = {OPERATOR: ("fused direct", "fused tiles", "fused sliced", "unfused")}
+UPDATES = ("dense", "sparse", "sgd", "adagrad")
+
+_LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are then exact
+_EPSILON = 1e-3
+_CPU = EmbeddingAllToAllConfig(
+    block_bags=4, unroll=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4, update_programs=3, block_runs=4,
+    run_unroll=2, run_lookups=8,
+)  # fmt: skip
+_CUDA = EmbeddingAllToAllConfig(
+    block_bags=2, unroll=4, max_programs=256, slice_blocks=4, push_programs=32, push_rows=8, update_programs=128, run_lookups=16
+)
+
+# Widths of the tables of ranks 0, 1, ... (taken in turn), dtype, output dtype.
+_KINDS = (
+    (((16,), (20,)), "float32", "float32"),
+    (((4, 4), (), (8,)), "float32", "float32"),
+    (((7, 3), (5,)), "float16", "float16"),
+    (((32, 32),), "bfloat16", "float32"),
+    (((64,), (64, 64)), "float16", "float32"),
+)
+_EQUAL_KINDS = (  # for tensor descriptors: all tables of one width, which is a power of two
+    (((32,), (32, 32)), "float32", "float32"),
+    (((64, 64),), "bfloat16", "bfloat16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingCase(Case):
+    """Tables of ``widths[rank % len(widths)]``, a global batch, and an update of the backward pass.
+
+    Attributes:
+        update: one of ``UPDATES``: what the backward pass does for the tables.
+        weighted: whether every lookup has a factor of its own.
+    """
+
+    widths: tuple[tuple[int, ...], ...] = ((8,), (4, 4))
+    batch: int = 9
+    rows: int = 23
+    output: str = "float32"
+    mode: str = "sum"
+    weighted: bool = False
+    update: str = "dense"
+
+    @property
+    def sizes(self) -> str:
+        tables = f"widths {list(self.widths)}, {self.rows} rows, batch {self.batch}"
+        pooling = f"{self.mode}{', weighted' if self.weighted else ''}"
+        update = f", {self.update}" if self.backward else ""
+        return f"{tables}, {pooling}, {self.output} out{update}"
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return DTYPES[self.output]
+
+    def units(self, results: int) -> list[float]:
+        return [0.25 if self.mode == "mean" else 0.5] * results
+
+    @property
+    def exact(self) -> bool:
+        return not (self.backward and self.update == "adagrad")
+
+    @property
+    def capturable(self) -> bool:
+        return super().capturable and not (self.backward and self.update == "sparse")  # whose size the host must know
+
+    def _widths(self, rank: int) -> tuple[int, ...]:
+        return self.widths[rank % len(self.widths)]
+
+    def _samples(self, rank: int, ranks: int) -> slice:
+        chunk = -(-self.batch // ranks)
+        return slice(min(rank * chunk, self.batch), min((rank + 1) * chunk, self.batch))
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        own, widths = generator(seed, rank), self._widths(rank)
+        # The same lengths with every seed, so that all variants have as many indices.
+        lengths = _LENGTHS[torch.randint(0, len(_LENGTHS), (len(widths) * self.batch,), generator=generator(0, rank))]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        count = int(offsets[-1])
+        found = {f"table{i}": whole(own, (self.rows, width), 2).to(DTYPES[self.dtype]) for i, width in enumerate(widths)}
+        found |= {"indices": torch.randint(0, self.rows, (count,), generator=own), "offsets": offsets}
+        if self.weighted:
+            found["scale"] = 2.0 ** torch.randint(-1, 2, (count,), generator=own)
+        if self.backward:
+            samples = self._samples(rank, ranks)
+            columns = sum(sum(self._widths(each)) for each in range(ranks))
+            found["grad"] = whole(own, (samples.stop - samples.start, columns), 1, 0.5).to(self.result_dtype)
+            if self.update == "adagrad":
+                found |= {f"state{i}": torch.zeros(self.rows) for i in range(len(widths))}
+        return found
+
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        ranks = len(inputs)
+        tables = [
+            [each[f"table{i}"].clone().requires_grad_(self.backward) for i in range(len(self._widths(rank)))]
+            for rank, each in enumerate(inputs)
+        ]
+        pooled = torch.cat([part for rank, each in enumerate(inputs) for part in self._pooled(each, tables[rank])], 1)
+        outputs = [pooled[self._samples(rank, ranks)] for rank in range(ranks)]
+        if not self.backward:
+            return [[output] for output in outputs]
+        torch.autograd.backward(outputs, [each["grad"] for each in inputs])
+        return [[output.detach(), *self._updated(own)] for output, own in zip(outputs, tables, strict=True)]
+
+    def _pooled(self, tensors: Tensors, tables: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each of a rank's tables for the whole batch."""
+        bags = []
+        for i, table in enumerate(tables):
+            bounds = tensors["offsets"][i * self.batch : (i + 1) * self.batch + 1]
+            lengths, part = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))
+            rows = table[tensors["indices"][part]]
+            if "scale" in tensors:
+                rows = rows * tensors["scale"][part, None]
+            bag = torch.arange(self.batch).repeat_interleave(lengths)
+            sums = torch.zeros(self.batch, table.shape[1], dtype=table.dtype).index_add(0, bag, rows)
+            bags.append(sums / lengths.clamp(min=1)[:, None] if self.mode == "mean" else sums)
+        return bags
+
+    def _updated(self, tables: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients, or tables (and states) after the update."""
+        grads = [torch.zeros_like(table) if table.grad is None else table.grad for table in tables]
+        if self.update in ("dense", "sparse"):
+            return grads
+        if self.update == "sgd":
+            return [table.detach() - grad for table, grad in zip(tables, grads, strict=True)]
+        states = [(grad**2).mean(1) for grad in grads]
+        steps = [grad / (state.sqrt() + _EPSILON)[:, None] for grad, state in zip(grads, states, strict=True)]
+        return [*(table.detach() - step for table, step in zip(tables, steps, strict=True)), *states]
+
+    def dtypes(self, results: int) -> list[torch.dtype]:
+        if not self.backward or self.update != "adagrad":
+            return [self.result_dtype, *[DTYPES[self.dtype]] * (results - 1)]
+        count = (results - 1) // 2
+        return [self.result_dtype, *[DTYPES[self.dtype]] * count, *[torch.float32] * count]
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        impl, _, protocol = self.impl.partition(" ")
+        config = None
+        if protocol:
+            base = _CPU if group_of(group).backend == "cpu" else _CUDA
+            config = dataclasses.replace(base, protocol=protocol, push="tiles" if protocol == "tiles" else "direct")
+
+        def make(tensors: Tensors) -> list[torch.Tensor]:
+            tables = [tensor.detach() for name, tensor in tensors.items() if "table" in name]
+            states = [tensor for name, tensor in tensors.items() if "state" in name]
+            for table in tables:
+                table.requires_grad_(self.backward)
+            y = interlace.embedding_all_to_all(
+                tables,
+                tensors["indices"],
+                tensors["offsets"],
+                per_sample_weights=tensors.get("scale"),
+                mode=self.mode,
+                output_dtype=DTYPES[self.output],
+                gradient=self._gradient(states),
+                batch_size=self.batch,
+                name=self.label,
+                group=group,
+                impl=impl,
+                config=config,
+            )
+            if not self.backward:
+                return [y]
+            y.backward(tensors["grad"])
+            if self.update in ("sgd", "adagrad"):
+                return [y.detach(), *(table.detach() for table in tables), *states]
+            found = [torch.zeros_like(table) if table.grad is None else table.grad for table in tables]
+            return [y.detach(), *(grad.to_dense() for grad in found)]
+
+        return make
+
+    def _gradient(self, states: list[torch.Tensor]) -> Gradient:
+        if not self.backward:
+            return "dense"
+        if self.update == "sgd":
+            return SGD(1.0)
+        return RowWiseAdagrad(1.0, _EPSILON, states) if self.update == "adagrad" else self.update
+
+
+def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
+    """Every kind of update, and a rank without tables."""
+    widths = ((16,), (16, 16)) if "tiles" in impl else ((16,), (20,), ())
+    cases = [EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update) for update in UPDATES]
+    if "tiles" not in impl:
+        cases.append(EmbeddingCase(OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"))
+    return cases
+
+
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> EmbeddingCase:
+    """A random call."""
+    widths, dtype, output = source.choice(_EQUAL_KINDS if "tiles" in impl else _KINDS)
+    backward = source.random() < 0.6
+    update = source.choice(UPDATES if dtype == "float32" else ("dense", "sgd"))
+    mode = source.choice(("sum", "mean"))
+    return EmbeddingCase(
+        OPERATOR, impl, dtype, backward, widths, source.choice((1, 2, 9, 64)), 23, output, mode,
+        mode == "sum" and source.random() < 0.3, update,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Calls of ``mixture_of_experts``."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import MixtureOfExpertsConfig
+from interlace.comm import group_of
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+
+OPERATOR = "mixture_of_experts"
+IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
+ROUTINGS = ("random", "one", "holes")
+
+_GATE = 128.0
+"""What every gate is: so large that silu(gate) is the gate itself, in float32, and every number
+stays a multiple of a half.
+"""
+_CPU = MixtureOfExpertsConfig(
+    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8, sum_programs=2, stagger=0
+)
+_CUDA = MixtureOfExpertsConfig(
+    block_m=64, block_n=64, block_k=32, num_warps=4, push_programs=8, push_rows=16, sum_programs=264, stagger=0
+)
+
+# Tokens of each rank, experts of each rank, experts of a token, hidden, F, dtype.
+_KINDS = (
+    (7, 2, 2, 24, 20, "float32"),
+    (33, 1, 1, 64, 32, "bfloat16"),
+    (64, 4, 3, 128, 96, "float16"),
+    (1, 2, 2, 16, 16, "bfloat16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsCase(Case):
+    """``tokens`` and ``local`` experts on each rank, ``top_k`` experts per token.
+
+    Attributes:
+        routing: ``"random"``; ``"one"``: every token chooses the last expert first; ``"holes"``:
+            some slots name no expert.
+        capacity: rows that an expert takes from each rank at most; 0 for no limit.
+    """
+
+    tokens: int = 7
+    local: int = 2
+    top_k: int = 2
+    hidden: int = 24
+    ffn: int = 20
+    routing: str = "random"
+    capacity: int = 0
+
+    @property
+    def sizes(self) -> str:
+        limit = f", capacity {self.capacity}" if self.capacity else ""
+        layer = f"top {self.top_k}, {self.local} experts per rank, {self.hidden} x {self.ffn}"
+        return f"{self.tokens} tokens, {layer}, routing {self.routing}{limit}"
+
+    def units(self, results: int) -> list[float]:
+        # y and the gradients of x and w_out have the gate as a factor; a weight has a factor of a
+        # half.
+        return [_GATE / 2, _GATE / 2, _GATE, 0.5, _GATE / 2][:results]
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        own, dtype, experts = generator(seed, rank), DTYPES[self.dtype], ranks * self.local
+        x = whole(own, (self.tokens, self.hidden), 1, 0.5)
+        x[:, 0] = 1  # which the gates multiply
+        w_in = whole(own, (self.local, self.ffn, 2, self.hidden), 1, thin(self.hidden, 3))
+        w_in[:, :, 0] = 0
+        w_in[:, :, 0, 0] = _GATE
+        scores = torch.rand(self.tokens, experts, generator=own)
+        if self.routing == "one":
+            scores[:, -1] = 2
+        chosen = scores.topk(min(self.top_k, experts))[1]
+        if self.routing == "holes":
+            chosen[torch.rand(chosen.shape, generator=own) < 0.5] = -1
+        found = {
+            "x": x.to(dtype),
+            "weights": 0.5 * torch.randint(1, 3, chosen.shape, generator=own),
+            "w_in": w_in.to(dtype),
+            "w_out": whole(own, (self.local, self.hidden, self.ffn), 1, thin(self.ffn, 3)).to(dtype),
+            "experts": chosen,
+        }
+        if self.backward:
+            found["grad"] = whole(own, (self.tokens, self.hidden), 1, thin(self.hidden, 6)).to(dtype)
+        return found
+
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        """Dense products of all tokens with all experts."""
+        names = ("x", "weights", "w_in", "w_out")
+        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        w_in, w_out = (torch.cat([each[name] for each in leaves]) for name in ("w_in", "w_out"))
+        outputs = []
+        for own, each in zip(leaves, inputs, strict=True):
+            both = torch.einsum("th,efgh->etfg", own["x"], w_in)
+            results = torch.einsum("etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out)
+            shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
+            chosen = torch.where(self._kept(each["experts"], len(w_in)), each["experts"], len(w_in))
+            shares = shares.scatter_add(1, chosen, own["weights"])  # dropped slots in a column of their own
+            outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
+        if not self.backward:
+            return [[output] for output in outputs]
+        found = iter(gradients(outputs, [each["grad"] for each in inputs], [each[name] for each in leaves for name in names]))
+        return [[output.detach(), *(next(found) for _ in names)] for output in outputs]
+
+    def _kept(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
+        """``[tokens, top_k]``: which slots are not dropped."""
+        flat = chosen.flatten()
+        kept = torch.zeros_like(flat, dtype=torch.bool)
+        for expert in range(experts):
+            kept[(flat == expert).nonzero()[: self.capacity or len(flat), 0]] = True
+        return kept.view_as(chosen)
+
+    def dtypes(self, results: int) -> list[torch.dtype]:
+        own = self.result_dtype
+        return [own] if not self.backward else [own, own, torch.float32, own, own]
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        impl, _, operands = self.impl.partition(" ")
+        base = _CPU if group_of(group).backend == "cpu" else _CUDA
+        options = {
+            "impl": impl, "config": dataclasses.replace(base, operands=operands) if operands else None,
+            "capacity": self.capacity or None, "group": group,
+        }  # fmt: skip
+
+        def make(tensors: Tensors) -> list[torch.Tensor]:
+            leaves = {name: tensors[name].detach().requires_grad_(self.backward) for name in ("x", "weights", "w_in", "w_out")}
+            y = interlace.mixture_of_experts(experts=tensors["experts"], **leaves, **options)  # type: ignore[arg-type]
+            if not self.backward:
+                return [y]
+            return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
+
+        return make
+
+
+def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
+    """One small layer with its backward pass, and one whose experts take few rows."""
+    return [
+        ExpertsCase(OPERATOR, impl, "bfloat16", True, hidden=32, ffn=32),
+        ExpertsCase(OPERATOR, impl, "float32", True, routing="one", capacity=3),
+    ]
+
+
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ExpertsCase:
+    """A random call."""
+    tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
+    return ExpertsCase(
+        OPERATOR, impl, dtype, source.random() < 0.5, tokens, local, min(top_k, ranks * local), hidden, ffn,
+        source.choice(ROUTINGS), source.choice((0, 0, 3)),
+    )  # fmt: skip

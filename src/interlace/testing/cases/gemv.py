@@ -1,0 +1,103 @@
+"""Calls of ``gemv_all_reduce``."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import group_of
+from interlace.ops.gemv_all_reduce.launch import choose
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+
+OPERATOR = "gemv_all_reduce"
+IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "unfused")}
+
+# Tokens (0 for a vector), rows, columns, dtype, whether there is a bias.
+_KINDS = (
+    (0, 64, 48, "float32", True),
+    (1, 130, 256, "bfloat16", False),
+    (2, 97, 65, "float16", True),
+    (5, 64, 512, "bfloat16", True),
+    (16, 33, 128, "float32", False),
+    (0, 1, 8, "float16", False),
+    (1, 4096, 512, "bfloat16", False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GemvCase(Case):
+    """``tokens`` rows of x, or a vector for 0; ``rows`` and ``columns`` of each rank's weight."""
+
+    tokens: int = 1
+    rows: int = 64
+    columns: int = 32
+    bias: bool = False
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.tokens or 'vector'} x {self.rows} x {self.columns}{', bias' if self.bias else ''}"
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        own, shared, dtype = generator(seed, rank), generator(seed, -1), DTYPES[self.dtype]
+        leading = (self.tokens,) if self.tokens else ()
+        found = {
+            "x": whole(own, (*leading, self.columns), 2).to(dtype),
+            "w": whole(own, (self.rows, self.columns), 1, thin(self.columns)).to(dtype),
+        }
+        if self.bias:
+            found["bias"] = whole(shared, (self.rows,), 8).to(dtype)
+        if self.backward:
+            found["grad"] = whole(shared, (*leading, self.rows), 1, thin(self.rows, 48)).to(dtype)
+        return found
+
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        """The result is one tensor of which every rank has a copy; gradients are those of the sum
+        that it is in, once.
+        """
+        names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
+        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        total = torch.stack([each["x"] @ each["w"].T for each in leaves]).sum(0)
+        results = [total + each["bias"] if self.bias else total for each in leaves]
+        if not self.backward:
+            return [[result] for result in results]
+        return [
+            [result.detach(), *gradients([result], [each["grad"]], list(own.values()))]
+            for result, each, own in zip(results, inputs, leaves, strict=True)
+        ]
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        owner = group_of(group)
+        impl, _, protocol = self.impl.partition(" ")
+        choice = choose(
+            tokens=self.tokens or 1, rows=self.rows, columns=self.columns, dtype=DTYPES[self.dtype],
+            world_size=owner.world_size, device=owner.device,
+        )  # fmt: skip
+        config = dataclasses.replace(choice.config, protocol=protocol) if protocol else None
+
+        def make(tensors: Tensors) -> list[torch.Tensor]:
+            x, w, bias = tensors["x"], tensors["w"], tensors.get("bias")
+            if not self.backward:
+                return [interlace.gemv_all_reduce(x, w, bias, group=group, impl=impl, config=config)]
+            leaves = [tensor.detach().requires_grad_() for tensor in (x, w, bias) if tensor is not None]
+            y = interlace.gemv_all_reduce(*leaves, group=group, impl=impl, config=config)
+            return [y.detach(), *torch.autograd.grad(y, leaves, tensors["grad"])]
+
+        return make
+
+
+def every(operator: str, impl: str, ranks: int) -> list[GemvCase]:
+    """One token and several, with their backward pass."""
+    return [
+        GemvCase(OPERATOR, impl, "bfloat16", True, 1, 96, 64, True),
+        GemvCase(OPERATOR, impl, "float16", True, 5, 33, 48, False),
+    ]
+
+
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> GemvCase:
+    """A random call; ``large`` allows one with many rows."""
+    tokens, rows, columns, dtype, bias = source.choice(_KINDS if large else _KINDS[:-1])
+    return GemvCase(OPERATOR, impl, dtype, source.random() < 0.4, tokens, rows, columns, bias)

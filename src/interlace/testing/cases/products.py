@@ -1,0 +1,201 @@
+"""Calls of the operators around one matrix product."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.products.choice import ANY_ROWS, takes_bias
+from interlace.products.splits import balanced
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+
+SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
+"""Operators that add up all ranks' products, and a bias of which every rank has a copy."""
+
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gemm_all_to_all", *SUMS), ("fused", "mapped", "split", "triggered", "unfused")),
+    "all_gather_gemm": ("fused", "mapped", "split", "unfused"),
+}
+
+# Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w
+# is contiguous along. Few, because each one compiles kernels of its own; rows are not compiled in.
+_KINDS = (
+    (64, 48, "float32", True, False, "K"),
+    (129, 65, "bfloat16", True, True, "N"),
+    (96, 520, "float16", False, True, "K"),
+    (256, 128, "bfloat16", False, False, "K"),
+    (1, 16, "float16", False, False, "N"),
+    (128, 64, "float8", True, True, "K"),
+)
+_ROWS = (1, 2, 7, 16, 33, 130)
+_MAPPED_ROWS = (1, 2, 16, 64)  # whose padding to a whole mapping a mapped output accepts
+_MOST_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductCase(Case):
+    """``rows`` of x on each rank (of the product, where that is the same), or as ``splits`` say.
+
+    Attributes:
+        splits: None; or ``splits[s][d]`` rows from rank s to rank d (all-to-all); or the rows of
+            each rank's result (reduce-scatter) or of each rank's x (all-gather).
+        w_along: the dimension along which w is contiguous, ``"K"`` or ``"N"``.
+    """
+
+    rows: int = 16
+    columns: int = 32
+    inner: int = 32
+    bias: bool = False
+    splits: tuple[Any, ...] | None = None
+    w_along: str = "K"
+
+    @property
+    def sizes(self) -> str:
+        split = "" if self.splits is None else f", splits {list(self.splits)}"
+        rows = "given rows" if self.splits is not None else self.rows
+        return f"{rows} x {self.columns} x {self.inner}{', bias' if self.bias else ''}, w along {self.w_along}{split}"
+
+    def _rows_of(self, rank: int) -> int:
+        if self.splits is None or self.operator in SUMS:
+            return self.rows
+        return sum(self.splits[rank]) if self.operator == "gemm_all_to_all" else int(self.splits[rank])
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        own, shared = generator(seed, rank), generator(seed, -1)
+        rows, dtype = self._rows_of(rank), DTYPES[self.dtype]
+        found = {
+            "x": whole(own, (rows, self.inner), 2).to(dtype),
+            "w": whole(own, (self.columns, self.inner), 1, thin(self.inner)).to(dtype),
+        }
+        if self.w_along == "N":
+            found["w"] = found["w"].T.contiguous().T
+        if self.bias:
+            found["bias"] = whole(shared if self.operator in SUMS else own, (self.columns,), 8).to(self.result_dtype)
+        if self.dtype == "float8":
+            found["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=own)
+            found["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=own)
+        if self.backward:
+            source = shared if self.operator == "gemm_all_reduce" else own
+            shape = self._result_rows(rank, ranks), self.columns
+            found["grad"] = whole(source, shape, 1, thin(max(*shape, 1), 48)).to(self.result_dtype)
+        return found
+
+    def _result_rows(self, rank: int, ranks: int) -> int:
+        match self.operator:
+            case "all_gather_gemm":
+                return sum(self._rows_of(each) for each in range(ranks))
+            case "gemm_all_to_all":
+                return self.rows if self.splits is None else sum(sent[rank] for sent in self.splits)
+            case "gemm_all_reduce":
+                return self.rows
+        return int((self.splits or balanced(self.rows, ranks))[rank])
+
+    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+        names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
+        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        outputs = self._forward(leaves, inputs)
+        if not self.backward:
+            return [[output] for output in outputs]
+        # What every rank has a copy of is one tensor, which rank 0's stands for.
+        same, shared_bias = self.operator == "gemm_all_reduce", self.bias and self.operator in SUMS
+        counted = slice(0, 1) if same else slice(None)
+        flat = [leaf for each in leaves for leaf in each.values()]
+        found = iter(gradients(outputs[counted], [each["grad"] for each in inputs][counted], flat))
+        by_rank = [{name: next(found) for name in names} for _ in inputs]
+        if shared_bias:
+            by_rank = [each | {"bias": by_rank[0]["bias"]} for each in by_rank]
+        return [[output.detach(), *each.values()] for output, each in zip(outputs, by_rank, strict=True)]
+
+    def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
+        ranks = len(inputs)
+        xs = [each["x"] * given.get("x_scale", 1) for each, given in zip(leaves, inputs, strict=True)]
+        ws = [
+            each["w"] * given["w_scale"].mT if "w_scale" in given else each["w"] for each, given in zip(leaves, inputs, strict=True)
+        ]
+        biases = [each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in leaves]
+        if self.operator == "all_gather_gemm":
+            return [torch.cat(xs) @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
+        parts = [x @ w.T for x, w in zip(xs, ws, strict=True)]
+        if self.operator == "gemm_all_to_all":
+            sent = self.splits or [[self.rows // ranks] * ranks] * ranks
+            pieces = [(part + bias).split(list(counts)) for part, bias, counts in zip(parts, biases, sent, strict=True)]
+            return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
+        total = torch.stack(parts).sum(0) + biases[0]
+        if self.operator == "gemm_all_reduce":
+            return [total] * ranks
+        return list(total.split(list(self.splits or balanced(self.rows, ranks))))
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        operator, rank = getattr(interlace, self.operator), dist.get_rank(group)
+        options: dict[str, Any] = {"group": group, "impl": self.impl}
+        if self.splits is not None and self.operator == "gemm_all_to_all":
+            options["input_splits"] = list(self.splits[rank])
+            options["output_splits"] = [sent[rank] for sent in self.splits]
+        elif self.splits is not None:
+            options["splits"] = list(self.splits)
+
+        def make(tensors: Tensors) -> list[torch.Tensor]:
+            arguments = {name: tensor for name, tensor in tensors.items() if name != "grad"}
+            if not self.backward:
+                return [operator(**arguments, **options)]
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in arguments.items()}
+            y = operator(**leaves, **options)
+            return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
+
+        return make
+
+
+def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
+    """One small call with its backward pass, and one with uneven rows and a rank without any where
+    the implementation takes it.
+    """
+    can_be_uneven = takes_any_rows(operator, impl)
+    dtype = "bfloat16"
+    cases = [
+        ProductCase(operator, impl, dtype, True, 16 * ranks, 64, 32, takes_bias(operator, impl)),
+    ]
+    if can_be_uneven:
+        splits = _uneven(operator, random.Random(1), ranks)
+        rows = sum(splits) if operator == "gemm_reduce_scatter" else 0
+        cases.append(ProductCase(operator, impl, "float32", True, rows, 33, 17, takes_bias(operator, impl), splits, "N"))
+    return cases
+
+
+def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ProductCase:
+    """A random call; ``large`` allows some with many rows."""
+    columns, inner, dtype, bias, uneven, along = source.choice(
+        [kind for kind in _KINDS if impl in ("fused", "unfused") or kind[2] != "float8"]
+    )
+    uneven = uneven and takes_any_rows(operator, impl)
+    splits = _uneven(operator, source, ranks) if uneven else None
+    sizes = _MAPPED_ROWS if impl == "mapped" and operator != "all_gather_gemm" else _ROWS
+    share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
+    rows = share if operator == "all_gather_gemm" else share * ranks
+    if operator == "gemm_all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:
+        rows = max(1, rows - 1)  # not a multiple of the ranks
+    if splits is not None and operator == "gemm_reduce_scatter":
+        rows = sum(splits)
+    backward = dtype != "float8" and source.random() < 0.4
+    return ProductCase(
+        operator, impl, dtype, backward, rows, columns, inner, bias and takes_bias(operator, impl), splits, along
+    )  # fmt: skip
+
+
+def takes_any_rows(operator: str, impl: str) -> bool:
+    """Whether rows may be split unevenly."""
+    return operator != "gemm_all_reduce" and (impl in ("fused", "unfused") or (operator, impl) in ANY_ROWS)
+
+
+def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:
+    """Rows of each rank, one without any; for an all-to-all, of each pair of ranks."""
+    rows = [source.choice((1, 5, 17, 64, 129)) for _ in range(ranks)]
+    if ranks > 1:
+        rows[source.randrange(ranks)] = 0
+    if operator != "gemm_all_to_all":
+        return tuple(rows)
+    return tuple(tuple(rows[s:] + rows[:s]) for s in range(ranks))

@@ -1,0 +1,187 @@
+"""Descriptors that pass between ranks while strangers get in the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import descriptors
+from tests.errors import error_of
+
+_ALLOCATIONS = 10
+
+
+def _flood(folder: str, user: int | None, ready: Connection) -> None:
+    """Connect to every socket in a folder, as often as it lets one, and say nothing or nonsense."""
+    if user is not None:
+        os.setgid(user)
+        os.setuid(user)
+    held: list[socket.socket] = []
+    ready.send(os.getuid())
+    while not ready.poll():
+        for path in _sockets(folder):
+            for message in (None, b"", b"nonsense", bytes(20), bytes(1000)):
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stranger.setblocking(False)
+                try:
+                    stranger.connect(path)
+                    if message is not None:
+                        socket.send_fds(stranger, [message], [0, 1] if message else [])
+                    held.append(stranger)
+                except OSError:
+                    stranger.close()
+        del held[:-200]
+    ready.send(len(held))
+
+
+def _sockets(folder: str) -> list[str]:
+    return [os.path.join(directory.path, "socket") for directory in os.scandir(folder)]
+
+
+def _allocate(folder: str) -> tuple[str, int]:
+    """Several allocations with a deadline; the error, and how many descriptors are left over."""
+    process_group = dist.new_group()
+    interlace.set_deadline(30.0, process_group)
+    before, ordinary = len(os.listdir("/proc/self/fd")), tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        for _ in range(_ALLOCATIONS):
+            interlace.empty_symmetric((8,), dtype=torch.float32, group=process_group)
+    except interlace.InterlaceError as error:
+        return str(error), 0
+    finally:
+        tempfile.tempdir = ordinary
+    return "", len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        pytest.param(None, id="same user"),
+        pytest.param(
+            65534, id="other user", marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+        ),
+    ],
+)
+def test_strangers_hold_up_nobody(ranks, user):
+    """A stranger of the same user gets connections, which are closed; one of another user gets none."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # as /tmp, where anybody may look
+        held = _allocations_in_a_flood(ranks, folder, user)
+    assert (held > 0) == (user is None)
+
+
+def _allocations_in_a_flood(ranks, folder, user):
+    assert ranks(2).run(_allocate, folder) == [("", 0)] * 2
+    here, there = multiprocessing.Pipe()
+    stranger = multiprocessing.get_context("spawn").Process(target=_flood, args=(folder, user, there), daemon=True)
+    stranger.start()
+    try:
+        assert here.recv() == (os.getuid() if user is None else user)
+        assert ranks(2).run(_allocate, folder) == [("", 0)] * 2
+        here.send("enough")
+        held = here.recv()
+    finally:
+        stranger.kill()
+        stranger.join()
+    return held
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_only_one_message_of_each_peer_counts():
+    """Rank 0 in a thread; rank 1 by hand, which says it twice, after messages that are no peer's."""
+    before = _open_descriptors()
+    with (
+        descriptors.listening() as (here, listener),
+        descriptors.listening() as (there, other),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        tokens = [descriptors.new_token() for _ in range(2)]
+        addresses = [descriptors.Address(here, tokens[0]), descriptors.Address(there, tokens[1])]
+        held = [[os.memfd_create("of rank 0")], []]
+        passing = descriptors.Passing(0, addresses, listener, held)
+        result = thread.submit(passing.run, time.monotonic() + 30.0)
+        answers = []
+        for rank, token, count in [(0, 0, 1), (2, 0, 1), (1, 1, 1), (1, 0, 0), (1, 0, 1), (1, 0, 1)]:
+            fds = [os.memfd_create("of rank 1") for _ in range(count)]
+            with _connected(here) as sender:
+                socket.send_fds(sender, [descriptors.header(rank, tokens[token])], fds)
+                sender.setblocking(True)
+                answers.append(sender.recv(1))
+            for fd in fds:
+                os.close(fd)
+        assert answers == [b"", b"", b"", b"", b"\1", b"\1"]
+        other.setblocking(True)
+        receiver, _ = other.accept()
+        with receiver:
+            message, received, _, _ = socket.recv_fds(receiver, 100, 1)
+            assert message == descriptors.header(0, tokens[1])
+            receiver.send(b"\1")
+        assert result.result() is None
+        assert [len(fds) for fds in held] == [1, 1]
+        for fd in (*received, *held[0], *held[1]):
+            os.close(fd)
+    assert _open_descriptors() == before
+
+
+def _connected(directory: str) -> socket.socket:
+    connection = descriptors.connect(directory, 0)
+    assert connection is not None
+    return connection
+
+
+def _absent() -> tuple[object, float]:
+    """Rank 1 tells the others where it listens, and then does not."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(1.0, process_group)
+    start, found = time.monotonic(), None
+    if group.rank == 1:
+        with descriptors.listening() as (directory, _):
+            group.exchange("empty_symmetric", {"shape": [4], "dtype": "torch.float32"})
+            group.exchange("empty_symmetric", [[directory, "00" * 16], ""])
+            time.sleep(3.0)
+    else:
+        error = error_of(interlace.empty_symmetric, (4,), dtype=torch.float32, group=process_group)
+        found = error[0], error[2]["peer"]
+    dist.barrier()
+    return found, time.monotonic() - start
+
+
+def test_a_rank_that_takes_no_descriptors_is_named_at_the_deadline(ranks):
+    (first, _), _, (third, _) = ranks(3).run(_absent)
+    assert first == third == ("PeerTimeoutError", 1)
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(interlace.BackendError, match=r"must reach rank 3 through a Unix socket in .*nowhere.*\(TMPDIR\)"):
+        descriptors.connect(str(tmp_path / "nowhere"), 3)
+
+
+def test_the_socket_of_a_long_directory(tmp_path, monkeypatch):
+    """The path of a socket has 107 bytes; the directory for temporary files may be deeper than that."""
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with descriptors.listening() as (directory, listener):
+        assert os.stat(directory).st_mode & 0o777 == 0o700
+        sender = descriptors.connect(directory, 0)
+        receiver, _ = listener.accept()
+        sender.send(b"hello")
+        assert receiver.recv(5) == b"hello"
+        sender.close()
+        receiver.close()
+    assert list(deep.iterdir()) == []

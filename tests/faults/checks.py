@@ -1,0 +1,91 @@
+"""What the ranks must have seen of each of :mod:`tests.faults.scenarios`."""
+
+from __future__ import annotations
+
+from tests.faults.scenarios import FAULTY, Outcome
+
+
+def late_in_time(outcomes: list[Outcome]) -> None:
+    assert [(outcome.kind, outcome.wrong, outcome.broken) for outcome in outcomes] == [("", 0, False)] * len(outcomes)
+
+
+def too_late(outcomes: list[Outcome]) -> None:
+    """The others name the late rank; the late rank names one of those who gave up.
+
+    Its first call may end without an error, with what they had sent and with NaN for what they had
+    not.
+    """
+    for rank, outcome in enumerate(outcomes):
+        peers = [FAULTY] if rank != FAULTY else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        _expired(outcome, peers)
+
+
+def died(outcomes: list[Outcome | None]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank == FAULTY:
+            assert outcome is None
+        else:
+            assert outcome is not None
+            _expired(outcome, [FAULTY])
+
+
+def other_call(outcomes: list[Outcome]) -> None:
+    """Every rank learns at once who called what; nothing is broken."""
+    for outcome in outcomes:
+        assert (outcome.kind, outcome.broken) == ("RankMismatchError", False), outcome
+        assert "ranks must make the same calls in the same order" in outcome.message
+        assert f"'gemm_all_reduce' on rank {FAULTY}" in outcome.message
+        assert "'gemv_all_reduce' on rank 0" in outcome.message
+
+
+def other_call_agreed_on(outcomes: list[Outcome]) -> None:
+    """Different operators have memory of their own, so each side waits for the other."""
+    for rank, outcome in enumerate(outcomes):
+        peers = [FAULTY] if rank != FAULTY else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        _expired(outcome, peers)
+
+
+def other_shape(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert (outcome.kind, outcome.broken) == ("RankMismatchError", False), outcome
+        assert f"[48, 32] on rank {FAULTY}" in outcome.message
+        assert "[64, 32] on rank 0" in outcome.message
+
+
+def other_shape_agreed_on(outcomes: list[Outcome]) -> None:
+    """A rank whose peer made the other call says so."""
+    other_call_agreed_on(outcomes)
+    assert outcomes[FAULTY].fields["different_call"], outcomes[FAULTY]
+
+
+def out_of_memory(outcomes: list[tuple[Outcome, int]]) -> None:
+    """Every rank raises at once, the others name the rank, and calls that need no more memory go
+    on.
+    """
+    for rank, (outcome, wrong_afterwards) in enumerate(outcomes):
+        assert (outcome.kind, outcome.broken, wrong_afterwards) == ("WorkspaceError", False, 0), outcome
+        assert rank == FAULTY or f"rank {FAULTY}" in outcome.message, outcome
+
+
+def interrupted(outcomes: list[Outcome]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank == FAULTY:
+            assert outcome.kind == "KeyboardInterrupt"
+        else:
+            _expired(outcome, [FAULTY])
+
+
+def interrupted_in_a_wait(outcomes: list[tuple[Outcome, Outcome]]) -> None:
+    """The interrupted rank's group is broken, and its peers, who come later, wait for it in vain."""
+    for rank, (first, then) in enumerate(outcomes):
+        if rank == FAULTY:
+            assert first.kind in ("KeyboardInterrupt", "PeerTimeoutError"), first
+            assert then.kind in ("GroupError", "PeerTimeoutError"), then
+            assert then.broken
+            assert then.free
+        else:
+            _expired(then, [FAULTY])
+
+
+def _expired(outcome: Outcome, peers: list[int]) -> None:
+    assert any(outcome.expired(peer) for peer in peers), outcome

@@ -1,0 +1,75 @@
+"""Faults of one rank on real GPUs. Run with ``-m gpu``.
+
+Every living rank must end with an error that names the faulty rank, by its deadline, and its GPU
+must
+be free then: the kernel has ended. ``tests/faults`` says what happens in each, and has the same for
+the CPU backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults import checks, scenarios
+from tests.faults.scenarios import CASES, MortalPool
+from tests.pool import Pool
+
+pytestmark = pytest.mark.gpu
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.fixture
+def mortal() -> Iterator[MortalPool]:
+    """Two ranks of their own for a test that kills one."""
+    pool = MortalPool(2, "cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_late_rank(ranks: Ranks, world_size: int, name: str) -> None:
+    checks.late_in_time(ranks(world_size).run(scenarios.late_in_time, name))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_rank_that_is_too_late(ranks: Ranks, world_size: int, name: str) -> None:
+    checks.too_late(ranks(world_size).run(scenarios.too_late, name))
+
+
+def test_a_rank_that_dies_before_a_call(mortal: MortalPool) -> None:
+    checks.died(mortal.run(scenarios.dies_before_a_call, "reduce_scatter"))
+
+
+def test_a_rank_that_dies_in_a_kernel(mortal: MortalPool) -> None:
+    checks.died(mortal.run(scenarios.dies_in_a_kernel))
+
+
+def test_a_rank_that_calls_something_else(ranks: Ranks, world_size: int) -> None:
+    checks.other_call(ranks(world_size).run(scenarios.other_call))
+
+
+def test_a_rank_that_calls_something_else_that_was_agreed_on(ranks: Ranks, world_size: int) -> None:
+    checks.other_call_agreed_on(ranks(world_size).run(scenarios.other_call_agreed_on))
+
+
+def test_a_rank_that_calls_with_another_shape(ranks: Ranks, world_size: int) -> None:
+    checks.other_shape(ranks(world_size).run(scenarios.other_shape))
+
+
+def test_a_rank_that_calls_with_another_shape_that_was_agreed_on(ranks: Ranks, world_size: int) -> None:
+    checks.other_shape_agreed_on(ranks(world_size).run(scenarios.other_shape_agreed_on))
+
+
+def test_a_rank_without_memory(ranks: Ranks, world_size: int) -> None:
+    checks.out_of_memory(ranks(world_size).run(scenarios.out_of_memory))
+
+
+def test_a_rank_that_is_interrupted_before_its_call(ranks: Ranks, world_size: int) -> None:
+    checks.interrupted(ranks(world_size).run(scenarios.interrupted))
+
+
+def test_a_rank_that_is_interrupted_while_it_waits(ranks: Ranks, world_size: int) -> None:
+    checks.interrupted_in_a_wait(ranks(world_size).run(scenarios.interrupted_in_a_wait))

@@ -1,0 +1,307 @@
+"""Protocols that are broken in one place: what the explorer has to find."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import importlib
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+_EPOCH_ARGUMENT = {"wait": 1, "get_packed": 1, "sum_packed": 3, "barrier": 1, "signal": 1, "put_packed": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One protocol with one mistake.
+
+    Attributes:
+        protocol: of ``programs.PROGRAMS``.
+        where: the function that is changed, ``module:name``, below ``interlace``.
+        mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before put"``; ``"half reused"``: both halves are the
+            same; ``"wrong epoch"``: a wait is for the epoch two calls before; ``"no wait"``: a wait or a barrier is left out.
+        which: the primitive that it is made at, and the number of its call in that function.
+        ranks: how many it takes.
+    """
+
+    protocol: str
+    where: str
+    mistake: str
+    which: tuple[str, int] = ("", 0)
+    ranks: int = 2
+
+    @property
+    def name(self) -> str:
+        return f"{self.protocol}, {self.where.split(':')[1]}: {self.mistake}, {self.which[0]} {self.which[1]}"
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Kernels of this process have the mistake meanwhile."""
+        module, name = self.where.split(":")
+        function = getattr(importlib.import_module(f"interlace.{module}"), name)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        definition = tree.body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        definition.decorator_list = []
+        _MISTAKES[self.mistake](definition, *self.which)
+        changed = _compiled(ast.unparse(ast.fix_missing_locations(tree)), name, function.fn.__globals__)
+        table = InterpretedFunction.rewritten_fn
+        before = table.get(function.fn)
+        table[function.fn] = triton.jit(changed).rewrite()
+        try:
+            yield
+        finally:
+            del table[function.fn]
+            if before is not None:
+                table[function.fn] = before
+
+
+def _compiled(source: str, name: str, names: dict[str, Any]) -> Any:
+    file = f"<mutant {name} {hash(source):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    made: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), names, made)
+    return made[name]
+
+
+# Mistakes
+
+
+def _calls(tree: ast.AST, primitive: str) -> list[ast.Call]:
+    names = f"il.{primitive}", primitive
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    return sorted(found, key=lambda node: node.lineno)
+
+
+def _relax(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    call = _calls(tree, primitive)[number]
+    assert all(keyword.arg != "ORDER" for keyword in call.keywords)
+    call.keywords.append(ast.keyword("ORDER", ast.Constant("relaxed")))
+
+
+def _leave_out(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    """The call becomes a condition that holds."""
+    call = _calls(tree, primitive)[number]
+    replacement = ast.parse("tl.program_id(0) >= 0", mode="eval").body
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            if value is call:
+                setattr(parent, field, replacement)
+
+
+def _wait_for_another(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    call = _calls(tree, primitive)[number]
+    place = _EPOCH_ARGUMENT[primitive]
+    call.args[place] = ast.BinOp(call.args[place], ast.Sub(), ast.Constant(2))
+
+
+def _signal_first(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    """The call, where all its names are known, moves to the beginning of the innermost block with both it and a put before it."""
+    signal = next(node for node in ast.walk(tree) if isinstance(node, ast.Expr) and node.value is _calls(tree, primitive)[number])
+    for block in _blocks(tree):
+        for i, statement in enumerate(block):
+            holds = [each for each in block[:i] if any(_calls(each, put) for put in ("put", "put_packed"))]
+            if holds and any(node is signal for node in ast.walk(statement)):
+                moved = statement if statement is not signal else signal
+                block.remove(moved)
+                block.insert(block.index(holds[-1]), copy.deepcopy(moved))
+                return
+    raise AssertionError(f"no put before {primitive} {number}")
+
+
+def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:
+    """Innermost ones first."""
+    found: list[list[ast.stmt]] = []
+    for node in ast.walk(tree):
+        for field in ("body", "orelse"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block:
+                found.append(block)
+    return found[::-1]
+
+
+def _reuse_half(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    """``epoch & 1`` becomes ``epoch & 0``, at the place of that number."""
+    found = [
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and isinstance(node.left, ast.Name)
+        and node.left.id == "epoch"
+    ]  # fmt: skip
+    sorted(found, key=lambda node: (node.lineno, node.col_offset))[number].right = ast.Constant(0)
+
+
+def _reuse_signals(tree: ast.FunctionDef, primitive: str, number: int) -> None:
+    """Two sets of signals that take turns become one."""
+    call = _calls(tree, "in_turn")[number]
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            if value is call:
+                setattr(parent, field, call.args[0])
+
+
+_MISTAKES: dict[str, Callable[[ast.FunctionDef, str, int], None]] = {
+    "no release": _relax,
+    "no fence": _leave_out,
+    "no wait": _leave_out,
+    "wrong epoch": _wait_for_another,
+    "signal before put": _signal_first,
+    "half reused": _reuse_half,
+    "signals reused": _reuse_signals,
+}
+
+
+# The table
+
+
+def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
+    return [Mutant(protocol, *mistake) for mistake in mistakes]
+
+
+_GEMV, _SUM = "ops.gemv_all_reduce.kernel", "products.reduction:send_and_sum"
+_RS, _AR, _A2A = (f"ops.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_reduce", "all_to_all"))
+_EMBEDDING, _EXPERTS = "ops.embedding_all_to_all.kernel", "ops.mixture_of_experts.kernel"
+_FORWARD, _BACKWARD = f"{_EMBEDDING}:embedding_all_to_all_forward", f"{_EMBEDDING}:embedding_all_to_all_backward"
+_STAGED, _MAPPED = "products.staged", "mapped.kernel"
+
+MUTANTS = [
+    *_of(
+        "gemv, one shot",
+        (f"{_GEMV}:gemv_all_reduce_one_shot", "half reused"),
+        (f"{_GEMV}:gemv_all_reduce_one_shot", "wrong epoch", ("sum_packed", 0)),
+        (f"{_GEMV}:gemv_all_reduce_one_shot", "wrong epoch", ("put_packed", 0)),
+    ),
+    *_of(
+        "gemv, two phases",
+        (f"{_GEMV}:gemv_all_reduce_two_phase", "half reused"),
+        (f"{_GEMV}:gemv_all_reduce_two_phase", "wrong epoch", ("get_packed", 0)),
+        (f"{_GEMV}:_send_sum", "wrong epoch", ("sum_packed", 0)),
+    ),
+    *_of(
+        "gemm_reduce_scatter, fused",
+        (_SUM, "no release", ("signal", 0)),
+        (_SUM, "no release", ("signal", 1)),
+        (_SUM, "no wait", ("wait", 0)),
+        (_SUM, "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
+        "gemm_reduce_scatter, fused, no rows",
+        (_RS, "no release", ("signal", 0)),
+        (_RS, "no wait", ("wait", 0)),
+        (_RS, "wrong epoch", ("wait", 0)),
+        (_RS, "signals reused", ("in_turn", 0)),
+    ),
+    *_of(
+        "gemm_reduce_scatter, split",
+        ("ops.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
+        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
+        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
+        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
+    ),
+    *_of(
+        "gemm_all_reduce, fused",
+        (_AR, "no release", ("signal", 0)),
+        (_AR, "signal before put", ("signal", 0)),
+        (_AR, "no wait", ("wait", 0)),
+        (_AR, "wrong epoch", ("wait", 0)),
+        (_AR, "no release", ("signal", 1)),
+        (_AR, "no wait", ("wait", 1)),
+    ),
+    *_of(
+        "gemm_all_to_all, fused",
+        (_A2A, "no release", ("signal", 0)),
+        (_A2A, "signal before put", ("signal", 0)),
+        (_A2A, "no wait", ("wait", 0)),
+        (_A2A, "wrong epoch", ("wait", 0)),
+        (_A2A, "no release", ("signal", 1)),
+        (_A2A, "signal before put", ("signal", 1)),
+        (_A2A, "no wait", ("wait", 1)),
+        (_A2A, "wrong epoch", ("wait", 1)),
+        (_A2A, "no wait", ("arrive_last", 0)),
+    ),
+    *_of(
+        "all_gather_gemm, fused",
+        (f"{_STAGED}:stage_rows", "no wait", ("wait", 0)),
+        (f"{_STAGED}:stage_rows", "no release", ("signal", 0)),
+        (f"{_STAGED}:stage_rows", "no wait", ("arrive_last", 0)),
+        (f"{_STAGED}:await_rows", "no wait", ("wait", 0)),
+        (f"{_STAGED}:await_rows", "wrong epoch", ("wait", 0)),
+        (f"{_STAGED}:release_rows", "no release", ("signal", 0)),
+    ),
+    *_of(
+        "all_gather_gemm, mapped",
+        (f"{_STAGED}:spread_rows", "half reused"),
+        (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
+    ),
+    *_of(
+        "embedding forward, direct",
+        (_FORWARD, "no release", ("signal", 0)),
+        (_FORWARD, "signal before put", ("signal", 0)),
+        (_FORWARD, "no wait", ("wait", 0)),
+        (_FORWARD, "wrong epoch", ("wait", 0)),
+        (_FORWARD, "no release", ("signal", 2)),
+        (_FORWARD, "signal before put", ("signal", 2)),
+        (_FORWARD, "no wait", ("wait", 2)),
+        (_FORWARD, "wrong epoch", ("wait", 2)),
+        (_FORWARD, "no wait", ("arrive_last", 1)),
+    ),
+    *_of(
+        "embedding forward, sliced, own samples first",
+        (_FORWARD, "signals reused", ("", 0), 3),
+        (_FORWARD, "signals reused", ("", 2), 3),
+    ),
+    *_of(
+        "embedding forward, sliced",
+        (_FORWARD, "no fence", ("fence", 0)),
+        (_FORWARD, "no wait", ("wait", 1)),
+        (_FORWARD, "wrong epoch", ("wait", 1)),
+    ),
+    *_of(
+        "embedding backward",
+        (f"{_EMBEDDING}:_push", "no release", ("signal", 0)),
+        (f"{_EMBEDDING}:_push", "signal before put", ("signal", 0)),
+        (f"{_EMBEDDING}:_push", "no wait", ("arrive_last", 0)),
+        (_BACKWARD, "signals reused"),
+        (_BACKWARD, "no wait", ("wait", 0)),
+        (_BACKWARD, "wrong epoch", ("wait", 0)),
+        (f"{_EMBEDDING}:_await_tables", "no wait", ("wait", 0)),
+        (f"{_EMBEDDING}:_await_tables", "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
+        "mixture_of_experts",
+        (f"{_EXPERTS}:_push", "no release", ("signal", 0)),
+        (f"{_EXPERTS}:_push", "signal before put", ("signal", 0)),
+        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 1)),
+        (f"{_EXPERTS}:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
+        (f"{_EXPERTS}:grouped_gemm_combine", "no release", ("signal", 0)),
+        (f"{_EXPERTS}:sum_results", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}:sum_results", "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
+        "mixture_of_experts, backward",
+        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 0)),
+    ),
+    *_of(
+        "mapped all-to-all",
+        (f"{_MAPPED}:meet", "no wait", ("barrier", 0)),
+    ),
+    *_of(
+        "mapped all-reduce",
+        (f"{_MAPPED}:collect", "no wait", ("barrier", 0)),
+        (f"{_MAPPED}:collect", "no wait", ("barrier", 1)),
+    ),
+    *_of(
+        "mapped reduce-scatter",
+        ("language.primitives:barrier", "no release", ("signal", 0)),
+        ("language.primitives:barrier", "no wait", ("wait", 0)),
+        ("language.primitives:barrier", "wrong epoch", ("wait", 0)),
+        ("language.primitives:barrier", "signals reused"),
+    ),
+]

@@ -1,0 +1,52 @@
+"""The list of every implementation of every operator: complete, and right on the CPU backend."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from interlace.mapped import COLLECTIVES
+from interlace.ops.all_gather_gemm.config import IMPLS as ALL_GATHER_IMPLS
+from interlace.ops.all_to_all_bmm.config import IMPLS as BATCH_IMPLS
+from interlace.ops.embedding_all_to_all.config import PROTOCOLS as EMBEDDING_PROTOCOLS
+from interlace.ops.explain import _OPERATORS as EXPLAINED
+from interlace.ops.gemv_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
+from interlace.ops.mixture_of_experts.config import OPERANDS
+from interlace.products.choice import IMPLS as PRODUCT_IMPLS
+from interlace.testing.cases import IMPLEMENTATIONS, draw_case, every_case
+
+
+def _check(operator: str) -> dict[str, list[int]]:
+    import torch.distributed as dist
+
+    cases = list(every_case(dist.get_world_size(), [operator]))
+    return {case.label: case.prepare(seeds=(0, 1)).check(1) for case in cases}
+
+
+@pytest.mark.parametrize("operator", list(IMPLEMENTATIONS))
+def test_every_case_is_right(ranks, operator):
+    for found in ranks(2).run(_check, operator, timeout_s=200):
+        wrong = {label: counts for label, counts in found.items() if any(counts)}
+        assert found
+        assert not wrong
+
+
+def test_every_implementation_is_listed():
+    """An implementation that is added to an operator must be added to the list."""
+    assert set(EXPLAINED) <= set(IMPLEMENTATIONS)
+    for operator in ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"):
+        assert {"auto", *IMPLEMENTATIONS[operator]} == set(PRODUCT_IMPLS)
+    assert {"auto", *IMPLEMENTATIONS["all_gather_gemm"]} == set(ALL_GATHER_IMPLS)
+    assert {"auto", *IMPLEMENTATIONS["all_to_all_bmm"]} == set(BATCH_IMPLS)
+    for operator, protocols in (
+        ("gemv_all_reduce", GEMV_PROTOCOLS), ("embedding_all_to_all", EMBEDDING_PROTOCOLS), ("mixture_of_experts", OPERANDS),
+    ):  # fmt: skip
+        assert set(IMPLEMENTATIONS[operator]) == {"unfused", *(f"fused {protocol}" for protocol in protocols)}
+    assert {impl.split()[0] for impl in IMPLEMENTATIONS["mapped_output"]} == set(COLLECTIVES)
+
+
+def test_random_cases_depend_on_the_seed_alone():
+    first, again, other = ([draw_case(3, source) for _ in range(50)] for source in map(random.Random, (5, 5, 6)))
+    assert first == again
+    assert first != other

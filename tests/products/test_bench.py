@@ -64,6 +64,7 @@ def _bench_batch(operator):
         return batches.bench(shape), same
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("operator", "columns", "ways"), [("bmm_all_to_all", 16, 2), ("all_to_all_bmm", 24, 1)])
 def test_a_batch(ranks, operator, columns, ways):
     for result, same in ranks(2).run(_bench_batch, operator):

@@ -66,7 +66,7 @@ class CpuHeap(Heap):
                 offset = self._range.offsets.take(size)
                 undo.callback(_unmap, self._range, ranks, offset, size)
                 fds = [_shared_file(size)]
-            except (WorkspaceError, OSError) as error:
+            except WorkspaceError as error:
                 failure = error
             with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
@@ -89,13 +89,22 @@ class CpuHeap(Heap):
 
 
 def _shared_file(nbytes: int) -> int:
-    """The descriptor of a new file of ``nbytes`` zeros that has no name."""
-    fd = os.memfd_create("interlace")
-    try:
-        os.ftruncate(fd, nbytes)
-    except OSError:
-        os.close(fd)
-        raise
+    """The descriptor of a new file of ``nbytes`` zeros that has no name.
+
+    Raises:
+        WorkspaceError: there is no memory, or no descriptor, for it.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            fd = os.memfd_create("interlace")
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            raise WorkspaceError(
+                f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}. "
+                f"Free tensors that are no longer needed."
+            ) from error
+        undo.pop_all()
     return fd
 
 

@@ -1,9 +1,11 @@
 .POSIX:
-.PHONY: setup demo test check examples test-gpu clean
+.PHONY: setup demo test quick check pytest examples test-gpu smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
 STAMP = .venv/.installed
+# Ranks that wait for one another leave time: two processes that run tests keep two cores busy.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 setup: $(STAMP)
 
@@ -31,19 +33,26 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
-	$(BIN)/python -m pytest
-	@$(MAKE) examples
+pytest: setup
+	$(PYTEST)
 
-# Every example ends by checking its own result.
+# Both at the same time: either fails the run.
+test: setup
+	@$(MAKE) -j 2 check pytest
+
+quick: setup
+	@$(MAKE) -j 2 check PYTEST="$(PYTEST) -m quick" pytest
+
 examples: setup
-	@set -e; for example in examples/*.py; do \
-		test -e "$$example" || continue; \
-		echo "$$example"; $(BIN)/python "$$example" > /dev/null; \
-	done
+	$(PYTEST) tests/test_examples.py
 
+# First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest tests/gpu -m 'gpu and not alone' -n 6 --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m 'gpu and alone'
+
+smoke-gpu: setup
+	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

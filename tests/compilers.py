@@ -1,50 +1,189 @@
-"""Processes that compile every kernel, beside the other tests; what they compile is in ``tests/test_compile_targets.py``."""
+"""Compile every kernel for every target, beside the other tests; the cases are in ``tests/test_compile_targets.py``.
+
+What has compiled once is not compiled again: for each case a file whose name is a hash of the
+kernel's source with all that it calls, the case's types and constants, Triton's version, the target
+and this file.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import io
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 THOROUGH = "sm_90"
 """The target for which every case is compiled; for the others, each kernel's first."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A process that compiles for one target, or for a part of it, on time that other processes leave."""
+    """What compiles: a process of this or of another process that runs tests.
 
-    target: str
-    process: subprocess.Popen[bytes]
-    log: TextIO
+    Attributes:
+        folder: where its log and its failures are.
+        process: None if another process that runs tests has started it.
+    """
 
-    def check(self) -> None:
-        """Wait for its end; fail with what it said if it failed."""
-        code = self.process.wait(timeout=200)
-        assert code == 0, Path(self.log.name).read_text()[-4000:]
+    folder: Path
+    process: subprocess.Popen[bytes] | None
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
-
-
-def start(folder: Path) -> list[Compiler]:
-    """Start them all; logs and caches go below ``folder``."""
-    parts = {target: 2 if target == THOROUGH else 1 for target in TARGETS}
-    return [_start(folder / f"{target}.{part}", target, part, count) for target, count in parts.items() for part in range(count)]
+    def check(self, target: str) -> None:
+        """Wait until all is compiled; fail with what was said about a target if something did not compile for it."""
+        end = time.monotonic() + 1100
+        while not (self.folder / "failures.json").exists():
+            assert time.monotonic() < end, (self.folder / "log").read_text()[-4000:]
+            time.sleep(0.2)
+        assert json.loads((self.folder / "failures.json").read_text())[target] == []
 
 
-def _start(folder: Path, target: str, part: int, parts: int) -> Compiler:
-    folder.mkdir()
-    # Where TRITON_INTERPRET is set, a kernel is a Python function. An empty cache: compile, not remember.
+def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
+    """A command that runs this file, and its environment: where TRITON_INTERPRET is set, a kernel is a Python function."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    code = f"from tests.test_compile_targets import compile_all; assert compile_all({target!r}, {part}, {parts}) > 0"
-    log = (folder / "log").open("w")
-    command = ["nice", "-n", "19", sys.executable, "-c", code]
-    return Compiler(target, subprocess.Popen(command, env=environment, stdout=log, stderr=log), log)
+    return [sys.executable, "-m", "tests.compilers", *map(str, arguments)], environment
+
+
+def cases() -> list[str]:
+    """The kernel and target of every case, from a process of its own."""
+    command, environment = _command()
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    return done.stdout.splitlines()
+
+
+def start(folder: Path, compiled: Path) -> Compiler:
+    """Start to compile, unless another process has already started with the same ``folder``.
+
+    Args:
+        folder: for logs and temporary files.
+        compiled: remembers what has compiled.
+    """
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return Compiler(folder, None)
+    command, environment = _command(compiled, folder / "failures.json")
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty: compile, not load
+    environment["TRITON_DUMP_PTXAS_LOG"] = "1"
+    with (folder / "log").open("w") as log:
+        return Compiler(folder, subprocess.Popen(["nice", "-n", "5", *command], env=environment, stdout=log, stderr=log))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    target: str
+
+    def source(self) -> Any:
+        from triton.compiler import ASTSource
+
+        constants = {name: value for name, value in self.constants.items() if name in self.kernel.arg_names}
+        signature = {name: "constexpr" if name in constants else self.types[name] for name in self.kernel.arg_names}
+        return ASTSource(self.kernel, signature, constants)
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.constants.get("num_warps", 4), "num_stages": 3}
+
+    def key(self) -> str:
+        """Changes with everything that the outcome depends on."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        backend = make_backend(GPUTarget(*TARGETS[self.target]))
+        parts = [self.source().hash(), backend.hash(), backend.parse_options(self.options).hash()]
+        parts += [triton.__version__, self.target, Path(__file__).read_text(encoding="utf-8")]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def compile(self) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        target = GPUTarget(*TARGETS[self.target])
+        with contextlib.redirect_stdout(io.StringIO()) as log:  # ptxas's remarks; see start()
+            compiled = triton.compile(self.source(), target=target, options=self.options)
+        assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
+        if target.backend == "cuda":
+            # Products whose matrix instructions ptxas serialises are right, and a quarter slower.
+            assert "Compiling entry function" in log.getvalue()
+            assert "serialized" not in log.getvalue()
+
+
+def _tasks() -> Iterator[_Task]:
+    """Every case for one target: what is wrong with a case is rarely wrong on one GPU only. Else one per kernel."""
+    from tests.test_compile_targets import cases_of, kernels
+
+    for target in TARGETS:
+        for kernel in kernels():
+            tasks = [_Task(kernel, types, constants, target) for types, constants in cases_of(kernel.__name__)]
+            if TARGETS[target][0] != "cuda":  # descriptors are NVIDIA's
+                tasks = [task for task in tasks if not any("tensordesc" in kind for kind in task.types.values())]
+            yield from tasks if target == THOROUGH else tasks[:1]
+
+
+_tasks_to_compile: list[_Task] = []
+
+
+def _compile(index: int) -> str | None:
+    """Compile one task in a worker; the traceback if it fails."""
+    task = _tasks_to_compile[index]
+    try:
+        task.compile()
+    except BaseException:
+        return f"{task.kernel.__name__} for {task.target}:\n{traceback.format_exc()}"
+    return None
+
+
+def compile_all(compiled: Path) -> dict[str, list[str]]:
+    """Compile what is not in ``compiled`` and add it there; the failures by target."""
+    found: dict[str, list[str]] = {target: [] for target in TARGETS}
+    keys = {}
+    for task in _tasks():
+        if not (compiled / task.key()).exists():
+            keys[len(_tasks_to_compile)] = task.key()
+            _tasks_to_compile.append(task)
+    print(len(_tasks_to_compile), "kernels to compile", flush=True)
+    # Forked workers have Triton and the kernels already.
+    workers = max(1, min(8, len(os.sched_getaffinity(0))))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as executor:
+        for index, failure in enumerate(executor.map(_compile, range(len(_tasks_to_compile)))):
+            task = _tasks_to_compile[index]
+            if failure is None:
+                (compiled / keys[index]).touch()
+            else:
+                found[task.target].append(failure)
+            print(task.kernel.__name__, task.target, "failed" if failure else "compiled", flush=True)
+    return found
+
+
+def main(compiled: Path, failures: Path) -> None:
+    """Write the failures by target to ``failures`` when all is compiled, or when that has failed as a whole."""
+    try:
+        found = compile_all(compiled)
+    except BaseException:
+        found = {target: [traceback.format_exc()] for target in TARGETS}
+    unfinished = failures.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(failures)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(*map(Path, sys.argv[1:]))
+    else:
+        for case in _tasks():
+            print(case.kernel.__name__, case.target, case.key())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests import compilers as compiling
+from tests import compilers
 from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
@@ -16,19 +18,43 @@ hypothesis.settings.load_profile("interlace")
 
 
 @pytest.fixture(scope="session")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[compiling.Compiler]]:
-    """Processes that compile every kernel."""
-    started = compiling.start(tmp_path_factory.mktemp("compilers"))
+def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[compilers.Compiler]:
+    """The process that compiles every kernel that has changed: one, if tests run in several processes."""
+    folder = tmp_path_factory.getbasetemp()
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    started = compilers.start((folder.parent if several else folder) / "compiler", pytestconfig.cache.mkdir("compiled"))
     yield started
-    for each in started:
-        each.end()
+    if started.process is not None:
+        if not several:
+            started.process.kill()
+        started.process.wait()  # for tests in the other processes
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
-    """Start the compilers before the first test: they take a minute, and the other tests leave enough time."""
-    if any("compilers" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
-        request.getfixturevalue("compilers")
+    """Start to compile before the first test: it takes a minute, and the other tests leave enough time."""
+    if any("compiler" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+        request.getfixturevalue("compiler")
+
+
+@pytest.fixture
+def quick_launches() -> Iterator[None]:
+    """``interlace.launch`` forks its ranks from a process that has imported all they need."""
+    from tests import programs
+
+    with programs.quick_launches():
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark one case of every test file as quick: those that its author has marked, or else the first one."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            files.setdefault(item.path, []).append(item)
+    for cases in files.values():
+        if not any(case.get_closest_marker("quick") for case in cases):
+            cases[0].add_marker(pytest.mark.quick)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

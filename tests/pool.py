@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -83,12 +85,9 @@ class Pool:
         self._folder, self._processes, self._connections = None, [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            for name, value in _ENVIRONMENTS[self.backend].items():
-                patch.setenv(name, value)
+        context = fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
+        with _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
                 arguments = (there, self.backend, rank, self.world_size, self._folder.name)
@@ -128,6 +127,25 @@ class Pool:
 
 
 @contextlib.contextmanager
+def _environment_of(backend: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        for name, value in _ENVIRONMENTS[backend].items():
+            patch.setenv(name, value)
+        yield
+
+
+def fork_server() -> Any:
+    """Processes of the cpu backend, forked from one that has imported what they need: that takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    with _environment_of("cpu"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
 def pools(backend: str) -> Iterator[Callable[[int], Pool]]:
     """A function that returns the pool of a world size, the same one each time; all are closed at the end."""
     started: dict[int, Pool] = {}
@@ -148,6 +166,11 @@ def _serve(connection: Connection, backend: str, rank: int, world_size: int, fol
         from interlace.comm import init_process_group
 
         torch.set_num_threads(1)
+        if backend == "cpu":
+            # Memory that nobody wrote is NaN (integers: the largest number), so that no test passes because it happened to
+            # be zero. This is what fills it; use_deterministic_algorithms would import the whole of Inductor.
+            torch.set_deterministic_debug_mode("warn")
+            torch.utils.deterministic.fill_uninitialized_memory = True
         local_rank = rank if backend == "cpu" else rank % torch.cuda.device_count()
         store = f"file://{folder}/store"
         init_process_group(backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank)

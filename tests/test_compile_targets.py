@@ -6,20 +6,16 @@ here fails the test.
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from tests.compilers import TARGETS, THOROUGH
+from tests import compilers
 
 # Argument types that an argument's name implies: the same names mean the same in every kernel.
 _INTEGERS = ("call", "half", "slot", "N", "B", "K", "tiles", "stride_x", "stride_w")
 _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTEGERS, "i32")}
 
 
-def _cases(kernel):
+def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
@@ -41,7 +37,9 @@ def _cases(kernel):
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})],
         "plan_call": lambda: _mixture_of_experts_numbers(),
-        "release_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8})],
+        "release_rows": lambda: [
+            (_FETCHING | {"whole": kind, "cells": "i32"}, {"WORLD_SIZE": 8}) for kind in ("*bf16", "*fp8e4nv")
+        ],
         "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
@@ -64,7 +62,7 @@ def _stage_rows():
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 4, "COLS": 1024}
     for own in (None, "too", "only"):
         yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
-    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": None}
+    yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": "too"}
 
 
 def _spread_rows():
@@ -198,7 +196,7 @@ def _gemv_all_reduce_two_phase():
 
 
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket"), "*i32"),
+    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met"), "*i32"),
     **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
@@ -244,16 +242,19 @@ def _mixture_of_experts_products(kernel):
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
         flags |= {"EVEN": transposed}
         more = {} if keep else {"kept_tiles": None}
-        yield types, flags | lanes | pushes | more | ({"scales": None} if transposed else {"grants": None})
+        yield types, flags | lanes | pushes | more | ({"scales": None, "met": None} if transposed else {"grants": None})
     none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
     for transposed in [kernel == "dispatch_grouped_gemm"]:
         flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
         flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
         flags |= {"EVEN": False}
-        yield _MOE_TYPES | {"x": "*fp32"}, flags | lanes | pushes | none | ({"scales": None} if transposed else {"grants": None})
+        yield (
+            _MOE_TYPES | {"x": "*fp32"},
+            flags | lanes | pushes | none | ({"scales": None, "met": None} if transposed else {"grants": None}),
+        )
 
 
-def _grid_kernels():
+def kernels():
     """Every kernel that is launched: a public JITFunction that takes a context, or asks for its program's index."""
     import importlib.util
     import pkgutil
@@ -263,8 +264,8 @@ def _grid_kernels():
     import interlace.ops
 
     packages = [package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
-    kernels = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
-    for name in [*kernels, "mapped.kernel", "products.counted", "products.staged"]:
+    operators = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
+    for name in [*operators, "mapped.kernel", "products.counted", "products.staged"]:
         module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
@@ -272,50 +273,16 @@ def _grid_kernels():
                 yield value
 
 
-def compile_all(target_name: str, part: int = 0, parts: int = 1) -> int:
-    """Compile every case of every kernel for a target, or of every ``parts``-th kernel; how many there were."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget(*TARGETS[target_name])
-    count = 0
-    for kernel in list(_grid_kernels())[part::parts]:
-        # Descriptors are NVIDIA's.
-        cases = [
-            (types, constants)
-            for types, constants in _cases(kernel.__name__)
-            if target.backend == "cuda" or not any(kind.startswith("tensordesc") for kind in types.values())
-        ]
-        # All of them for one target: what is wrong with a case is rarely wrong on one GPU only.
-        for types, constants in cases if target_name == THOROUGH else cases[:1]:
-            warps = constants.get("num_warps", 4)
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-            source = ASTSource(kernel, signature, constants)
-            compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": 3})
-            binary = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
-            assert len(binary) > 0
-            if target_name == "sm_90" and "wgmma" in compiled.asm["ptx"]:
-                assert "serialized" not in _ptxas_says(compiled.asm["ptx"]), kernel.__name__
-            print(kernel.__name__, target_name, len(binary), flush=True)
-            count += 1
-    return count
+def test_every_kernel_has_cases():
+    """For every target, with a type or a constant for each of its arguments."""
+    kernels_of: dict[str, set[str]] = {}
+    for line in compilers.cases():
+        kernel, target, _ = line.split()
+        kernels_of.setdefault(target, set()).add(kernel)
+    assert set(kernels_of) == set(compilers.TARGETS)
+    assert kernels_of["sm_100"] == kernels_of["sm_90"] >= kernels_of["gfx942"]
 
 
-def _ptxas_says(ptx: str) -> str:
-    """What ptxas notes about a kernel: products whose matrix instructions it serialises are a quarter slower, and right."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(compilers, target):
-    for compiler in compilers:
-        if compiler.target == target:
-            compiler.check()
+@pytest.mark.parametrize("target", compilers.TARGETS)
+def test_every_kernel_compiles(compiler, target):
+    compiler.check(target)

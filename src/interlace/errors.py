@@ -94,7 +94,8 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     """A peer did not do its part before the group's deadline.
 
     The group is broken from then on: its epochs no longer agree, so every later call on it raises
-    this error again instead of computing nonsense. Destroy the process group and build a new one.
+    this error again instead of computing nonsense. Call :func:`interlace.recover` on every rank, or, if one is
+    dead, destroy the process group and build a new one.
 
     Attributes:
         operator: name of the operator that waited.

@@ -103,6 +103,7 @@ def test_doctor_fails_where_nothing_works(monkeypatch: pytest.MonkeyPatch) -> No
     assert "No backend is usable" in done.output
 
 
+@pytest.mark.usefixtures("quick_launches")
 def test_demo(tmp_path: Path) -> None:
     file, plot = tmp_path / "demo.json", tmp_path / "demo.png"
     done = run("demo", "--world-size", 2, "--backend", "cpu", "--json", file, "--plot", plot)

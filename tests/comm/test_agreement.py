@@ -426,7 +426,7 @@ def test_a_call_that_is_interrupted_breaks_the_group(ranks: Any, where: str, ste
         assert error[:2] == (
             "GroupError",
             "a call must not be interrupted once its kernels may run, as ranks then no longer agree; got _Interrupted in "
-            f"{step}. The group is broken now. Call interlace.recover on every rank, or build a new process group.",
+            f"{step}. This group is broken now. Call interlace.recover on every rank.",
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import weakref
 from pathlib import Path
 
@@ -110,26 +112,24 @@ def test_a_result_outlives_its_group(ranks):
     assert ranks(2).run(_output_without_group) == [(True, True)] * 2
 
 
-def _rank_without_memory(monkey: str) -> tuple[str, str, bool, float]:
+def _rank_without_memory() -> tuple[str, str, bool, float]:
     """Rank 1 cannot make a file; all ranks learn of it at once, and the group goes on."""
-    from interlace.comm import memory_cpu
-
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
-    whole = memory_cpu._shared_file
+    create = os.memfd_create
     if group.rank == 1:
 
-        def fail(_: int) -> int:
-            raise OSError(monkey)
+        def fail(_: str) -> int:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        memory_cpu._shared_file = fail
+        os.memfd_create = fail
     try:
         interlace.empty_symmetric((8,), dtype=torch.float32, group=process_group)
         outcome = "", ""
-    except (interlace.InterlaceError, OSError) as error:
+    except interlace.InterlaceError as error:
         outcome = type(error).__name__, str(error)
     finally:
-        memory_cpu._shared_file = whole
+        os.memfd_create = create
     sym = interlace.empty_symmetric((8,), dtype=torch.float32, group=process_group)
     dist.barrier()
     sym.peers[1 - group.rank].fill_(1.0)
@@ -138,7 +138,8 @@ def _rank_without_memory(monkey: str) -> tuple[str, str, bool, float]:
 
 
 def test_a_rank_without_memory_tells_the_others(ranks):
-    first, second = ranks(2).run(_rank_without_memory, "no room for it")
-    message = "empty_symmetric: every rank must have the memory; rank 1 does not. no room for it"
+    first, second = ranks(2).run(_rank_without_memory)
+    reason = "shared memory of 4.1 kB must be available; got Cannot allocate memory."
+    message = f"empty_symmetric: every rank must have the memory; rank 1 does not. {reason}"
     assert first == ("WorkspaceError", message, False, 8.0)
-    assert second == ("OSError", "no room for it", False, 8.0)
+    assert second == ("WorkspaceError", reason, False, 8.0)

@@ -12,20 +12,25 @@ import interlace
 from tests.errors import error_of
 
 
-def call_without(absent: int, make: Callable[[], torch.Tensor]) -> tuple[str, int, float, bool] | None:
-    """After calls of all ranks, ``make`` on all but one. None on that one; elsewhere what became of it.
+def call_without(absent: int, make: Callable[[dist.ProcessGroup], torch.Tensor]) -> tuple[str, int, float, bool] | None:
+    """Make a call on a new group on all ranks, and then again on all but one.
+
+    Args:
+        absent: the rank that does not make the second call; None is returned there.
+        make: makes the call on a group.
 
     Returns:
-        The error's type, the peer that it names, the share of the result that is NaN, and whether the GPU was soon free again.
+        The type of the error, the peer that it names, the share of the result that is NaN, and
+        whether the rank was told long before the deadline of other groups.
     """
-    interlace.synchronize()
-    interlace.set_deadline(1.0)
+    group = dist.new_group()
+    make(group)
+    interlace.synchronize(group)
+    interlace.set_deadline(1.0, group)
+    dist.barrier()
     if dist.get_rank() == absent:
-        dist.barrier()
         return None
     start = time.monotonic()
-    y = make()
-    kind, _, fields = error_of(interlace.synchronize)
-    outcome = kind, fields["peer"], y.isnan().float().mean().item(), time.monotonic() - start < 10
-    dist.barrier()
-    return outcome
+    y = make(group)
+    kind, _, fields = error_of(interlace.synchronize, group)
+    return kind, fields["peer"], y.isnan().float().mean().item(), time.monotonic() - start < 60

@@ -10,6 +10,13 @@ import torch
 from tests.pool import Pool, pools
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that repeat calls many times or measure time have the GPUs for themselves."""
+    for item in items:
+        if isinstance(item, pytest.Function) and {"turns", "own_gpus"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.alone)
+
+
 @pytest.fixture(scope="session")
 def world_size(request: pytest.FixtureRequest) -> int:
     """Number of ranks, from ``--ranks``; by default one per GPU, at least two and at most four.
@@ -33,6 +40,16 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     """
     with pools("cuda") as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def turns(world_size: int) -> Callable[[int], int]:
+    """``turns(n)``: how often to repeat something: n times, but less if ranks share GPUs.
+
+    Then every wait for a peer lasts until the peer's time slice, some milliseconds.
+    """
+    shared = torch.cuda.device_count() < world_size
+    return lambda n: max(n // 20, 8) if shared else n
 
 
 @pytest.fixture(scope="session")

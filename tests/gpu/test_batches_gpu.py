@@ -1,8 +1,9 @@
-"""Batches of products before and after an all-to-all of their rows, one process a GPU. Run with ``-m gpu``."""
+"""Batches of products before and after an all-to-all of their rows. Run with ``-m gpu``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("impl", ["fused", "split"])
-def test_batches_sent(world_size: int, impl: str) -> None:
-    for worst, differs, wrong in interlace.launch(_long_run, world_size, 200, impl, backend="cuda"):
+def test_batches_sent(ranks: Any, world_size: int, turns: Any, impl: str) -> None:
+    for worst, differs, wrong in ranks(world_size).run(_long_run, turns(200), impl):
         assert worst < 0.01
         assert wrong == 0
         assert differs == 0 or impl == "split"  # which adds up in another order
@@ -94,8 +95,8 @@ def _sums(turns: int) -> tuple[float, int]:
     return worst, _repeated(turns, lambda: [call(x, w, name) for x, w in calls], expected)
 
 
-def test_sums_of_batches_sent(world_size: int) -> None:
-    for worst, wrong in interlace.launch(_sums, world_size, 200, backend="cuda"):
+def test_sums_of_batches_sent(ranks: Any, world_size: int, turns: Any) -> None:
+    for worst, wrong in ranks(world_size).run(_sums, turns(200)):
         assert worst < 0.01
         assert wrong == 0
 
@@ -131,22 +132,20 @@ def _arriving(impl: str, turns: int) -> tuple[int, float, int]:
 
 
 @pytest.mark.parametrize("impl", ["fused", "mapped"])
-def test_batches_received(world_size: int, impl: str) -> None:
-    for differs, worst, wrong in interlace.launch(_arriving, world_size, impl, 200, backend="cuda"):
+def test_batches_received(ranks: Any, world_size: int, turns: Any, impl: str) -> None:
+    for differs, worst, wrong in ranks(world_size).run(_arriving, impl, turns(200)):
         assert (differs, wrong) == (0, 0)
         assert worst < 0.01
 
 
 def _without_a_peer(impl: str) -> tuple[str, int, float, bool] | None:
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
     x, w = torch.ones(512, 256, device="cuda"), torch.ones(2, 256, 128, device="cuda")
-    torch.ops.interlace.all_to_all_bmm(x, w, name, impl)
-    return call_without(1, lambda: torch.ops.interlace.all_to_all_bmm(x, w, name, impl)[0])
+    call = torch.ops.interlace.all_to_all_bmm
+    return call_without(1, lambda group: call(x, w, group.group_name, impl)[0])
 
 
 @pytest.mark.parametrize("impl", ["fused", "mapped"])
-def test_a_peer_that_never_calls(impl: str) -> None:
+def test_a_peer_that_never_calls(ranks: Any, impl: str) -> None:
     """By copies, products know nothing of peers that did not come, and all is NaN; else what needs them."""
     spoilt = {"fused": 1.0, "mapped": 0.5}[impl]
-    assert interlace.launch(_without_a_peer, 2, impl, backend="cuda", timeout_s=60)[0] == ("PeerTimeoutError", 1, spoilt, True)
+    assert ranks(2).run(_without_a_peer, impl)[0] == ("PeerTimeoutError", 1, spoilt, True)

@@ -32,14 +32,15 @@ def _patterns() -> dict[str, tuple[list[str], float]]:
     return found
 
 
-def test_patterns() -> None:
-    for found in interlace.launch(_patterns, 2, backend="cuda", timeout_s=200):
+def test_patterns(ranks: Any) -> None:
+    for found in ranks(2).run(_patterns):
         assert {name: names for name, (names, _) in found.items()} == {name: case[2] for name, case in FUSED.items()}
         assert {name: error for name, (_, error) in found.items() if error > 1e-5} == {}
 
 
 def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Finding], list[float]]:
     """Findings, and the largest error of each of four steps."""
+    torch._dynamo.reset()  # it counts how often one function was compiled
     wanted = _step(model, model, x)
     with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
         for module in (rewrite, received):
@@ -63,9 +64,9 @@ def _block(sequence_parallel: bool, mode: str | None) -> tuple[list[Finding], li
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize(("sequence_parallel", "pairs"), [(False, 7), (True, 8)])
-def test_a_block_through_inductor(sequence_parallel: bool, pairs: int, mode: str | None) -> None:
+def test_a_block_through_inductor(ranks: Any, sequence_parallel: bool, pairs: int, mode: str | None) -> None:
     """With ``reduce-overhead`` from the third step on in CUDA graphs."""
-    for findings, errors in interlace.launch(_block, 2, sequence_parallel, mode, backend="cuda", timeout_s=300):
+    for findings, errors in ranks(2).run(_block, sequence_parallel, mode):
         assert sum(finding.operator is not None for finding in findings) == pairs
         assert max(errors) < 1e-4
 
@@ -76,10 +77,10 @@ def _experts(experts: int) -> tuple[list[Finding], list[float]]:
 
 
 @pytest.mark.parametrize("experts", [1, 3])
-def test_experts_through_inductor(experts: int) -> None:
+def test_experts_through_inductor(ranks: Any, experts: int) -> None:
     """Each way one product, and a batch of three."""
     operator = "bmm_all_to_all" if experts > 1 else "gemm_all_to_all"
-    for findings, errors in interlace.launch(_experts, 2, experts, backend="cuda", timeout_s=300):
+    for findings, errors in ranks(2).run(_experts, experts):
         assert [(finding.graph, finding.operator) for finding in findings] == [
             ("forward", "all_to_all_bmm"),
             ("forward", operator),

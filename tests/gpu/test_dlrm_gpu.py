@@ -1,4 +1,4 @@
-"""DLRM on real GPUs, one process a GPU: against float64 in one process, fused against unfused, and where a step's time goes."""
+"""DLRM on GPUs: against float64 in one process, fused against unfused, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from tests.nn.features import weights_of
 pytestmark = pytest.mark.gpu
 
 ROWS = (900, 1700, 500, 40, 3000)
-
-
-def _run(worker: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=200)
 
 
 def _trainer(*, jagged: bool, width: int = 64, rows: tuple[int, ...] = ROWS, impl: str = "fused", seed: int = 3) -> Trainer:
@@ -61,8 +57,8 @@ def _against_one_process(jagged: bool, impl: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("jagged", [False, True])
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
-def test_equal_to_one_process_in_float64(world_size: int, impl: str, jagged: bool) -> None:
-    for found in _run(_against_one_process, world_size, jagged, impl):
+def test_equal_to_one_process_in_float64(ranks: Any, world_size: int, impl: str, jagged: bool) -> None:
+    for found in ranks(world_size).run(_against_one_process, jagged, impl):
         assert found["loss"] < 1e-4, found
         assert found["parameter"] < 1e-4, found
 
@@ -93,8 +89,8 @@ def _both(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_fused_unfused_and_resumed(world_size: int, tmp_path: Path) -> None:
-    for found in _run(_both, world_size, str(tmp_path)):
+def test_fused_unfused_and_resumed(ranks: Any, world_size: int, tmp_path: Path) -> None:
+    for found in ranks(world_size).run(_both, str(tmp_path)):
         assert found["fused"] == pytest.approx(found["unfused"], rel=1e-5)
         assert found["fused judged"].auc == pytest.approx(found["unfused judged"].auc, abs=1e-4)
         assert found["fused judged"].auc > 0.6

@@ -1,6 +1,6 @@
-"""``gemv_all_reduce`` on real GPUs: one process a GPU, compiled kernels. Run with ``-m gpu``.
+"""``gemv_all_reduce`` on GPUs: compiled kernels. Run with ``-m gpu``.
 
-Each test starts its own ranks. Results are compared with float64 sums, and bit by bit where that is promised.
+Results are compared with float64 sums, and bit by bit where that is promised.
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ CONFIGS = [
     GemvAllReduceConfig("two_phase", 16, 64, 4, 2, 3),
     GemvAllReduceConfig("two_phase", 64, 64, 4, 3),
 ]
-
-
-def run(worker, world_size, *args):
-    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=110)
 
 
 def inputs(tokens, rows, columns, dtype, seed=0, bias=False):
@@ -65,8 +61,8 @@ def _matches(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_matches_float64(world_size, dtype):
-    for rank in run(_matches, world_size, dtype):
+def test_matches_float64(ranks, world_size, dtype):
+    for rank in ranks(world_size).run(_matches, dtype):
         for *call, error, limit in rank:
             assert error <= limit, (call, error, limit)
 
@@ -99,23 +95,24 @@ def _long_run(calls):
     return int(wrong)
 
 
-def test_ten_thousand_calls_with_random_delays(world_size):
-    assert run(_long_run, world_size, 10_000) == [0] * world_size
+def test_ten_thousand_calls_with_random_delays(ranks, world_size, turns):
+    assert ranks(world_size).run(_long_run, turns(10_000)) == [0] * world_size
 
 
-def _graphs_and_streams():
+def _graphs_and_streams(turns):
+    torch._dynamo.reset()
     x, w, _ = inputs(1, 4096, 1024, torch.bfloat16)
     first = interlace.gemv_all_reduce(x, w, impl="fused").clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = [interlace.gemv_all_reduce(x, w, impl="fused") for _ in range(3)]
     same = True
-    for _ in range(200):
+    for _ in range(turns):
         graph.replay()
         eager = interlace.gemv_all_reduce(x, w, impl="fused")
         same &= all(torch.equal(y, first) for y in [*captured, eager])
     stream = torch.cuda.Stream()
-    for _ in range(50):
+    for _ in range(turns // 4):
         with torch.cuda.stream(stream):
             there = interlace.gemv_all_reduce(x, w, impl="fused")
         here = interlace.gemv_all_reduce(x, w, impl="fused")
@@ -131,8 +128,8 @@ def _graphs_and_streams():
     return same, torch.equal(compiled(x, w), first + 1)
 
 
-def test_graphs_streams_and_compile(world_size):
-    assert run(_graphs_and_streams, world_size) == [(True, True)] * world_size
+def test_graphs_streams_and_compile(ranks, world_size, turns):
+    assert ranks(world_size).run(_graphs_and_streams, turns(200)) == [(True, True)] * world_size
 
 
 def _groups_and_memory():
@@ -158,11 +155,11 @@ def _groups_and_memory():
     return max(errors), sym.local[0, 0].item(), sym.peers.device.index
 
 
-def test_subgroups_release_and_puts_by_assignment(world_size):
-    for rank, (error, received, device) in enumerate(run(_groups_and_memory, world_size)):
+def test_subgroups_release_and_puts_by_assignment(ranks, world_size):
+    for rank, (error, received, device) in enumerate(ranks(world_size).run(_groups_and_memory)):
         assert error <= bound(torch.bfloat16, 256, world_size)
         assert received == (rank - 1) % world_size
-        assert device == rank
+        assert device == rank % torch.cuda.device_count()
 
 
 def _absent_peer(protocol, absent):
@@ -172,6 +169,7 @@ def _absent_peer(protocol, absent):
     interlace.gemv_all_reduce(x, w, group=group, impl="fused", config=config)
     interlace.synchronize(group)
     interlace.set_deadline(1.0, group)
+    dist.barrier()
     outcome = None
     if dist.get_rank() != absent:
         start = time.monotonic()
@@ -180,17 +178,16 @@ def _absent_peer(protocol, absent):
             interlace.synchronize(group)
         except PeerTimeoutError as error:
             outcome = error.operator, error.rank, error.peer, error.wanted, bool(y.isnan().all()), time.monotonic() - start
-    time.sleep(2)
     return outcome
 
 
 @pytest.mark.parametrize("protocol", ["one_shot", "two_phase"])
-def test_a_peer_that_never_calls(world_size, protocol):
-    outcomes = run(_absent_peer, world_size, protocol, 1)
+def test_a_peer_that_never_calls(ranks, world_size, protocol):
+    outcomes = ranks(world_size).run(_absent_peer, protocol, 1)
     for rank, outcome in enumerate(outcomes):
         if rank == 1:
             assert outcome is None
         else:
             *named, seconds = outcome
             assert named == [f"gemv_all_reduce.{protocol}", rank, 1, 2, True]
-            assert 1.0 <= seconds < 5
+            assert 1.0 <= seconds < 60

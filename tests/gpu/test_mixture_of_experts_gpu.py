@@ -1,6 +1,6 @@
-"""``mixture_of_experts`` on real GPUs: one process a GPU, compiled kernels. Run with ``-m gpu``.
+"""``mixture_of_experts`` on GPUs: compiled kernels. Run with ``-m gpu``.
 
-Each test starts its own ranks. Results are compared with float64, and bit by bit where that is promised.
+Results are compared with float64, and bit by bit where that is promised.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ CONFIGS = [
 ]
 
 
-def run(worker, world_size, *args):
-    return interlace.launch(worker, world_size, *args, backend="cuda", timeout_s=170)
-
-
 def _inputs(call):
-    return [tensor.cuda() for tensor in call.inputs(dist.get_rank())]
+    return [tensor.to(interlace.group_of().device) for tensor in call.inputs(dist.get_rank())]
 
 
 def _step(call, tensors):
@@ -37,7 +33,8 @@ def _step(call, tensors):
     return [y.detach(), *torch.autograd.grad(y, leaves, tensors[5])]
 
 
-def _matches(calls):
+def matches(calls):
+    """On a rank: y and gradients of each call."""
     found = [[each.cpu() for each in _step(call, _inputs(call))] for call in calls]
     interlace.synchronize()
     return found
@@ -59,10 +56,10 @@ def _calls(world_size):
     ]
 
 
-def test_matches_float64(world_size):
-    for ranks in (1, world_size):
-        calls = _calls(ranks)
-        check_all(calls, run(_matches, ranks, calls))
+def testmatches_float64(ranks, world_size):
+    for size in (1, world_size):
+        calls = _calls(size)
+        check_all(calls, ranks(size).run(matches, calls))
 
 
 def _long_run(calls, turns):
@@ -83,14 +80,14 @@ def _long_run(calls, turns):
     return int(wrong)
 
 
-def test_many_calls_with_late_ranks(world_size):
+def test_many_calls_with_late_ranks(ranks, world_size, turns):
     """More layers than the group has buffers, of different sizes."""
     calls = [
         Call(world_size, 512, 2, 2, 256, 512, "bfloat16", config=None, seed=1),
         Call(world_size, 300, 6, 8, 128, 192, "bfloat16", config=CONFIGS[1], seed=2),
         Call(world_size, 100, 1, 1, 64, 64, "float32", config=CONFIGS[2], seed=3, routing="one"),
     ]
-    assert run(_long_run, world_size, calls, 200) == [0] * world_size
+    assert ranks(world_size).run(_long_run, calls, turns(200)) == [0] * world_size
 
 
 def _graph(call):
@@ -113,18 +110,17 @@ def _graph(call):
     return bool(torch.equal(found[0], expected[0])), bool(torch.equal(found[1], expected[1]))
 
 
-def test_graph_capture_and_replay(world_size):
+def test_graph_capture_and_replay(ranks, world_size):
     call = Call(world_size, 400, 2, 2, 256, 320, "bfloat16", config=None)
-    assert run(_graph, world_size, call) == [(True, True)] * world_size
+    assert ranks(world_size).run(_graph, call) == [(True, True)] * world_size
 
 
 def _absent_peer(call):
     tensors = _inputs(call)
-    _step(call, tensors)
-    return call_without(1, lambda: forward(call, tensors))
+    return call_without(1, lambda group: forward(call, tensors, group))
 
 
-def test_a_peer_that_never_calls(world_size):
+def test_a_peer_that_never_calls(ranks):
     """The output is NaN, the error names the peer, and the GPU is free again."""
-    outcome = run(_absent_peer, 2, Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None))[0]
+    outcome = ranks(2).run(_absent_peer, Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None))[0]
     assert outcome == ("PeerTimeoutError", 1, 1.0, True)

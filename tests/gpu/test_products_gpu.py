@@ -1,4 +1,4 @@
-"""The operators around a matrix product on real GPUs, one process a GPU. Run with ``-m gpu``.
+"""The operators around a matrix product on GPUs. Run with ``-m gpu``.
 
 Results and gradients are held against float64, with the bounds of the tests on the CPU.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,31 +51,31 @@ def _calls(operator: str, world_size: int) -> list[Call]:
     return [call for call in calls if call.can_run]
 
 
-def test_matches_float64(world_size: int, operator: str) -> None:
+def test_matches_float64(ranks: Any, world_size: int, operator: str) -> None:
     calls = _calls(operator, world_size)
-    check_all(calls, interlace.launch(run, world_size, calls, backend="cuda", timeout_s=200))
+    check_all(calls, ranks(world_size).run(run, calls))
 
 
 def _differentiate_all(calls: list[Call]) -> list[dict[str, torch.Tensor]]:
     return [differentiate(call) for call in calls]
 
 
-def test_gradients(world_size: int, operator: str) -> None:
+def test_gradients(ranks: Any, world_size: int, operator: str) -> None:
     calls = [call for call in _calls(operator, world_size) if call.dtype != "float8"]
-    outcomes = interlace.launch(_differentiate_all, world_size, calls, backend="cuda", timeout_s=200)
+    outcomes = ranks(world_size).run(_differentiate_all, calls)
     for i, call in enumerate(calls):
         # Longer sums than on the CPU: errors of many roundings grow with the root of their number.
         check_gradients(call, [rank[i] for rank in outcomes], factor=math.sqrt(call.inner + 128 * world_size))
 
 
-def _compile(call: Call) -> list[list[torch.Tensor]]:
-    return [[tensor.cpu() for tensor in outcome] for outcome in compiled(call)]
+def _compile(calls: list[Call]) -> list[list[list[torch.Tensor]]]:
+    return [[[tensor.cpu() for tensor in outcome] for outcome in compiled(call)] for call in calls]
 
 
-def test_compiles_into_one_graph(world_size: int, operator: str) -> None:
-    for impl in IMPLS[operator]:
-        call = dataclasses.replace(_calls(operator, world_size)[0], impl=impl)
-        for eager, graph in interlace.launch(_compile, world_size, call, backend="cuda", timeout_s=200):
+def test_compiles_into_one_graph(ranks: Any, world_size: int, operator: str) -> None:
+    calls = [dataclasses.replace(_calls(operator, world_size)[0], impl=impl) for impl in IMPLS[operator]]
+    for outcomes in ranks(world_size).run(_compile, calls):
+        for eager, graph in outcomes:
             torch.testing.assert_close(graph, eager)
 
 
@@ -96,7 +97,7 @@ def _long_run(calls: list[Call], turns: int) -> int:
     return int(wrong)
 
 
-def test_many_calls_with_late_ranks(world_size: int, operator: str) -> None:
+def test_many_calls_with_late_ranks(ranks: Any, world_size: int, turns: Any, operator: str) -> None:
     """Shapes, grids and implementations in turn: a stale slot, signal, epoch or ticket shows here."""
     rows = 128 * world_size
     for impl in AT_ONCE[operator]:
@@ -105,7 +106,7 @@ def test_many_calls_with_late_ranks(world_size: int, operator: str) -> None:
             Call(operator, 2 * world_size, 130, 520, "float16", impl="fused", seed=2),
             Call(operator, 8 * rows, 256, 512, "bfloat16", impl=impl, seed=3),
         ]
-        assert interlace.launch(_long_run, world_size, calls, 400, backend="cuda", timeout_s=120) == [0] * world_size
+        assert ranks(world_size).run(_long_run, calls, turns(400)) == [0] * world_size
 
 
 def _replay(call: Call) -> list[bool]:
@@ -130,22 +131,21 @@ def _replay(call: Call) -> list[bool]:
     return same
 
 
-def test_graphs(world_size: int, operator: str) -> None:
+def test_graphs(ranks: Any, world_size: int, operator: str) -> None:
     for impl in AT_ONCE[operator]:
         call = Call(operator, 128 * world_size, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl)
-        assert all(all(same) for same in interlace.launch(_replay, world_size, call, backend="cuda", timeout_s=60))
+        assert all(all(same) for same in ranks(world_size).run(_replay, call))
 
 
 def _absent_peer(call: Call) -> tuple[str, int, float, bool] | None:
     tensors = call.placed()
-    call.make(**tensors)
-    return call_without(1, lambda: call.make(**tensors))
+    return call_without(1, lambda group: call.make(group, **tensors))
 
 
-def test_a_peer_that_never_calls(world_size: int, operator: str) -> None:
+def test_a_peer_that_never_calls(ranks: Any, operator: str) -> None:
     """What needs the peer is NaN, the error names it, and the GPU is free again."""
     for impl in AT_ONCE[operator]:
         call = Call(operator, 256, 512, 256, "bfloat16", impl=impl)
-        kind, peer, spoilt, soon = interlace.launch(_absent_peer, 2, call, backend="cuda", timeout_s=60)[0]
+        kind, peer, spoilt, soon = ranks(2).run(_absent_peer, call)[0]
         assert (kind, peer, soon) == ("PeerTimeoutError", 1, True)
         assert spoilt > 0

@@ -1,6 +1,8 @@
-"""Calls that come again as CUDA graphs, one process a GPU. Run with ``-m gpu``."""
+"""Calls that come again as CUDA graphs. Run with ``-m gpu``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +41,17 @@ def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, 
     return x, w, bias
 
 
+def _fresh_group() -> interlace.comm.Group:
+    """The default group without what earlier calls have left there."""
+    group = interlace.group_of()
+    group.release()
+    torch.cuda.empty_cache()
+    return group
+
+
 def _same(turns: int) -> tuple[int, int]:
     """Elements that differ from calls without graphs, with new values in the same memory, and late ranks; graphs at the end."""
-    replays = interlace.group_of().replays
+    replays = _fresh_group().replays
     places = _operands(0)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(turns):
@@ -61,7 +71,7 @@ def _same(turns: int) -> tuple[int, int]:
 
 def _together() -> tuple[list[int], int]:
     """As :func:`_same` within a graph of the program's own, on another stream, and after the workspace has grown and gone."""
-    group, wrong = interlace.group_of(), []
+    group, wrong = _fresh_group(), []
 
     def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.cuda.synchronize()
@@ -99,7 +109,7 @@ def _together() -> tuple[list[int], int]:
 
 def _moving(calls: int) -> tuple[int, int, int]:
     """Calls with x in more places than there may be graphs: how many there are; what as many calls add to them, and to memory."""
-    group, operands = interlace.group_of(), _operands(3)
+    group, operands = _fresh_group(), _operands(3)
     places = [torch.empty(1 << 20, device="cuda", dtype=torch.bfloat16) for _ in range(100)]
     wanted = _calls(*operands)
     graphs, held = [], []
@@ -115,20 +125,20 @@ def _moving(calls: int) -> tuple[int, int, int]:
     return graphs[0], graphs[1] - graphs[0], held[1] - held[0]
 
 
-def test_graphs_compute_what_calls_do() -> None:
-    for wrong, graphs in interlace.launch(_same, torch.cuda.device_count(), 30, backend="cuda"):
+def test_graphs_compute_what_calls_do(ranks: Any, world_size: int) -> None:
+    for wrong, graphs in ranks(world_size).run(_same, 30):
         assert wrong == 0
         assert graphs >= 16
 
 
-def test_beside_other_graphs_streams_and_workspaces() -> None:
-    for wrong, graphs in interlace.launch(_together, torch.cuda.device_count(), backend="cuda"):
+def test_beside_other_graphs_streams_and_workspaces(ranks: Any, world_size: int) -> None:
+    for wrong, graphs in ranks(world_size).run(_together):
         assert wrong == [0] * len(wrong)
         assert graphs >= 16
 
 
-def test_a_program_that_never_settles() -> None:
-    for graphs, more, grown in interlace.launch(_moving, torch.cuda.device_count(), 1000, backend="cuda"):
+def test_a_program_that_never_settles(ranks: Any, world_size: int, turns: Any) -> None:
+    for graphs, more, grown in ranks(world_size).run(_moving, turns(1000)):
         assert 200 < graphs <= 256
         assert more <= 256 - graphs
         assert grown == 0

@@ -1,6 +1,8 @@
-"""Sums of products in parts, one process a GPU. Run with ``-m gpu``."""
+"""Sums of products in parts. Run with ``-m gpu``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def _long_run(turns: int) -> tuple[float, int]:
     return worst, int(wrong)
 
 
-def test_sums(world_size: int) -> None:
-    for worst, wrong in interlace.launch(_long_run, world_size, 200, backend="cuda", timeout_s=120):
+def test_sums(ranks: Any, world_size: int, turns: Any) -> None:
+    for worst, wrong in ranks(world_size).run(_long_run, turns(200)):
         assert worst < 0.01
         assert wrong == 0

@@ -1,4 +1,4 @@
-"""Triggered transfers on real GPUs, one process a GPU: copies that wait for a kernel's counts. Run with ``-m gpu``."""
+"""Triggered transfers on GPUs: copies that wait for a kernel's counts. Run with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import triton.language as tl
 import interlace
 import interlace.language as il
 from tests.errors import error_of
+from tests.pool import pools
 from tests.products.calls import Call, check_all, check_gradients, compiled, differentiate, run
 
 pytestmark = pytest.mark.gpu
@@ -49,18 +50,18 @@ def _calls(operator: str, world_size: int, impl: str) -> list[Call]:
 
 @pytest.mark.parametrize("impl", ["split", "triggered"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_products_match_float64(world_size: int, operator: str, impl: str) -> None:
+def test_products_match_float64(ranks: Any, world_size: int, operator: str, impl: str) -> None:
     calls = _calls(operator, world_size, impl) * 2
-    check_all(calls, interlace.launch(run, world_size, calls, backend="cuda", timeout_s=200))
+    check_all(calls, ranks(world_size).run(run, calls))
 
 
 @pytest.mark.parametrize("impl", ["split", "triggered"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_gradients_and_one_graph(world_size: int, operator: str, impl: str) -> None:
+def test_gradients_and_one_graph(ranks: Any, world_size: int, operator: str, impl: str) -> None:
     call = _calls(operator, world_size, impl)[0]
-    outcomes = interlace.launch(differentiate, world_size, call, backend="cuda", timeout_s=200)
+    outcomes = ranks(world_size).run(differentiate, call)
     check_gradients(call, outcomes, factor=(call.inner + 128 * world_size) ** 0.5)
-    for eager, graph in interlace.launch(_compile, world_size, call, backend="cuda", timeout_s=200):
+    for eager, graph in ranks(world_size).run(_compile, call):
         torch.testing.assert_close(graph, eager)
 
 
@@ -68,8 +69,8 @@ def _compile(call: Call) -> list[list[torch.Tensor]]:
     return [[tensor.cpu() for tensor in outcome] for outcome in compiled(call)]
 
 
-def _long_run() -> tuple[int, int]:
-    """Wrong epochs of 10,000, in pieces and several orders of completion; bytes of torch's memory that they took."""
+def _long_run(epochs: int) -> tuple[int, int]:
+    """Wrong epochs, in pieces and several orders of completion; bytes of torch's memory that they took."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, columns = 64 * ranks, 1024
     out = interlace.TriggeredTransfers((rows, columns), dtype=torch.int32, tiles=32, pieces=2)
@@ -77,7 +78,7 @@ def _long_run() -> tuple[int, int]:
     expected = rank * 64 + torch.arange(64, device="cuda")[None, :, None] + 1000 * torch.arange(ranks, device="cuda")[:, None, None]
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
-    for epoch in range(10_000):
+    for epoch in range(epochs):
         _fill(out, 1000 * rank + epoch % 17, rows, order=epoch % 3)
         if epoch % 97 == rank:
             torch.cuda._sleep(100_000)
@@ -86,8 +87,8 @@ def _long_run() -> tuple[int, int]:
     return int(wrong), torch.cuda.memory_reserved() - reserved
 
 
-def test_ten_thousand_epochs(world_size: int) -> None:
-    for wrong, grown in interlace.launch(_long_run, world_size, backend="cuda", timeout_s=200):
+def test_ten_thousand_epochs(ranks: Any, world_size: int, turns: Any) -> None:
+    for wrong, grown in ranks(world_size).run(_long_run, turns(10_000)):
         assert wrong == 0
         assert grown < 16 << 20
 
@@ -129,8 +130,8 @@ def _replay(impl: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("impl", ["split", "triggered"])
-def test_graphs(world_size: int, impl: str) -> None:
-    assert all(all(same) for same in interlace.launch(_replay, world_size, impl, backend="cuda", timeout_s=120))
+def test_graphs(ranks: Any, world_size: int, impl: str) -> None:
+    assert all(all(same) for same in ranks(world_size).run(_replay, impl))
 
 
 def _one_connection() -> Any:
@@ -149,32 +150,34 @@ def _one_connection() -> Any:
 
 
 def test_with_one_connection(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert interlace.launch(_one_connection, world_size, backend="cuda", timeout_s=60) == ["BackendError"] * world_size
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which CUDA reads once
+    with pools("cuda") as ranks:
+        assert ranks(world_size).run(_one_connection) == ["BackendError"] * world_size
 
 
 def _miscounted(counted: int) -> Any:
     """Rank 0 counts other than it said. Nothing hangs; peers do not take what came for a result."""
     rank, rows = dist.get_rank(), 8 * dist.get_world_size()
-    out = interlace.TriggeredTransfers((rows, 1024), dtype=torch.int32, tiles=8)
+    group = dist.new_group()
+    out = interlace.TriggeredTransfers((rows, 1024), dtype=torch.int32, tiles=8, group=group)
     _fill(out, 0, rows)
     out.exchange()
-    interlace.synchronize()
-    interlace.set_deadline(2.0)
+    interlace.synchronize(group)
+    interlace.set_deadline(2.0, group)
     dist.barrier()
     _fill(out, 0, rows)
     if rank == 0:
         out.counters[1] += counted - 8
     start = time.monotonic()
-    error = error_of(out.exchange) or error_of(interlace.synchronize)
+    error = error_of(out.exchange) or error_of(interlace.synchronize, group)
     return error[:2], time.monotonic() - start
 
 
 @pytest.mark.parametrize("counted", [7, 9])
-def test_a_kernel_that_miscounts(world_size: int, counted: int) -> None:
-    outcomes = interlace.launch(_miscounted, world_size, counted, backend="cuda", timeout_s=60)
+def test_a_kernel_that_miscounts(ranks: Any, world_size: int, counted: int) -> None:
+    outcomes = ranks(world_size).run(_miscounted, counted)
     for rank, ((kind, message), seconds) in enumerate(outcomes):
         assert kind == ("PeerTimeoutError" if rank else "MiscountError")
-        assert seconds < 10
+        assert seconds < 60
         if rank == 0:
             assert f"got {counted} for the 8 of piece 1" in message

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.language import primitives
 
 
 @triton.jit
@@ -118,4 +119,18 @@ def next_of_every_program(epochs, out, before):
     epoch = il.next_epoch(epochs)
     tl.store(out + tl.program_id(0), epoch)
     tl.store(before + tl.program_id(0), il.previous_epoch(epoch))
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def compare_signals(seen, awaited, behind, BLOCK: tl.constexpr):
+    """Whether each of the signals ``seen`` is behind the one that is awaited."""
+    i = tl.arange(0, BLOCK)
+    tl.store(behind + i, primitives._is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32))
+
+
+@triton.jit
+def clear_signals(signals, epochs, ctx, count, DTYPE: tl.constexpr):
+    epoch = il.next_epoch(epochs)
+    il.clear_old(il.pointer(signals, DTYPE), count, epoch, il.join(ctx))
     il.advance_epoch(epochs, epoch)

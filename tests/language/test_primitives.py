@@ -97,7 +97,7 @@ def _gather():
     from tests.language import kernels
 
     group = interlace.group_of()
-    data, signals = _symmetric(BLOCK, torch.float32), _symmetric(4, torch.int32)
+    data, signals = _symmetric(BLOCK, torch.float32), _symmetric(2 * 4, torch.int32)
     outs = []
     for epoch in (1, 2):
         out = torch.full((group.world_size, BLOCK), float("nan"))
@@ -263,11 +263,9 @@ def _epochs(start):
 _WRAP = 1 << 24
 
 
-@pytest.mark.parametrize(
-    "expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, _WRAP + 1], [_WRAP - 2, _WRAP + 1, _WRAP + 2], [-2, 1, 2]]
-)
+@pytest.mark.parametrize("expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, 1], [_WRAP - 2, 1, 2]])
 def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
-    """And those whose low 24 bits are zero are left out with the one before, so that parity goes on alternating.
+    """They are numbers of 24 bits; zero is left out with the one before, so that parity goes on alternating.
 
     Each knows the one before it.
     """
@@ -275,6 +273,80 @@ def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
     assert [epochs for epochs, _ in seen] == [{epoch} for epoch in expected]
     assert [before for _, before in seen[1:]] == [{epoch} for epoch in expected[:2]]
     assert distinct == 1
+
+
+def _stamp(epoch, mark=0):
+    return mark << 24 | epoch
+
+
+_COMPARISONS = {
+    "this call": (_stamp(7, 3), _stamp(7, 3), False),
+    "the call before": (_stamp(6, 3), _stamp(7, 3), True),
+    "one call ahead": (_stamp(8, 3), _stamp(7, 3), False),
+    "one call ahead, where epochs wrap": (_stamp(1, 3), _stamp(_WRAP - 2, 3), False),
+    "one call behind, where epochs wrap": (_stamp(_WRAP - 2, 3), _stamp(1, 3), True),
+    "another mark": (_stamp(7, 2), _stamp(7, 3), True),
+    "another mark, one call ahead": (_stamp(8, 2), _stamp(7, 3), True),
+    "no mark": (_stamp(7), _stamp(7, 3), True),
+    "the largest mark": (_stamp(7, 127), _stamp(7, 127), False),
+    "never set": (0, _stamp(7, 3), True),
+    "never set, where epochs wrap": (0, _stamp(_WRAP - 2, 3), True),
+    "the call before the first": (0, _WRAP - 2, False),
+    "long ago": (_stamp(7 + (1 << 20), 3), _stamp(7, 3), True),
+}
+
+
+def _behind():
+    from tests.language import kernels
+
+    seen, awaited, _ = (torch.tensor(each, dtype=torch.int32) for each in zip(*_COMPARISONS.values(), strict=True))
+    found = torch.zeros(16, dtype=torch.int32)
+    padded = [torch.nn.functional.pad(each, (0, 16 - len(each))) for each in (seen, awaited)]
+    kernels.compare_signals[(1,)](*padded, found, BLOCK=16)
+    return found[: len(seen)].bool().tolist()
+
+
+def test_what_a_wait_takes_for_arrived(ranks):
+    (found,) = ranks(1).run(_behind)
+    assert dict(zip(_COMPARISONS, found, strict=True)) == {name: behind for name, (_, _, behind) in _COMPARISONS.items()}
+
+
+def _after_clearing(dtype, epoch, values):
+    """Signals of the right neighbour's and of this rank, once the latter has cleared its own."""
+    import triton.language as tl
+
+    from interlace.comm.group import MAX_PROGRAMS
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    signals, epochs = _symmetric(len(values), dtype), torch.full((MAX_PROGRAMS,), epoch, dtype=torch.int32)
+    signals.local.copy_(torch.tensor(values, dtype=dtype))
+    dist.barrier()
+    if group.rank == 0:
+        arguments = signals.address, epochs, group.context("test"), len(values) - 1
+        _launch(group, kernels.clear_signals, *arguments, grid=2, DTYPE=tl.int32 if dtype == torch.int32 else tl.int64)
+    dist.barrier()
+    return signals.local.tolist(), epochs.unique().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("call", range(4))
+def test_old_signals_are_cleared(ranks, dtype, call):
+    """Four times in all epochs; what is new, or a call ahead, stays, and so does what lies behind."""
+    epoch = ((call + 1) << 22) - 2
+    following = 1 if epoch == _WRAP - 2 else epoch + 1
+    old = [_stamp((epoch - age) % _WRAP, 5) for age in (1 << 20, 3 << 20, 5 << 20)]
+    new = [_stamp(epoch, 5), _stamp(epoch - 1, 6), _stamp(following, 7)]
+    values = [number | (3 << 60 if dtype == torch.int64 else 0) for number in [*old, *new, *old * 3000, old[0]]]
+    (cleared, epochs), (others, _) = ranks(2).run(_after_clearing, dtype, epoch, values)
+    assert cleared == [0, 0, 0, *values[3:6], *[0] * 9000, values[-1]]
+    assert others == values
+    assert epochs == [following]
+
+
+def test_signals_are_left_alone_in_other_calls(ranks):
+    values = [_stamp(5, 1), 0, _stamp(6, 2)]
+    assert ranks(2).run(_after_clearing, torch.int32, (1 << 22) - 3, values)[0][0] == values
 
 
 def _arrays_to_store():

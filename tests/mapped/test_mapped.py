@@ -168,7 +168,7 @@ def _in_the_same_buffer(name: str, calls: int) -> list[bool]:
         if rank == 1:
             patch.setattr(primitives, "load_acquire", _late(primitives.load_acquire))
         for call in range(calls):
-            run.output._half = 0
+            run.output._turn = 0
             products = [(call + 1) * x @ w.T for x, w in (_inputs(4 * ranks, 1024, 6, each) for each in range(ranks))]
             x, w = _inputs(4 * ranks, 1024, 6, rank)
             run.run_into(y, (call + 1) * x, w.T)
@@ -193,6 +193,51 @@ def _late(look: Any) -> Any:
 @pytest.mark.parametrize("name", ["all_to_all", "reduce_scatter", "all_reduce"])
 def test_slots_that_a_graph_writes_again(ranks: Any, name: str) -> None:
     assert ranks(2).run(_in_the_same_buffer, name, 5) == [[True] * 5] * 2
+
+
+def _first_replay() -> bool:
+    """Ordinary calls, two captures, and the second graph is replayed first, while rank 0 still reads what the last call got.
+
+    No graph is needed: a capture changes what the output knows, and a replay does what the captured call did.
+    """
+    from interlace.mapped import kernel
+
+    rank, inputs = dist.get_rank(), [torch.full((512, 16), factor) for factor in (1.0, 100.0)]
+    product = interlace.fuse(torch.mm, "reduce_scatter", shape=(512, 16), dtype=torch.float32)
+    group, y, z = product.output.group, torch.empty(256, 16), torch.empty(256, 16)
+    for _ in range(2):
+        product.run_into(y, inputs[0], torch.eye(16))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(kernel, "tile_at", _Slow(kernel.tile_at))
+        dist.barrier()
+        product.run_into(y, inputs[0], torch.eye(16))
+        patch.setattr(group, "capture_id", lambda: 1)
+        product.output.begin()
+        product.output.abandon()
+        product.output.advance()
+        product.run_into(z, inputs[1], torch.eye(16))
+    dist.barrier()
+    return bool((y == 2).all()) and bool((z == 200).all())
+
+
+class _Slow:
+    """A device function that takes its time."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02)
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+def test_the_first_replay_leaves_alone_what_the_last_call_got(ranks: Any) -> None:
+    """Nobody knows which graph is replayed first, nor how many captures were thrown away."""
+    assert ranks(2).run(_first_replay) == [True, True]
 
 
 def _views_and_results() -> list[str]:
@@ -338,7 +383,7 @@ def test_a_peer_that_never_exchanges(ranks: Any) -> None:
     assert first[0] == "PeerTimeoutError"
     assert first[1].startswith("mapped output: rank 0 waited 1 s for rank 1 ")
     assert later == first
-    assert 1.0 <= seconds < 20
+    assert 1.0 <= seconds < 60
 
 
 def _dies() -> None:
@@ -352,6 +397,7 @@ def _dies() -> None:
     out.exchange()
 
 
-def test_a_rank_that_dies_before_the_exchange(ranks: Any) -> None:
+@pytest.mark.usefixtures("quick_launches")
+def test_a_rank_that_dies_before_the_exchange() -> None:
     with pytest.raises(interlace.LaunchError, match=r"rank 1 ended without a result|rank 0 failed"):
-        interlace.launch(_dies, 2, backend="cpu", timeout_s=60)
+        interlace.launch(_dies, 2, backend="cpu", timeout_s=120)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+
+from tests.programs import Ended, run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
 SMALL = ["--world-size", "1", "--backend", "cpu", "--tables", "2", "--rows", "20", "--width", "4", "--batch", "8"]
@@ -20,9 +18,8 @@ def _line(i: int) -> str:
     return "\t".join([str(i % 2), *integers, f"{i % 2:08x}", f"{i % 5:08x}", *[""] * 24]) + "\n"
 
 
-def _run(*arguments: object) -> Any:
-    command = [sys.executable, str(EXAMPLE), *SMALL, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def _run(*arguments: object, folder: Path) -> Ended:
+    return run_program(EXAMPLE, *SMALL, *arguments, folder=folder)
 
 
 def test_train_stop_and_resume(tmp_path: Path) -> None:
@@ -33,7 +30,7 @@ def test_train_stop_and_resume(tmp_path: Path) -> None:
     outcomes = []
     for name, more in (("whole", []), ("resumed", ["--resume"])):
         file = tmp_path / f"{name}.json"
-        done = _run(*options, *more, "--json", file)
+        done = _run(*options, *more, "--json", file, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         outcomes.append(json.loads(file.read_text()))
         shutil.rmtree(tmp_path / "runs" / "step-00000012")
@@ -48,7 +45,7 @@ def test_train_stop_and_resume(tmp_path: Path) -> None:
 def test_a_corrupt_line_under_strict(tmp_path: Path) -> None:
     data = tmp_path / "train.txt"
     data.write_text(_line(0) + "0\t1\n" + _line(1) * 20)
-    done = _run("--data", data, "--strict")
+    done = _run("--data", data, "--strict", folder=tmp_path)
     assert done.returncode == 1
     assert f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has not." in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import hypothesis
@@ -32,10 +30,6 @@ FIXED = tuple(dataclasses.replace(table, bag_length=length) for table, length in
 
 def _place() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
-
-
-def test_import_leaves_triton_alone() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, interlace.nn; assert 'triton' not in sys.modules"], check=True)
 
 
 def test_worked_example() -> None:

@@ -79,6 +79,36 @@ def test_two_ranks_match_the_full_layers(ranks: Any, tokens: Any, bias: bool, se
         assert max(errors.values()) < TOLERANCE, errors
 
 
+def _penalty(first: nn.Module, second: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the squared norm of the gradients of x and of the weights."""
+    inputs = [x, first.weight, second.weight]
+    gradients = torch.autograd.grad(second(first(x).tanh()).square().sum(), inputs, create_graph=True)
+    return list(torch.autograd.grad([gradient.square().sum() for gradient in gradients], inputs))
+
+
+def _second_derivatives(sequence_parallel: bool, impl: str) -> list[float]:
+    """On a rank: errors of an MLP's second derivatives against the full one in float64."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    first, second = nn.Linear(IN, 8), nn.Linear(8, OUT)
+    x = torch.randn(4, IN)
+    up = ColumnParallelLinear.from_linear(first, sequence_parallel=sequence_parallel)
+    down = RowParallelLinear.from_linear(second, sequence_parallel=sequence_parallel)
+    up.impl = down.impl = impl
+    rows = slice(2 * rank, 2 * rank + 2) if sequence_parallel else slice(None)
+    found = _penalty(up, down, x[rows].clone().requires_grad_())
+    wanted = _penalty(first.double(), second.double(), x.double().requires_grad_())
+    wanted = [wanted[0][rows], up.shard_of(wanted[1]), down.shard_of(wanted[2])]
+    return [_error(a, b) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("impl", ["fused", "unfused"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_second_derivatives(ranks: Any, sequence_parallel: bool, impl: str) -> None:
+    for errors in ranks(2).run(_second_derivatives, sequence_parallel, impl):
+        assert max(errors) < TOLERANCE, errors
+
+
 def _compiled(autocast: bool) -> bool:
     torch.manual_seed(1)
     layers = nn.Sequential(ColumnParallelLinear(IN, 8), nn.ReLU(), RowParallelLinear(8, OUT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import time
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import interlace
 from interlace import AllGatherGemmConfig, Faults, GemmAllReduceConfig, GemmAllToAllConfig, GemmReduceScatterConfig
 from interlace.comm import MAX_PROGRAMS
+from interlace.language import primitives
 from interlace.products.choice import ANY_ROWS
 from interlace.products.launch import padded_columns
 from interlace.products.splits import balanced
@@ -128,7 +130,7 @@ def test_calls_back_to_back_with_slow_ranks(ranks, operator, impl):
         _call(operator, 64, 16, 16, impl=impl, max_programs=8),
     ]
     faults = Faults(max_delay_s=0.001, reorder_puts=True)
-    assert ranks(2).run(_under_faults, batch, 12, faults, timeout_s=120) == [[]] * 2
+    assert ranks(2).run(_under_faults, batch, 12, faults) == [[]] * 2
 
 
 def _absent_peer(call, absent):
@@ -149,14 +151,14 @@ def _absent_peer(call, absent):
 
 @pytest.mark.parametrize(("operator", "impl"), WAYS)
 def test_a_peer_that_never_calls(ranks, operator, impl):
-    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8, impl=impl), 1, timeout_s=60)
+    outcomes = ranks(2).run(_absent_peer, _call(operator, 4, 8, 8, impl=impl), 1)
     assert outcomes[1] is None
     (kind, message, fields), later, seconds = outcomes[0]
     assert kind == "PeerTimeoutError"
     assert message.startswith(f"{operator}: rank 0 waited 1 s for rank 1 ")
     assert (fields["wanted"], fields["peer"], fields["different_call"]) == (2, 1, False)
     assert later == (kind, message, fields)
-    assert 1.0 <= seconds < 20
+    assert 1.0 <= seconds < 60
 
 
 def _kept(call):
@@ -187,3 +189,127 @@ def test_products_without_a_peers_rows_become_nan(ranks):
     ((spoilt, epochs),) = ranks(1).run(_settled, 0)
     assert all(value != value for value in spoilt)
     assert epochs == [2]
+
+
+def _without_rows(inner):
+    """Rank 1 owns no rows and waits for none; rank 0 is held up at every look at a signal, as by other work on its GPU."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    operands = [[torch.randn(32, each, generator=generator) for _ in range(2)] for each in inner]
+
+    def call(x, w):
+        return interlace.gemm_reduce_scatter(x, w, splits=[32, 0], impl="fused")
+
+    expected = [call(*each) for each in operands]
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
+        found = [call(*each) for each in operands]
+    dist.barrier()
+    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+
+
+def _held_up(look):
+    def late(*args):
+        time.sleep(0.3)
+        return look(*args)
+
+    return late
+
+
+def test_a_rank_without_rows_may_be_one_call_ahead(ranks):
+    """That it is done with the next call, which has another mark, must not hide that it is done with this one."""
+    assert ranks(2).run(_without_rows, (16, 48)) == [[True, True]] * 2
+
+
+def _left_by_an_absent_peer(call):
+    """What rank 0 is left with where rank 1 does not come, as on a GPU, where the error comes with the next call."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    call(process_group.group_name)
+    interlace.set_deadline(0.5, process_group)
+    dist.barrier()
+    found = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "check", lambda: None)
+        if dist.get_rank() == 0:
+            found = [bool(each.isnan().all()) for each in call(process_group.group_name)]
+    dist.barrier()
+    return found, group.broken
+
+
+def _gathered_rows(name, impl, dtype):
+    """The peer's rows, multiplied and as they are."""
+    x, w = torch.ones(16, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+    y, gathered = torch.ops.interlace.all_gather_gemm(x, w, None, None, None, None, dtype, True, name, impl, "")
+    return y[16:], gathered[16:].float()
+
+
+@pytest.mark.parametrize("impl", ["fused", "split", "mapped"])
+def test_rows_that_do_not_come_are_gathered_as_nan(ranks, impl):
+    """Autograd keeps them for the weight's gradient."""
+    outcomes = ranks(2).run(_left_by_an_absent_peer, functools.partial(_gathered_rows, impl=impl, dtype=torch.bfloat16))
+    assert outcomes == [([True, True], True), (None, False)]
+
+
+def _gathered_batch(name, impl):
+    y, received = torch.ops.interlace.all_to_all_bmm(torch.ones(8, 4), torch.ones(2, 4, 3), name, impl)
+    return y[:, 2:], received[:, 2:]
+
+
+@pytest.mark.parametrize("impl", ["fused", "mapped"])
+def test_a_batch_that_does_not_come_is_nan(ranks, impl):
+    outcomes = ranks(2).run(_left_by_an_absent_peer, functools.partial(_gathered_batch, impl=impl))
+    assert outcomes == [([True, True], True), (None, False)]
+
+
+def _padding_that_libraries_see(call, module, product):
+    """Whether rows are padded where a library multiplies them, and what is in the padding, in all calls."""
+    found = []
+    multiply = getattr(module, product)
+
+    def watched(first, second, *rest, **more):
+        for operand in (first, second):
+            if isinstance(operand, torch.Tensor) and operand.dim() > 1 and operand.stride(-2) > operand.shape[-1] > 1:
+                wide = operand.stride(-2)
+                whole = operand.as_strided((*operand.shape[:-1], wide), operand.stride())
+                found.append(bool((whole[..., operand.shape[-1] :] == 0).all()))
+        return multiply(first, second, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, product, watched)
+        for _ in range(2):
+            call("")
+    return found
+
+
+def _padded_gather(name, impl):
+    """Fewer rows for each next rank, none for the last; K that fills no vector of 16 bytes."""
+    rows = [9, 4, 8, 0][: dist.get_world_size()]
+    for inner in (37, 29):  # memory is used again, with another row length
+        x, w = torch.ones(rows[dist.get_rank()], inner).bfloat16(), torch.ones(6, inner).bfloat16()
+        y = torch.ops.interlace.all_gather_gemm(x, w, None, None, None, rows, x.dtype, True, name, impl, "")[0]
+        assert torch.equal(y, torch.full_like(y, inner))
+
+
+def _padded_batch(name, impl):
+    for inner in (13, 5):
+        ones = torch.ones(16, inner).bfloat16(), torch.ones(2, inner, 3).bfloat16()
+        y, _ = torch.ops.interlace.all_to_all_bmm(*ones, name, impl)
+        assert torch.equal(y, torch.full_like(y, inner))
+
+
+def _padding(kind, impl):
+    from interlace.ops.all_gather_gemm import launch
+
+    if kind == "gather":
+        return _padding_that_libraries_see(functools.partial(_padded_gather, impl=impl), launch, "multiply_into")
+    return _padding_that_libraries_see(functools.partial(_padded_batch, impl=impl), torch, "bmm")
+
+
+@pytest.mark.parametrize(("kind", "impl"), [("gather", "split"), ("gather", "mapped"), ("batch", "fused"), ("batch", "mapped")])
+def test_padding_beside_what_a_library_reads_is_zero(ranks, kind, impl):
+    """A product of bfloat16 may multiply it by zero (AMX does), which turns memory that nobody wrote into NaN."""
+    for found in ranks(4).run(_padding, kind, impl):
+        assert found
+        assert all(found)

@@ -8,7 +8,9 @@ import torch
 
 import interlace
 from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
+from interlace.comm.kernels import describe_matrix
 from interlace.products.choice import Choice
+from interlace.products.launch import describe_own
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 
 OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
@@ -125,6 +127,23 @@ def test_kernels_get_aligned_operands(dtype, inner):
     operands = Operands(buffer[:5], buffer[:3], None, None, None, dtype)
     assert operands.for_kernel().x is operands.x
     assert operands.for_kernel().w is operands.w
+
+
+def test_an_expanded_row_is_copied():
+    """As gradients of sums are: rows that are no distance apart, which no descriptor describes."""
+    row = torch.randn(16)
+    operands = Operands(row.expand(5, 16), row.expand(3, 16), None, None, None, f32).for_kernel()
+    for matrix in (operands.x, operands.w):
+        assert matrix.stride() == (16, 1)
+        assert torch.equal(matrix, row.expand(len(matrix), 16))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (5, 0)])
+def test_descriptors_of_matrices_without_elements_have_an_address(shape):
+    empty = torch.empty(shape)
+    assert empty.data_ptr() == 0
+    assert describe_matrix(empty, 16, [16, 16]).base.data_ptr() != 0
+    assert describe_own(torch.empty(0, 16), 16, [16, 16]).base.data_ptr() != 0
 
 
 @pytest.mark.parametrize(

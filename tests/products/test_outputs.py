@@ -82,11 +82,11 @@ def _as_graphs(call, turns):
 
     def run(key, enqueue):
         output = next(reversed(group.kept.values())).output
-        half = output.half
+        half, turn = output.half, output.turn
         enqueue()
         if torch.rand((), generator=random) < 0.5:
             return True
-        output._half = half
+        output._half, output._turn = half, turn
         return False
 
     with pytest.MonkeyPatch.context() as patch:

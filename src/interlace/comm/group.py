@@ -64,7 +64,7 @@ class Workspace:
 
     Attributes:
         data: symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
-        signals: symmetric int32, each written by one rank only, and only to grow.
+        signals: symmetric int32, each written by one rank only: the epoch of its call and the call's mark.
         epochs: int32 ``[MAX_PROGRAMS]`` of this rank: the number of the next call, once per program.
         side_epochs: the same, for launches that run beside an operator's kernel and may end before or after it.
         notes: int32 ``[2]`` of this rank: what an operator's first kernel leaves for what follows in the same call.
@@ -525,6 +525,7 @@ class Group:
             each.reset()
         self._state.zero_()
         self._record.zero_()
+        self._interruption = ""
         if self.backend == "cuda":
             torch.cuda.synchronize(self.device)
         self.exchange("recover", "as new")  # nobody may write here before
@@ -564,7 +565,7 @@ class Group:
         if record[ctx.RECORD_CODE] == ctx.INTERRUPTED:
             raise GroupError(
                 f"a call must not be interrupted once its kernels may run, as ranks then no longer agree; got "
-                f"{self._interruption}. The group is broken now. Call interlace.recover on every rank, or build a new process group."
+                f"{self._interruption}. This group is broken now. Call interlace.recover on every rank."
             )
         if record[ctx.RECORD_CODE] == ctx.MISCOUNTED:
             piece, wanted, seen = (int(record[field]) for field in (ctx.RECORD_SLICE, ctx.RECORD_WANTED, ctx.RECORD_SEEN))
@@ -592,9 +593,9 @@ class Group:
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Around the launch of an operator's kernels: refuses a broken group, and keeps the calls of a GPU in stream order.
 
-        Kernels are launched on the group's GPU, whichever is current. An exception that leaves the context after
-        something was enqueued breaks the group: the epochs of this rank may not be those of its peers any more. On the
-        CPU backend the kernel has ended when this exits, so an expired wait raises here.
+        Kernels are launched on the group's GPU, whichever is current. An exception that leaves it after something was
+        enqueued breaks the group: the epochs of this rank may not be those of its peers any more. On the CPU backend
+        the kernel has ended when this exits, so an expired wait raises here.
         """
         self.check()
         if releases:
@@ -605,10 +606,12 @@ class Group:
         return _Running(self)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the group's GPU the current one; costs nothing where it is."""
-        if self.backend == "cpu" or torch._C._cuda_getDevice() == self.device.index:
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+        """Makes the group's GPU the current one."""
+        return torch.cuda.device(self.device) if self.elsewhere() else contextlib.nullcontext()
+
+    def elsewhere(self) -> bool:
+        """Whether another GPU than the group's is the current one."""
+        return self.backend == "cuda" and torch._C._cuda_getDevice() != self.device.index
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the group's GPU: the same object for as long as it is the same stream."""
@@ -660,8 +663,10 @@ class Group:
         """Whether the current stream of the group's GPU is being captured in a CUDA graph."""
         if self.backend == "cpu":
             return False
-        with self.on_device():
-            return torch.cuda.is_current_stream_capturing()
+        if self.elsewhere():
+            with torch.cuda.device(self.device):
+                return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
     def _meet(self, what: str, timeout_s: float) -> None:
         """Wait until all ranks are here, and number exchanges anew, under keys that none has used."""
@@ -752,6 +757,20 @@ def _interpreting(traffic: cpu_faults.Traffic) -> Iterator[None]:
         yield
 
 
+def _capture_of(stream: torch.cuda.Stream) -> int | None:
+    """Which CUDA graph a stream is captured in; None if in none."""
+    from cuda.bindings import driver
+
+    # Error, status, id; what follows differs between versions.
+    _, status, number, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
+    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
+
+
+def _gpu_id(device: torch.device) -> str:
+    """What tells a GPU apart from all others; its number depends on what the process sees (``CUDA_VISIBLE_DEVICES``)."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class _Running:
     """What :meth:`Group.running` returns."""
 
@@ -760,13 +779,19 @@ class _Running:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._before = launches.value
-        self._scope = _interpreting(group.traffic) if group.backend == "cpu" else group.on_device()
+        self._scope: contextlib.AbstractContextManager[Any] | None = None
+        if group.backend == "cpu":
+            self._scope = _interpreting(group.traffic)
+        elif group.elsewhere():
+            self._scope = torch.cuda.device(group.device)
 
     def __enter__(self) -> None:
-        self._scope.__enter__()
+        if self._scope is not None:
+            self._scope.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._scope.__exit__(kind, error, traceback)
+        if self._scope is not None:
+            self._scope.__exit__(kind, error, traceback)
         if error is None:
             if self._group.backend == "cpu":
                 self._group.check()
@@ -780,20 +805,6 @@ def _require_same(operator: str, name: str, values: list[Any]) -> None:
         raise RankMismatchError(
             f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got {_by_rank(values)}. Nothing was computed."
         )
-
-
-def _capture_of(stream: torch.cuda.Stream) -> int | None:
-    """Which CUDA graph a stream is captured in; None if in none."""
-    from cuda.bindings import driver
-
-    # Error, status, id; what follows differs between versions.
-    _, status, number, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
-    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
-
-
-def _gpu_id(device: torch.device) -> str:
-    """What tells a GPU apart from all others; its number depends on what the process sees (``CUDA_VISIBLE_DEVICES``)."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _by_rank(values: list[Any]) -> str:

@@ -109,10 +109,18 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
-    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart."""
+    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart.
+
+    A matrix without elements has no address, which a descriptor must have: it gets one of a row that nobody reads.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(matrix, [max(size, 1) for size in matrix.shape], [stride, 1], block)
+    return TensorDescriptor(addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block)
+
+
+def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
+    """``matrix``, or ``elements`` of its kind where it has none."""
+    return matrix if matrix.numel() else matrix.new_empty(elements)
 
 
 def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:

@@ -92,19 +92,17 @@ def _shared_file(nbytes: int) -> int:
     """The descriptor of a new file of ``nbytes`` zeros that has no name.
 
     Raises:
-        WorkspaceError: there is no memory, or no descriptor, for it.
+        WorkspaceError: the operating system does not give it.
     """
-    with contextlib.ExitStack() as undo:
+    try:
+        fd = os.memfd_create("interlace")
         try:
-            fd = os.memfd_create("interlace")
-            undo.callback(os.close, fd)
             os.ftruncate(fd, nbytes)
-        except OSError as error:
-            raise WorkspaceError(
-                f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}. "
-                f"Free tensors that are no longer needed."
-            ) from error
-        undo.pop_all()
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}.") from error
     return fd
 
 

@@ -7,7 +7,8 @@ by the same call.
 
 Stream order protects what the host cannot see: a tensor may be dropped while kernels still read it, and the next call of the
 group comes after them on their stream, as with torch's caching allocator. A tensor that is read on another stream must live
-until the group's stream has waited for that one.
+until the group's stream has waited for that one. ``Tensor.record_stream`` does nothing for such a tensor: its memory is not
+of torch's allocator.
 """
 
 from __future__ import annotations

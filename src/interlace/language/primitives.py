@@ -39,7 +39,13 @@ _LOOKS = tl.constexpr(4 if interpreting() else 128)
 _CELLS = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)
 _TAG = tl.constexpr(0xFFFFFFFF)
 _EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
-_FAR_AHEAD = tl.constexpr(1 << (context.EPOCH_BITS - 1))
+# A signal may be a call or two ahead of who waits for it; where epochs wrap, the next one is three more.
+_AHEAD = tl.constexpr(4)
+# Calls from one clearing of old signals to the next, and how old a signal must be to be cleared: far more than any rank
+# can be behind, and together far less than the calls after which an epoch's number comes again.
+_CLEARING_PERIOD = tl.constexpr(1 << (context.EPOCH_BITS - 2))
+_OLD = tl.constexpr(1 << (context.EPOCH_BITS - 4))
+_CLEARED = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)  # words that a program looks at, at a time
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _RELEASE = tl.constexpr("release")
 
@@ -91,7 +97,7 @@ def peer_pointer(ptr, peer, group):
 
 @triton.jit
 def next_epoch(epochs):
-    """The number of this call (int32 scalar, from 1), as this program's cell says.
+    """The number of this call (int32 scalar, 1 to ``2**24 - 2``, then 1 again), as this program's cell says.
 
     One trip to memory, as for :func:`join`. Call both once the kernel's first loads are under way: then it costs nothing.
     """
@@ -100,19 +106,23 @@ def next_epoch(epochs):
 
 @triton.jit
 def previous_epoch(epoch):
-    """The number of the call before this one; for the first, one that no signal is behind."""
-    return epoch - tl.where(((epoch - 1) & _EPOCH_MASK) == 0, 3, 1)
+    """The number of the call before this one. A signal that was never set counts as the one before the first call."""
+    return (epoch - tl.where(((epoch - 1) & _EPOCH_MASK) == 0, 3, 1)) & _EPOCH_MASK
 
 
 @triton.jit
 def following_epoch(epoch):
-    """The number of the call after this one; of the first, where ``epoch`` is 0."""
-    return epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)
+    """The number of the call after this one; of the first, where ``epoch`` is 0.
+
+    Zero and the number before it are left out. A packed word of two values carries the number alone, which must differ from
+    memory that was never written; and parity must go on alternating.
+    """
+    return (epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)) & _EPOCH_MASK
 
 
 @triton.jit
 def mark(epoch, call):
-    """``epoch`` marked with the call it belongs to: what this call's signals and words carry.
+    """The stamp of a call, which its signals and words carry: the epoch in the low 24 bits, the call's mark in the high 8.
 
     Ranks that make different calls, both of them agreed on before, then wait for each other until the deadline instead of
     taking each other's data for their own.
@@ -120,7 +130,22 @@ def mark(epoch, call):
     Args:
         call: int32 scalar: what ``Group.agree`` returned for the call's arguments (its high 8 bits).
     """
-    return epoch ^ call
+    return (epoch & _EPOCH_MASK) | call
+
+
+@triton.jit
+def unmarked(stamp):
+    """The epoch of a stamp without the mark of its call: a signal that no call waits for."""
+    return stamp & _EPOCH_MASK
+
+
+@triton.jit
+def in_turn(ptr, epoch, count):
+    """The one of two sets of ``count`` signals (or numbers) from ``ptr`` on whose turn it is in this call.
+
+    A rank may be one call ahead of another, and then sets its signals of the next call before this one's were seen.
+    """
+    return ptr + (epoch & 1) * count
 
 
 @triton.jit
@@ -128,15 +153,37 @@ def advance_epoch(epochs, epoch):
     """Say that this program is done with ``epoch``: its cell then holds the next one. The last thing a kernel does.
 
     The programs of a launch share out all cells, so that a later launch of any grid finds them equal: no atomic, no
-    second launch, and no program can see a cell change before it has read its own. Numbers whose low 24 bits are zero are
-    left out, for with a call's mark in the high bits they could equal memory that was never written; and those before them, so
-    that parity goes on alternating.
+    second launch, and no program can see a cell change before it has read its own.
     """
     following = following_epoch(epoch)
     programs = tl.num_programs(0)
     for first in range(tl.program_id(0), _MAX_PROGRAMS, programs * _CELLS):
         cells = first + programs * tl.arange(0, _CELLS)
         tl.store(epochs + cells, following, mask=cells < _MAX_PROGRAMS)
+
+
+@triton.jit
+def clear_old(ptr, count, epoch, group):
+    """Every ``2**22`` calls: set this rank's signals or packed words that are older than ``2**20`` calls to 0.
+
+    Epochs come again after ``2**24`` calls. A signal that only some calls set, which nobody has set for exactly as long,
+    would then pass for this call's. In all other calls this costs a comparison. A signal that a peer sets meanwhile is kept.
+
+    Args:
+        ptr: pointer to int32 signals or int64 packed words (rank 0's copy, as always); no counters may be among them.
+        count: how many there are (int32 scalar); the programs of a launch share them out.
+        epoch: of this call.
+    """
+    if (epoch & (_CLEARING_PERIOD - 1)) == _CLEARING_PERIOD - 2:
+        own = peer_pointer(ptr, rank(group), group)
+        lanes = tl.arange(0, _CLEARED)
+        for first in range(tl.program_id(0) * _CLEARED, count, tl.num_programs(0) * _CLEARED):
+            here = own + tl.minimum(first + lanes, count - 1)
+            seen = tl.load(here, volatile=True)
+            # What is a call or two ahead looks nearly as old as an epoch can be.
+            age = (epoch - seen.to(tl.int32)) & _EPOCH_MASK
+            old = (age >= _OLD) & (age < _EPOCH_MASK - _OLD)
+            tl.atomic_cas(here, seen, tl.where(old, 0, seen), sem="relaxed", scope="sys")
 
 
 # One-sided transfers
@@ -173,7 +220,8 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
     """Set the int32 signal ``ptr`` on ``peer`` to ``epoch``.
 
     With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this program, by any of
-    its threads; ``"relaxed"`` promises nothing. A signal has one writer, and its epochs only grow.
+    its threads; ``"relaxed"`` promises nothing. A signal has one writer, which sets it again only once its reader has seen it
+    (:func:`in_turn`).
     ``ptr`` and ``peer`` may be tiles: several signals at once.
     """
     signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
@@ -190,8 +238,11 @@ def put_signal(ptr, value, signal_ptr, epoch, peer, group, mask=None):
 def wait(ptr, epoch, peer, slice, group, mask):
     """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
 
+    A signal has, where its mark is that of ``epoch`` and its number is that of ``epoch`` or of one of the next calls.
+
     Args:
         ptr: 1-D int32 tile of signals (rank 0's copy, as always).
+        epoch: int32 scalar: the stamp or the number that is awaited.
         peer: tile of the ranks that set them, for the error.
         slice: scalar: what is awaited, for the error.
         mask: tile; signals outside it are not awaited.
@@ -233,9 +284,8 @@ def wait(ptr, epoch, peer, slice, group, mask):
 
 @triton.jit
 def _is_behind(seen, epoch):
-    """Epochs are compared by difference, since they may wrap; one that is far ahead belongs to another call."""
-    ahead = seen - epoch
-    return (ahead < 0) | (ahead >= _FAR_AHEAD)
+    """Whether a signal is not this call's, nor one of the same mark a call or two later. Numbers wrap; marks do not."""
+    return (((seen - epoch) & _EPOCH_MASK) >= _AHEAD) | (unmarked(seen ^ epoch) != (seen ^ epoch))
 
 
 @triton.jit
@@ -245,12 +295,14 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     Puts that any of them made before are then visible to all of them.
 
     Args:
-        ptr: ``WORLD_SIZE`` int32 signals of this program index alone. A rank may be one barrier ahead of another: where epochs
-            carry marks, and so do not simply grow, let two sets of signals take turns.
+        ptr: ``2 * WORLD_SIZE`` int32 signals of this program index alone: two sets, which take turns by the epoch's parity, for a
+            rank may be one barrier ahead of another.
+        epoch: int32 scalar: the stamp or the number of this barrier; consecutive ones differ in parity.
     """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     me = rank(group)
     others = (peers < WORLD_SIZE) & (peers != me)
+    ptr = in_turn(ptr, epoch, WORLD_SIZE)
     signal(ptr + me + tl.zeros_like(peers), epoch, peers, group, others)
     return wait(ptr + peers, epoch, peers, tl.program_id(0), group, others)
 
@@ -408,12 +460,11 @@ def nan_unless(arrived, value):
 
 
 @triton.jit
-def fill_nan(address, count, dtype: tl.constexpr):
-    """Fill ``count`` elements of this rank's memory: a result that could not be computed."""
-    target = pointer(address, dtype)
+def fill_nan(target, count):
+    """Fill ``count`` elements of this rank's memory from the pointer ``target`` on: a result that could not be computed."""
     lanes = tl.arange(0, 1024)
     for start in range(0, count, 1024):
-        nothing = tl.full([1024], float("nan"), tl.float32).to(dtype)
+        nothing = tl.full([1024], float("nan"), tl.float32).to(target.dtype.element_ty)
         tl.store(target + start + lanes, nothing, mask=start + lanes < count)
 
 

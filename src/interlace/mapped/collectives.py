@@ -98,7 +98,7 @@ class Fused:
         self._run(result, args, {})
 
     def _run(self, result: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        group, half = self.output.group, self.output.half
+        group, turn = self.output.group, self.output.turn
         target = self.output.begin()
         if isinstance(self.output, TriggeredTransfers):
             counts = self.output.counters.numel() > 0
@@ -119,7 +119,7 @@ class Fused:
                 result = target.new_empty(self._parts[1:]) if result is None else result
                 return self.output.collect("sum", result)
             case "all_reduce":
-                result = self._sums_of(half) if result is None else result
+                result = self._sums_of(turn) if result is None else result
                 return self.output.collect("sum_for_all", result, self._sums)
             case _ if result is not None:
                 return self.output.collect("copy", result)
@@ -127,12 +127,12 @@ class Fused:
                 received = self.output.exchange()
                 return received.flatten(0, 1) if len(self.shape) == 2 else received
 
-    def _sums_of(self, half: int) -> torch.Tensor:
+    def _sums_of(self, turn: int) -> torch.Tensor:
         """Where the sums of all ranks arrive, in memory that the call after the next one writes."""
         assert self._sums is not None
         group, (ranks, rows, columns) = self.output.group, self._parts
         nbytes = math.prod(self._parts) * self.output.dtype.itemsize
-        address = self._sums.address + half * (self._sums.nbytes // 2) + group.rank * group.stride
+        address = self._sums.address + turn * (self._sums.nbytes // 2) + group.rank * group.stride
         return view_as(bytes_at(address, (nbytes,), (1,), group.device, self._sums), (ranks * rows, columns), self.output.dtype)
 
 

@@ -5,8 +5,10 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.comm.kernels import MOST_MOVERS
+from interlace.mapped.layout import BARRIERS
 
-_SET = tl.constexpr(MOST_MOVERS)  # signals of a set, for each rank
+_BARRIERS = tl.constexpr(BARRIERS)
+_PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has barriers of its own
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
@@ -21,9 +23,9 @@ def meet(signals, epochs, ctx, sound, call, WORLD_SIZE: tl.constexpr):
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    # Two sets of signals in turn: a rank may be one barrier ahead, and its next one may be of another call, with another mark.
-    flags = il.pointer(signals, tl.int32) + (epoch & 1) * _SET * WORLD_SIZE
+    flags = il.pointer(signals, tl.int32)
     il.barrier(flags, _if_sound(il.mark(epoch, call), sound), group, WORLD_SIZE)
+    il.clear_old(flags, _BARRIERS * _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -75,8 +77,9 @@ def collect(
     group = il.join(ctx)
     me = il.rank(group)
     stamp = il.mark(epoch, call)
-    flags = il.pointer(signals, tl.int32) + program * WORLD_SIZE
-    met = il.barrier(flags + (epoch & 1) * _SET * WORLD_SIZE, _if_sound(stamp, sound), group, WORLD_SIZE).to(tl.int32)
+    meetings = il.pointer(signals, tl.int32)
+    partings = meetings + _PROGRAMS * 2 * WORLD_SIZE
+    met = il.barrier(meetings + program * 2 * WORLD_SIZE, _if_sound(stamp, sound), group, WORLD_SIZE).to(tl.int32)
     tiles = tiles_of(rows, columns, ROWS, COLS)
     target, there = il.pointer(result, DTYPE), il.pointer(landing, DTYPE)
     for tile in range(program, tiles, programs):
@@ -99,7 +102,7 @@ def collect(
                     il.put(there + cells, value, (me + 1 + step) % WORLD_SIZE, group, inside)
             tl.store(target + cells, value, mask=inside)
     if (HOW == "sum_for_all") | CAPTURED:
-        complete = il.barrier(flags + 2 * _SET * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
+        complete = il.barrier(partings + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
     if HOW == "sum_for_all":
         if (not IN_PLACE) | (complete == 0):
             for tile in range(program, tiles, programs):
@@ -108,6 +111,7 @@ def collect(
                     cells = ((me + 1 + step) % WORLD_SIZE * rows.to(tl.int64) + m) * columns + n
                     value = il.get(there + cells, me, group, inside, 0.0)
                     tl.store(target + cells, il.nan_unless(complete, value), mask=inside)
+    il.clear_old(meetings, _BARRIERS * _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -128,7 +132,7 @@ def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _if_sound(stamp, sound):
-    """What a rank signals: where ``sound`` is 0, what it stored is no result, and its signals are none that anyone waits for."""
+    """The stamp that a rank signals; where ``sound`` is 0, what it stored is no result, and it signals one that no peer waits for."""
     if sound is not None:
-        stamp = stamp * tl.load(sound)
+        stamp = tl.where(tl.load(sound) > 0, stamp, il.unmarked(stamp))
     return stamp

@@ -15,6 +15,9 @@ from interlace.comm.memory import Block, call_when_gone
 from interlace.errors import ArgumentError
 from interlace.units import round_up
 
+BARRIERS = 2
+"""Barriers that a program has signals for: one when ranks have written, one when they have read."""
+
 
 class Mapping:
     """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it lives."""

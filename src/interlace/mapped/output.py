@@ -13,11 +13,10 @@ from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
 from interlace.comm.memory import Block
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
-from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
+from interlace.mapped.layout import BARRIERS, Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
-_SETS = 3  # of signals: two of meetings, which take turns, and one of sums
 
 
 class MappedOutput:
@@ -100,9 +99,9 @@ class MappedOutput:
             mine = self._slot(half, rank, 0)
             self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block))
         self._written = [self._map(homes, whole, strides) for homes in self._homes()]
-        self._workspace = self.group.workspace(OPERATOR, 4096, _SETS * MOST_MOVERS * ranks)
+        self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
         self._sound: torch.Tensor | None = None  # int32 on the device: 0 if what was written must not be used
-        self._half = 0
+        self._half = self._turn = 0
         self._writing = False
         self.captured = self.collects = False
         self.group.recoverable.add(self)
@@ -125,6 +124,11 @@ class MappedOutput:
     def half(self) -> int:
         """Which of the two buffers the current epoch uses."""
         return self._half
+
+    @property
+    def turn(self) -> int:
+        """Whose turn it is of two places for results; they go on alternating when the buffers no longer do."""
+        return self._turn
 
     def begin(self) -> torch.Tensor:
         """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its contents are anything.
@@ -169,7 +173,7 @@ class MappedOutput:
         self._complete()
         self._writing = False
         received = self._received[self._half]
-        self._half = 1 - self._half
+        self.advance()
         return received
 
     def _complete(self) -> None:
@@ -184,19 +188,19 @@ class MappedOutput:
             how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in rank order. ``"sum_for_all"``: the
                 sums of all ranks, ``[R, ...]``.
             result: of as many elements, and this dtype.
-            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The result may be the half of this
-                epoch.
+            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The result may be the half whose
+                :attr:`turn` it is.
 
         Returns:
             ``result``.
         """
-        half, received = self._half, self._end()
+        turn, received = self._turn, self._end()
         require(self.group.backend)
         from interlace.mapped import kernel
 
         parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
         ranks, rows, columns = parts.shape
-        landing = 0 if sums is None else sums.address + half * (sums.nbytes // 2)
+        landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         programs, tile = cut_rows(rows, columns, self.group)
         arguments = (
             parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address, self._workspace.epochs,
@@ -225,8 +229,15 @@ class MappedOutput:
         self._workspace.reset(self.group.rank)
 
     def advance(self) -> None:
-        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``."""
-        self._half = 1 - self._half
+        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``.
+
+        Buffers take turns until a CUDA graph has captured an epoch that ends by :meth:`collect`. From then on every epoch, whether
+        in a graph or not, ends when ranks have read what they got, so all may use one buffer; and must, since nobody knows which
+        graph is replayed first: a peer may still read the other buffer then, of the last epoch that ended without that.
+        """
+        self._turn = 1 - self._turn
+        if not (self.captured and self.collects):
+            self._half = 1 - self._half
 
     def _meet(self) -> None:
         if self.group.world_size == 1:

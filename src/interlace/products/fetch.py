@@ -118,6 +118,7 @@ def begin(
     staging: Staging,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
+    whole: torch.Tensor,
     pieces: Mapping[int, Sequence[Piece]],
     mark: int,
     *,
@@ -132,6 +133,7 @@ def begin(
 
     Args:
         x: this rank's rows, ``[m, K]``, contiguous along K.
+        whole: where all rows are gathered, contiguous, its padding included; NaN everywhere if a peer's rows did not come.
         pieces: what is fetched, by peer, in this order.
         own: what of x itself is wanted beside it.
         first: stage this rank's rows before what the current stream gets next, rather than beside it. A product that takes all
@@ -170,7 +172,8 @@ def begin(
                 flag = signals + group.rank * group.stride + 4 * (record.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
             fetching.arrived[source] = copies.so_far(group)
-        Launch(staged.release_rows, (1,), (signals, context, notes), {"WORLD_SIZE": ranks, "num_warps": 1})()
+        releasing = signals, context, notes, whole, whole.numel()
+        Launch(staged.release_rows, (1,), releasing, {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
 

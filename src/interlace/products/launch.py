@@ -12,7 +12,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
-from interlace.comm.kernels import describe_matrix, describe_ranks, processors, triton_dtype
+from interlace.comm.kernels import addressable, describe_matrix, describe_ranks, processors, triton_dtype
 from interlace.products import record
 from interlace.products.config import ProductConfig
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -88,7 +88,8 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, stride = max(y.shape[0], 1), y.shape[1]
-    return TensorDescriptor(y, [1, 1, 1, rows, columns], [rows * stride] * 3 + [stride, 1], [1, 1, 1, *block])
+    strides = [rows * stride] * 3 + [stride, 1]
+    return TensorDescriptor(addressable(y, stride), [1, 1, 1, rows, columns], strides, [1, 1, 1, *block])
 
 
 def padded_columns(columns: int, dtype: torch.dtype) -> int:

@@ -232,9 +232,10 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
         return _laid_out(matrix.T, 1).T
     rows, columns = matrix.shape
     if columns <= 1 or matrix.stride(1) == 1:
-        # A matrix of one row has no distance between rows.
-        stride_bytes = matrix.stride(0) * matrix.element_size() if rows > 1 else 0
-        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and stride_bytes % ALIGNMENT_BYTES == 0:
+        stride_bytes = matrix.stride(0) * matrix.element_size()
+        # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has none that a descriptor takes.
+        apart = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
+        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and apart:
             return matrix
     padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
     return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)

@@ -170,7 +170,7 @@ def _run(product: Fused, y: torch.Tensor, arguments: tuple[Any, ...], where: tup
         where: the call, and the addresses of its operands.
     """
     output = product.output
-    key = (*where, output.half, output.captured, places(y))
+    key = (*where, output.half, output.turn, output.captured, places(y))
     with group.running():
         if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
             output.advance()

@@ -6,12 +6,12 @@ from typing import Final
 
 MAX_RANKS: Final = 8
 
-# int32 signals of a rank; what follows HEADER depends on the operator.
-GRANTED: Final = 0  # [source]: the buffer of that rank may be written, or its rows read. Kernels leave out the 0
-DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
-COUNTER: Final = 2 * MAX_RANKS  # programs that have sent all their tiles; local
-GRANTS: Final = 3 * MAX_RANKS  # [source]: which of its buffers that rank has granted; no signals
-HEADER: Final = 4 * MAX_RANKS
+# int32 signals of a rank; what follows HEADER depends on the operator. Sets take turns by the epoch's parity.
+GRANTED: Final = 0  # [set][source]: the buffer of that rank may be written, or its rows read. Kernels leave out the 0
+DONE: Final = 2 * MAX_RANKS  # [set][source]: everything of that rank is here
+GRANTS: Final = 4 * MAX_RANKS  # [set][source]: which of its buffers that rank has granted; no signals
+COUNTER: Final = 6 * MAX_RANKS  # programs that have sent all their tiles; local
+HEADER: Final = 8 * MAX_RANKS
 
 # A route, int64: rows that go to, or come from, one rank.
 FIRST_ROW: Final = 0  # of the product

@@ -15,8 +15,6 @@ from interlace.comm.constants import on_device
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows
 from interlace.products.launch import row_stride
 
-_SETS = 2  # of signals, which take turns
-
 
 def spread(
     group: Group,
@@ -43,7 +41,7 @@ def spread(
     """
     ranks, columns = group.world_size, x.shape[1]
     nbytes = whole.numel() * whole.element_size()
-    workspace = group.workspace(f"{operator}, spread", nbytes, _SETS * MOST_MOVERS * ranks)
+    workspace = group.workspace(f"{operator}, spread", nbytes, MOST_MOVERS * 2 * ranks)
 
     def enqueue() -> None:
         from interlace.products import staged

@@ -11,12 +11,14 @@ from interlace.comm.kernels import MOST_MOVERS
 from interlace.mapped.kernel import tile_at, tiles_of
 from interlace.products import record
 
+_MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _FIRST_ROW = tl.constexpr(record.FIRST_ROW)
 _ROWS = tl.constexpr(record.ROWS)
 _ROUTE = tl.constexpr(record.ROUTE)
-_SET = tl.constexpr(MOST_MOVERS)  # signals of a set, for each rank
+_HEADER = tl.constexpr(record.HEADER)
+_PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has a barrier of its own
 
 
 @triton.jit(
@@ -32,8 +34,8 @@ def stage_rows(
 ):  # fmt: skip
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
-    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE + peer]``), copy, and set this
-    rank's signal at every peer.
+    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE]``, of the last call's set), copy, and
+    set this rank's signal at every peer. That has one set: it is set again after DONE of its reader.
 
     Of ``own_rows`` from ``own_first`` on, no peer's if ``OWN`` is ``"only"`` and everybody's if it is ``"too"``, each
     ``own_share`` go to ``own_address``, ``own_distance`` rows from one to the next.
@@ -48,29 +50,33 @@ def stage_rows(
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     K_padded = inner_groups * INNER_ALIGN
-    if il.wait(flags + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others):
-        target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
-        lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
-        for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
-            m = (first + lines).to(tl.int64)[:, None]
-            place = m - own_first
-            own = (place >= 0) & (place < own_rows)
-            for start in range(0, K, COLS):
-                k = start + columns[None, :]
-                inside = (m < rows) & (k < K)
-                value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
-                if OWN is not None:
-                    here = il.pointer(own_address, x.dtype.element_ty)
-                    line = place // own_share * own_distance + place % own_share
-                    tl.store(here + line * K_padded + k, value, mask=inside & own)
-                tl.store(target + m * K_padded + k, value, mask=inside & ~own if OWN == "only" else inside)
-            if x_scale is not None:
-                scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
-                scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
-                tl.store(scales + first + lines, scale, mask=first + lines < rows)
+    last = il.previous_epoch(epoch)
+    free = il.wait(il.in_turn(flags + _DONE, last, _MAX_RANKS) + peers, last, peers, 0, group, others).to(tl.int32)
+    target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
+    lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        m = (first + lines).to(tl.int64)[:, None]
+        place = m - own_first
+        own = (place >= 0) & (place < own_rows)
+        for start in range(0, K, COLS):
+            k = start + columns[None, :]
+            value = tl.load(x + m * x_stride + k, mask=(m < rows) & (k < K), other=0.0)
+            inside = (m < rows) & (k < K_padded)  # libraries read the padding, too: it is zero
+            if OWN is not None:
+                here = il.pointer(own_address, x.dtype.element_ty)
+                line = place // own_share * own_distance + place % own_share
+                tl.store(here + line * K_padded + k, il.nan_unless(free, value), mask=inside & own)
+            staged = inside & ~own if OWN == "only" else inside
+            tl.store(target + m * K_padded + k, value, mask=staged & (free + m * 0 > 0))
+        if x_scale is not None:
+            scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
+            scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
+            tl.store(scales + first + lines, scale, mask=(first + lines < rows) & (free + lines * 0 > 0))
+    if free > 0:
         counter = il.peer_pointer(flags + _COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):
             il.signal(flags + me + tl.zeros_like(peers), il.mark(epoch, call), peers, group, others)
+    il.clear_old(flags + _HEADER, WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -93,14 +99,18 @@ def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     tl.store(notes + 1, stamp * arrived.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["signals"])
-def release_rows(signals, ctx, notes, WORLD_SIZE: tl.constexpr):
-    """Tell every peer that its rows have been fetched."""
+@triton.jit(do_not_specialize=["signals", "cells"])
+def release_rows(signals, ctx, notes, whole, cells, WORLD_SIZE: tl.constexpr):
+    """Tell every peer that its rows have been fetched. If a peer's rows have not come, all ``cells`` of ``whole`` become NaN."""
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
-    il.signal(il.pointer(signals, tl.int32) + _DONE + me + tl.zeros_like(peers), tl.load(notes), peers, group, others)
+    epoch = tl.load(notes)
+    done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, epoch, _MAX_RANKS)
+    il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, others)
+    if tl.load(notes + 1) == 0:
+        il.fill_nan(whole, cells)
 
 
 @triton.jit(do_not_specialize=["call", "blocks", "cells"])
@@ -133,8 +143,8 @@ def spread_rows(
 
     Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch, meets its peers'
     programs of the same index, and copies what they have put here into ``whole``, an ordinary tensor; NaN where it did not come.
-    The half is free: a peer that has signalled the call before this one has copied the one before that. Signals have two sets,
-    which take turns, since a rank may be one call ahead.
+    The half is free: a peer that has signalled the call before this one has copied the one before that. Columns of ``whole``
+    beyond K become zero: libraries that multiply it may read them.
 
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of its ``whole`` and of rank 1's
     landing, and copies b from row 1 of its own landing.
@@ -144,7 +154,7 @@ def spread_rows(
     group = il.join(ctx)
     me = il.rank(group)
     stamp = il.mark(epoch, call)
-    flags = il.pointer(signals, tl.int32) + ((epoch & 1) * _SET + program) * WORLD_SIZE
+    flags = il.pointer(signals, tl.int32)
     landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
     first = tl.load(routes + me * _ROUTE + _FIRST_ROW)
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
@@ -160,8 +170,8 @@ def spread_rows(
             if step < WORLD_SIZE - 1:
                 il.put(landing + cells, value, to, group, inside)
             else:
-                tl.store(whole + cells, value, mask=inside)
-    arrived = il.barrier(flags, stamp, group, WORLD_SIZE).to(tl.int32)
+                tl.store(whole + cells, value, mask=(m < rows) & (k < whole_stride))
+    arrived = il.barrier(flags + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
     for step in tl.static_range(WORLD_SIZE - 1):
         source = (me + 1 + step) % WORLD_SIZE
         first = tl.load(routes + source * _ROUTE + _FIRST_ROW)
@@ -170,5 +180,6 @@ def spread_rows(
             m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
             cells = (first + m // share * distance + m % share) * whole_stride + k
             value = il.get(landing + cells, me, group, inside, 0.0)
-            tl.store(whole + cells, il.nan_unless(arrived, value), mask=inside)
+            tl.store(whole + cells, il.nan_unless(arrived, value), mask=(m < rows) & (k < whole_stride))
+    il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -131,7 +131,7 @@ def _absent_peer(impl):
 
 @pytest.mark.parametrize("impl", ["fused", "mapped"])
 def test_a_peer_that_never_calls(ranks, impl):
-    (kind, message, fields), other = ranks(2).run(_absent_peer, impl, timeout_s=60)
+    (kind, message, fields), other = ranks(2).run(_absent_peer, impl)
     assert other is None
     assert (kind, fields["peer"], fields["wanted"]) == ("PeerTimeoutError", 1, 2)
     assert message.startswith("all_to_all_bmm: rank 0 waited 1 s for rank 1 ")

@@ -175,7 +175,7 @@ def _back_to_back(call, count, faults):
 def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     """A buffer that is written before its reader is done, or after its tensor is gone, shows here."""
     call = Call(((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2))
-    results = ranks(3).run(_back_to_back, call, 15, interlace.Faults(max_delay_s=0.001), timeout_s=200)
+    results = ranks(3).run(_back_to_back, call, 15, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
 
@@ -184,7 +184,7 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
 def test_puts_may_arrive_in_any_order(ranks, protocol):
     """Only what a signal vouches for may be read; in the sliced protocol only a fence stands between puts and flag."""
     call = Call(((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1))
-    results = ranks(2).run(_back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True), timeout_s=120)
+    results = ranks(2).run(_back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True))
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])
 
@@ -202,4 +202,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         for widths, samples, bags, programs in ((((4,), (2,)), 9, 2, 4), (((), (1, 3)), 4, 1, 1), (((6, 6), (2,)), 3, 4, 2))
         for protocol in PROTOCOLS
     ]
-    assert ranks(2).run(_changing_shapes, batch, timeout_s=90) == [[]] * 2
+    assert ranks(2).run(_changing_shapes, batch) == [[]] * 2

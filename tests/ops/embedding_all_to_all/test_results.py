@@ -61,7 +61,7 @@ def test_matches_float64(ranks, world_size, protocol, dtype):
         )
         for i, call in enumerate(_calls(world_size, dtype=dtype, config=_config(protocol, order=order)))
     ]
-    check_all(calls, ranks(world_size).run(run, calls, timeout_s=120))
+    check_all(calls, ranks(world_size).run(run, calls))
 
 
 def test_blocks_of_every_size(ranks):

@@ -49,7 +49,7 @@ def _opcheck_backward():
 @pytest.mark.parametrize("check", [_opcheck_forward, _opcheck_backward])
 def test_opcheck(ranks, check):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with the kernels."""
-    for outcome in ranks(1).run(check, timeout_s=120):
+    for outcome in ranks(1).run(check):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
@@ -59,7 +59,7 @@ def _compiled(call, kind):
 
     def step(tables, gradient):
         y = interlace.embedding_all_to_all(
-            tables, indices, offsets, gradient=gradient, batch_size=call.batch, name="compiled", config=SMALL
+            tables, indices, offsets, gradient=gradient, batch_size=call.batch, name=f"compiled {call.widths}", config=SMALL
         )
         return torch.relu(y * 2).sum(-1)
 
@@ -75,9 +75,13 @@ def _compiled(call, kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "adagrad"])
-def test_compiles_into_one_graph(ranks, kind):
-    """With its gradients and updates; a graph break or an input that the op forgets to declare fails here."""
-    for eager, compiled in ranks(2).run(_compiled, CALL, kind, timeout_s=120):
+@pytest.mark.parametrize("call", [CALL, Call(((4, 2), ()), 5)], ids=["tables", "a rank without tables"])
+def test_compiles_into_one_graph(ranks, call, kind):
+    """With its gradients and updates; a graph break or an input that the op forgets to declare fails here.
+
+    A rank without tables has a backward graph as well: its peers need its samples' gradients.
+    """
+    for eager, compiled in ranks(2).run(_compiled, call, kind):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 

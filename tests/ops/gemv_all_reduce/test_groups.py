@@ -119,7 +119,7 @@ def _absent_peer(call, absent):
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_never_calls(ranks, protocol):
     """Each waiting rank names the peer, epoch and slice after its deadline; the group stays broken, others do not."""
-    outcomes = ranks(4).run(_absent_peer, Call(1, 4, 16, config=_config(protocol)), 2, timeout_s=60)
+    outcomes = ranks(4).run(_absent_peer, Call(1, 4, 16, config=_config(protocol)), 2)
     for rank, outcome in enumerate(outcomes):
         if rank == 2:
             assert outcome is None
@@ -137,7 +137,7 @@ def test_a_peer_that_never_calls(ranks, protocol):
         }  # fmt: skip
         assert broken
         assert later == on_synchronize == first
-        assert 1.0 <= seconds < 20
+        assert 1.0 <= seconds < 60
         assert elsewhere is None
 
 
@@ -146,18 +146,19 @@ def _dies(protocol, pids):
     with open(os.path.join(pids, str(dist.get_rank())), "w") as file:
         file.write(str(os.getpid()))
     run_one(call)
-    interlace.set_deadline(20.0)
+    interlace.set_deadline(200.0)
     if dist.get_rank() == 1:
         with interlace.inject(Faults(die_after_puts=1)):
             run_one(call)
     run_one(call)
 
 
+@pytest.mark.usefixtures("quick_launches")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_dies_within_a_kernel(tmp_path, protocol):
     """The caller of launch is told which rank ended, and every process is gone: none waits out its deadline."""
     with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL") as caught:
-        interlace.launch(_dies, 2, protocol, str(tmp_path), backend="cpu", timeout_s=60)
+        interlace.launch(_dies, 2, protocol, str(tmp_path), backend="cpu", timeout_s=120)
     assert caught.value.rank == 1
     for rank in range(2):
         assert not os.path.exists(f"/proc/{(tmp_path / str(rank)).read_text()}")
@@ -175,7 +176,7 @@ assert interlace.group_of().world_size == 1
 def test_a_process_on_its_own_needs_no_process_group():
     """One rank without torch.distributed, and TRITON_INTERPRET set by nobody."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"INTERLACE_BACKEND": "cpu"}
-    subprocess.run([sys.executable, "-c", _SOLO], check=True, env=environment, timeout=100)
+    subprocess.run([sys.executable, "-c", _SOLO], check=True, env=environment, timeout=300)
 
 
 def _different_calls(calls):
@@ -201,3 +202,24 @@ def test_different_calls_that_each_were_agreed_on(ranks, protocol, change):
     assert any(fields["different_call"] for _, _, fields in outcomes)
     for _, message, fields in outcomes:
         assert fields["different_call"] == ("The peer made a different call; this group is broken now." in message)
+
+
+def _left_by_a_different_call(calls):
+    """What a call returns whose words were those of another call, as on a GPU, where the error comes with the next call."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    for call in calls:
+        run_one(call, process_group)
+    interlace.set_deadline(0.5, process_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "check", lambda: None)
+        y = run_one(calls[dist.get_rank()], process_group)
+    dist.barrier()
+    return bool(y.isnan().all()), group.broken
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_pairs_of_another_call_become_nan(ranks, protocol):
+    """Two values share a word, which has no room for the call's mark: all of y must be NaN, whoever computed it."""
+    calls = [Call(2, 16, columns, dtype="bfloat16", config=_config(protocol)) for columns in (16, 32)]
+    assert ranks(2).run(_left_by_a_different_call, calls) == [(True, True)] * 2

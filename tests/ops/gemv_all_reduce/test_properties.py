@@ -108,7 +108,7 @@ def _back_to_back(call, count, faults):
 def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     """A half that is written before its reader is done, or a word taken for the next call's, shows here."""
     call = Call(1, 3, 16, config=GemvAllReduceConfig(protocol, block_n=4, block_k=16))
-    results = ranks(4).run(_back_to_back, call, 40, interlace.Faults(max_delay_s=0.001), timeout_s=200)
+    results = ranks(4).run(_back_to_back, call, 40, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 4
     call.check([expected for _, expected in results])
 
@@ -117,7 +117,7 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
 def test_puts_may_arrive_in_any_order(ranks, protocol):
     """Only what a signal or a word's epoch vouches for may be read."""
     call = Call(2, 9, 16, config=GemvAllReduceConfig(protocol, block_n=2, block_k=16, max_programs=2))
-    results = ranks(2).run(_back_to_back, call, 12, interlace.Faults(max_delay_s=0.001, reorder_puts=True), timeout_s=120)
+    results = ranks(2).run(_back_to_back, call, 12, interlace.Faults(max_delay_s=0.001, reorder_puts=True))
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])
 
@@ -135,4 +135,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         for tokens, rows, block_n, programs in ((None, 5, 2, 0), (3, 12, 4, 1), (1, 20, 16, 2))
         for protocol in ("one_shot", "two_phase")
     ]
-    assert ranks(2).run(_changing_shapes, batch, timeout_s=90) == [[]] * 2
+    assert ranks(2).run(_changing_shapes, batch) == [[]] * 2

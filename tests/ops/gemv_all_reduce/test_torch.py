@@ -22,7 +22,7 @@ def _opcheck(call):
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_opcheck(ranks, tokens):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with the kernel."""
-    for outcome in ranks(2).run(_opcheck, Call(tokens, 5, 7, bias=True), timeout_s=120):
+    for outcome in ranks(2).run(_opcheck, Call(tokens, 5, 7, bias=True)):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
@@ -43,7 +43,7 @@ def _compiled(call, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_into_one_graph(ranks, backend):
     """With its gradients; a graph break or an input that the op forgets to declare fails here."""
-    for eager, compiled in ranks(2).run(_compiled, Call(3, 6, 8, bias=True), backend, timeout_s=120):
+    for eager, compiled in ranks(2).run(_compiled, Call(3, 6, 8, bias=True), backend):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 

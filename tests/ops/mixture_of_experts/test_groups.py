@@ -37,7 +37,7 @@ def test_many_calls_with_late_ranks(ranks):
     every turn.
     """
     calls = [Call(2, tokens, hidden=hidden, seed=tokens) for tokens, hidden in ((5, 8), (9, 16), (5, 8))]
-    outcomes = ranks(2).run(_with_faults, calls, 2, timeout_s=120)
+    outcomes = ranks(2).run(_with_faults, calls, 2)
     check_all(calls, [outcome[0] for outcome in outcomes])
     for first, second in outcomes:
         torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -83,7 +83,35 @@ def test_a_peer_that_never_calls(ranks, backward):
     assert error[0] == "PeerTimeoutError"
     assert error[1].startswith(f"{name}: rank 0 waited 1 s for rank 1 (slice 0, epoch ")
     assert later == error
-    assert 1 <= seconds < 20
+    assert 1 <= seconds < 60
+
+
+def _left_by_an_absent_peer(call):
+    """Backward, as on a GPU, where the error comes with the next call: what rank 0 is left with, and bytes that it sent."""
+    process_group, rank = dist.new_group(), dist.get_rank()
+    group = interlace.group_of(process_group)
+    run_one(call, process_group)
+    tensors = call.inputs(rank)
+    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    y = forward(call, tensors, process_group)
+    interlace.set_deadline(0.5, process_group)
+    dist.barrier()
+    found = None
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "check", lambda: None)
+            group.traffic.reset()
+            gradients = torch.autograd.grad(y, leaves, tensors[5])
+            found = [bool(each.isnan().any()) for each in gradients], group.traffic.message_bytes
+    dist.barrier()
+    return found
+
+
+def test_nothing_goes_to_a_peer_that_has_not_granted(ranks):
+    """Neither rows nor results: its memory may still be of use to it."""
+    (gradients, sent), _ = ranks(2).run(_left_by_an_absent_peer, Call(2))
+    assert gradients == [True] * 4
+    assert sent == 0
 
 
 def _mismatch(call, changed):

@@ -52,7 +52,7 @@ def _calls(world_size):
 def test_matches_float64(ranks, world_size):
     """Forward and backward; the unfused one too, against the same."""
     calls = _calls(world_size)
-    check_all(calls, ranks(world_size).run(run, calls, timeout_s=120))
+    check_all(calls, ranks(world_size).run(run, calls))
 
 
 def _with_tiles(call):

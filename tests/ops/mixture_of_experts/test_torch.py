@@ -27,7 +27,7 @@ def _opcheck():
 
 def test_opcheck(ranks):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with the kernels."""
-    for outcome in ranks(1).run(_opcheck, timeout_s=120)[0]:
+    for outcome in ranks(1).run(_opcheck)[0]:
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
@@ -48,7 +48,7 @@ def _compiled(call):
 
 def test_compiles_into_one_graph(ranks):
     """With its gradients; a graph break or an input that the op forgets to declare fails here."""
-    for eager, compiled in ranks(2).run(_compiled, Call(2, tokens=3), timeout_s=120):
+    for eager, compiled in ranks(2).run(_compiled, Call(2, tokens=3)):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 

@@ -98,7 +98,7 @@ def _fused(
             return
         pieces, own = _pieces(group, staging, splits, whole), _own(group, staging, splits, whole, gather)
         fetching = fetch.begin(
-            group, staging, operands.x, operands.x_scale, pieces, mark, own=own, first=bool(config.stage_first), signal=True
+            group, staging, operands.x, operands.x_scale, whole, pieces, mark, own=own, first=bool(config.stage_first), signal=True
         )  # fmt: skip
         launch()
         fetch.end(group, fetching)
@@ -125,7 +125,9 @@ def _split(
     def enqueue() -> None:
         parts, arriving, weight = y.split(splits), whole[:, : operands.inner].split(splits), operands.w.T
         pieces, own = _pieces(group, staging, splits, whole), _own(group, staging, splits, whole, gather)
-        fetching = fetch.begin(group, staging, operands.x, operands.x_scale, pieces, mark, own=own, first=True, signal=False)
+        fetching = fetch.begin(
+            group, staging, operands.x, operands.x_scale, whole, pieces, mark, own=own, first=True, signal=False
+        )  # fmt: skip
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size

@@ -118,7 +118,7 @@ def _fetch(
         for source in ((me + step) % ranks for step in range(1, ranks))
     }
     own = Own(me * count * share, count * share, place(me), share, ranks * share, staged=False)
-    fetching = fetch.begin(group, staging, x, None, pieces, mark, own=own, first=True, signal=False)
+    fetching = fetch.begin(group, staging, x, None, whole, pieces, mark, own=own, first=True, signal=False)
     arriving, results = whole.view(count, ranks, share, -1)[..., :inner], y.view(count, ranks, share, -1)
     torch.bmm(x.view(ranks, count, share, inner)[me], w, out=results[:, me])
     # What lies side by side is one product: a product for each source would have a last wave of tiles for each.

@@ -14,6 +14,13 @@ from interlace.errors import ArgumentError, GroupError, RankMismatchError
 from interlace.ops.embedding_all_to_all.config import OPERATOR
 from interlace.ops.embedding_all_to_all.record import MAX_RANKS
 
+anchors: dict[str, torch.Tensor] = {}
+"""By device, a tensor that requires a gradient, which is zero: the operator's output then requires one on every rank.
+
+A compiled function takes it as an input, like any tensor that is global. Made within, it would not count: on a rank whose
+own tables do not train, the graph would be one without a backward pass, in which the peers wait for this rank.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
@@ -149,6 +156,9 @@ def _require_outputs(answers: Answers) -> None:
 
 
 def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:
+    if trains and question.device not in anchors:
+        with torch.inference_mode(False):
+            anchors[question.device] = torch.zeros((), device=question.device, requires_grad=True)
     dtypes = [question.output_dtype, *(answer["dtype"] for answer in answers)]
     return Agreed(
         rank=group.rank,

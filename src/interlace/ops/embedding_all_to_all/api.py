@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.ops.embedding_all_to_all.agreement import ask, checks_indices, recall
+from interlace.ops.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
 from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.ops.embedding_all_to_all.update import Gradient, RowWiseAdagrad
 from interlace.ops.embedding_all_to_all.validate import batch_of, validate
@@ -75,7 +75,8 @@ def embedding_all_to_all(
         and so on. Samples are cut in chunks of ``ceil(B / R)``; the last ranks may have fewer, or none.
 
         The tensor lies in the group's symmetric memory. Two may be alive at once; then further calls copy their
-        results. If another stream reads it, keep it until this one has waited for that.
+        results. If another stream reads it, keep it until this one has waited for that; ``record_stream`` does
+        nothing here, as the memory is not torch's.
 
         The backward pass is collective: if any rank's tables require gradients, every rank must run it.
 
@@ -107,7 +108,7 @@ def embedding_all_to_all(
     )
     agreed = recall(question, torch.compiler.is_compiling()) if name else ask(question)
     # A rank without trainable tables takes part in the backward pass because of this.
-    anchor = indices.new_empty((), dtype=torch.float32, requires_grad=True) if agreed.trains else None
+    anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
     y: torch.Tensor = torch.ops.interlace.embedding_all_to_all(
         list(weights),

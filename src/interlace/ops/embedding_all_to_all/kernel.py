@@ -127,6 +127,9 @@ def embedding_all_to_all_forward(
     index waits, last of all, until all sources are done. A granted buffer is written by nobody after that: this rank's stream
     goes on, and the next grant of the buffer comes when its tensor is gone.
 
+    A rank that has its slices may be one call ahead of a rank that has programs without any for it, so grants, their numbers and
+    DONE have two sets. A slice's flag has one: it is set again after the grant of its reader, whose last call is over then.
+
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
     Example: two ranks with a table of width 1 each, batch 2. Rank 0 pools bags [a0, a1], rank 1 [b0, b1]. Rank 0 writes a1 to
@@ -141,7 +144,8 @@ def embedding_all_to_all_forward(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
-    numbers = il.pointer(grants, tl.int32)
+    granting, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    numbers = il.in_turn(il.pointer(grants, tl.int32), epoch, _MAX_RANKS)
     blocks = (chunk + BAGS - 1) // BAGS
     # Products, whose divisor the compiler knows.
     columns, own_columns = column_groups * ALIGN, own_groups * ALIGN
@@ -149,7 +153,7 @@ def embedding_all_to_all_forward(
     own = il.pointer(own_address, OUT)
     if program == 0:
         il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-        il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+        il.signal(granting + me + tl.zeros_like(peers), stamp, peers, group, others)
 
     if ORDER == "local_first" or WORLD_SIZE == 1:
         _pool_local(
@@ -157,7 +161,7 @@ def embedding_all_to_all_forward(
             MEAN, DTYPE, OUT, WHOLE, BAGS, WIDTH, UNROLL, ALIGN,
         )  # fmt: skip
     if WORLD_SIZE > 1:
-        granted = il.wait(flags + peers, stamp, peers, 0, group, others)
+        granted = il.wait(granting + peers, stamp, peers, 0, group, others)
         number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
         DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
         tasks = tl.where(granted, DESTS * T * blocks, 0)
@@ -205,7 +209,7 @@ def embedding_all_to_all_forward(
                 il.complete_tiles()
             if granted:
                 if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-                    il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
+                    il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
     if ORDER == "remote_first" and WORLD_SIZE > 1:
         _pool_local(
             tables, indices, offsets, weights, own, T * blocks, blocks, me, B, chunk, columns,
@@ -229,10 +233,12 @@ def embedding_all_to_all_forward(
                             complete = il.wait(here, stamp, source + lanes * 0, start, group, awaited)
                             arrived = arrived & complete
             else:
-                complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
+                complete = il.wait(done + peers, stamp, peers, 0, group, others)
                 arrived = arrived & complete
             if not arrived:
-                il.fill_nan(own_address, _owned(me, B, chunk).to(tl.int64) * columns, OUT)
+                il.fill_nan(own, _owned(me, B, chunk).to(tl.int64) * columns)
+        if PROTOCOL == "sliced":
+            il.clear_old(flags + _HEADER, WORLD_SIZE * slots, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -448,7 +454,9 @@ def embedding_all_to_all_backward(
     and put each owner's columns of this rank's gradients, table by table, at this rank's samples' rows of the owner's landing
     ``[B, columns of the rank that has most]``; the last one done with a table signals its owners: ``[table][source]``. The other programs
     take runs in the order of tables, and wait for a table's signals from all sources before its first run. The program of
-    the highest index waits for all tables, last of all: then nobody writes into the landing any more.
+    the highest index waits for all tables, last of all: then nobody writes into the landing any more. A rank without tables waits
+    for grants only, and may be one call ahead of a late pusher: grants have two sets. A table's signal has one, which is set again
+    after the grant of its owner, whose last call is over then.
 
     No program waits for one of a higher index: pushers for program 0's grants, the others for pushers.
 
@@ -466,10 +474,11 @@ def embedding_all_to_all_backward(
     flags = il.pointer(signals, tl.int32)
     columns = column_groups * ALIGN
     if WORLD_SIZE > 1:
+        granting = il.in_turn(flags, epoch, _MAX_RANKS)
         if program == 0:
-            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(granting + me + tl.zeros_like(peers), stamp, peers, group, others)
         if program < PUSHERS:
-            granted = il.wait(flags + peers, stamp, peers, 0, group, others)
+            granted = il.wait(granting + peers, stamp, peers, 0, group, others)
             if granted:
                 _push(
                     gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_groups * ALIGN,
@@ -546,4 +555,6 @@ def embedding_all_to_all_backward(
         if WORLD_SIZE > 1:
             if program == programs - 1:
                 _await_tables(flags, stamp, group, 0, T - 1, WORLD_SIZE)
+    if WORLD_SIZE > 1:
+        il.clear_old(flags + _HEADER + _MAX_TABLES, _MAX_TABLES * _MAX_RANKS, epoch, group)
     il.advance_epoch(epochs, epoch)

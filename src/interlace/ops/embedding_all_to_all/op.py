@@ -25,12 +25,12 @@ _library.define(
 )
 _library.define(
     "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? per_sample_weights, "
-    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
 _library.define(
     "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor indices, Tensor offsets, "
-    f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, float epsilon, {_HOW}) -> ()",
+    f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, float epsilon, {_HOW}) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 
@@ -117,11 +117,11 @@ def _run_gradient(
     table_dtype: torch.dtype,
     sparse: bool,
     *how: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from interlace.ops.embedding_all_to_all.backward import gradient
 
     call = _call([], indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how)
-    return gradient(call, grad, rows, trainable, table_dtype, sparse)
+    return *gradient(call, grad, rows, trainable, table_dtype, sparse), _for_anchor(grad, trainable)
 
 
 def _fake_gradient(
@@ -140,14 +140,23 @@ def _fake_gradient(
     table_dtype: torch.dtype,
     sparse: bool,
     *how: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     mine = _widths_of(counts, widths, rank)
-    lookups = indices.shape[0]
+    lookups, nothing = indices.shape[0], _for_anchor(grad, trainable)
     if not sparse:
         values = grad.new_empty(dense_places(rows, mine)[-1], dtype=table_dtype)
-        return values, grad.new_empty(0, dtype=torch.int64), grad.new_empty(0, dtype=torch.int64)
+        return values, grad.new_empty(0, dtype=torch.int64), grad.new_empty(0, dtype=torch.int64), nothing
     values = grad.new_empty(lookups, max(mine, default=1), dtype=table_dtype)
-    return values, grad.new_empty(lookups, dtype=torch.int64), grad.new_empty(len(rows) + 1, dtype=torch.int64)
+    return values, grad.new_empty(lookups, dtype=torch.int64), grad.new_empty(len(rows) + 1, dtype=torch.int64), nothing
+
+
+def _for_anchor(grad: torch.Tensor, trainable: Sequence[bool]) -> torch.Tensor:
+    """The anchor's gradient: zero. Of no elements on a rank that trains tables, where nobody asks for it.
+
+    On a rank that trains none, it is all that depends on the backward half. Without it a compiler would leave the call
+    out, and peers would wait for this rank's gradients.
+    """
+    return grad.new_zeros((0,) if any(trainable) else (), dtype=torch.float32)
 
 
 def _run_update(
@@ -168,20 +177,37 @@ def _run_update(
     learning_rate: float,
     epsilon: float,
     *how: str,
-) -> None:
+) -> torch.Tensor:
     from interlace.ops.embedding_all_to_all.backward import update
 
     call = _call(weights, indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how)
     update(call, grad, states, trainable, kind, learning_rate, epsilon)
+    return _for_anchor(grad, trainable)
 
 
-def _fake_update(*_: object) -> None:
-    return None
+def _fake_update(
+    grad: torch.Tensor,
+    weights: list[torch.Tensor],
+    states: list[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale: torch.Tensor | None,
+    batch: int,
+    counts: Sequence[int],
+    widths: Sequence[int],
+    rank: int,
+    mode: str,
+    dtype: torch.dtype,
+    trainable: Sequence[bool],
+    *_: object,
+) -> torch.Tensor:
+    return _for_anchor(grad, trainable)
 
 
 # Autograd
 
 _INPUTS = 19  # of embedding_all_to_all
+_ANCHOR = 4
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -205,19 +231,21 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     nothing[0], nothing[5] = [None] * ctx.tables, [None] * (len(kept) - ctx.tables if ctx.updates else 0)
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
-        torch.ops.interlace.embedding_all_to_all_update(
+        for_anchor = torch.ops.interlace.embedding_all_to_all_update(
             grad, weights, states, indices, offsets, scale, *ctx.layout,
             ctx.trainable, ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.how,
         )  # fmt: skip
+        nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
         return tuple(nothing)
     sparse = ctx.gradient == "sparse"
-    values, keys, bounds = torch.ops.interlace.embedding_all_to_all_gradient(
+    values, keys, bounds, for_anchor = torch.ops.interlace.embedding_all_to_all_gradient(
         grad, indices, offsets, scale, *ctx.layout, ctx.rows, ctx.trainable, ctx.table_dtype, sparse, *ctx.how
     )
     _, counts, widths, rank, *_ = ctx.layout
     mine = _widths_of(counts, widths, rank)
     tables = _sparse(values, keys, bounds, ctx.rows, mine) if sparse else _dense(values, ctx.rows, mine)
     nothing[0] = [table if wanted else None for table, wanted in zip(tables, ctx.trainable, strict=True)]
+    nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
     return tuple(nothing)
 
 

@@ -19,10 +19,11 @@ FIELDS: Final = 9
 MAX_RANKS: Final = 8
 
 # int32 signals of a rank, the same at all protocols; what follows HEADER depends on the protocol.
-GRANTED: Final = 0  # [source]: the buffer of that rank may be written. Kernels leave out the 0
-DONE: Final = MAX_RANKS  # [source]: everything of that rank is here
-COUNTER: Final = 2 * MAX_RANKS  # programs that have finished their remote work; local
-HEADER: Final = 4 * MAX_RANKS
+# Sets take turns by the epoch's parity.
+GRANTED: Final = 0  # [set][source]: the buffer of that rank may be written. Kernels leave out the 0
+DONE: Final = 2 * MAX_RANKS  # [set][source]: everything of that rank is here
+COUNTER: Final = 4 * MAX_RANKS  # programs that have finished their remote work; local
+HEADER: Final = 8 * MAX_RANKS
 
 MAX_TABLES: Final = 4096
 """Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table, then by a signal for each

@@ -58,6 +58,9 @@ def gemm_all_reduce(
         Its gradient must be the same on every rank too, as it is when each rank goes on with the same computation:
         x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad`` over rows, all without communication.
 
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it, keep it until
+        this one has waited for that; ``record_stream`` does nothing here, as the memory is not torch's.
+
     Raises:
         ArgumentError: shapes, strides, dtypes, devices do not fit; or float8 operands require gradients.
         RankMismatchError: ranks differ in shapes, dtypes, bias, impl or config; raised on every rank.

@@ -8,6 +8,7 @@ from interlace.products import record
 from interlace.products.kernel import start_in_turn
 from interlace.products.reduction import send_and_sum
 
+_MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _GRANTS = tl.constexpr(record.GRANTS)
@@ -32,7 +33,8 @@ def gemm_all_reduce(
     Protocol: program 0 grants this rank's output buffer to every source, with a signal. Parts go into slots and are added as in
     ``gemm_reduce_scatter`` (see :func:`send_and_sum`); each summed tile goes into every rank's output, straight to its place.
     The last program to have sent everything sets DONE at every peer, and the program of the highest index waits for all of
-    them: then the output is whole, and no peer reads or writes anything of this call any more.
+    them: then the output is whole, and no peer reads or writes anything of this call any more. Grants and DONE have two sets; a
+    tile's signal has one, which is set again after DONE of its reader.
 
     Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 puts a1 into rank 1's slot, adds
     b0 from its own slot to a0, and puts a0 + b0 into row 0 of both outputs; rank 1 does the same with row 1.
@@ -45,13 +47,14 @@ def gemm_all_reduce(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
-    numbers = flags + _GRANTS
+    granted, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
     if program == 0:
         il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-        il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+        il.signal(granted + me + tl.zeros_like(peers), stamp, peers, group, others)
     if spread_ns > 0:
         start_in_turn(spread_ns)
-    arrived = il.wait(flags + peers, stamp, peers, 0, group, others).to(tl.int32)
+    arrived = il.wait(granted + peers, stamp, peers, 0, group, others).to(tl.int32)
     buffers = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
     if arrived > 0:
         arrived = send_and_sum(
@@ -63,10 +66,11 @@ def gemm_all_reduce(
         if TILES:
             il.complete_tiles()
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-            il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
     if program == programs - 1:
-        complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others).to(tl.int32)
+        complete = il.wait(done + peers, stamp, peers, 0, group, others).to(tl.int32)
         if arrived * complete == 0:
             mine = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
-            il.fill_nan(mine, M.to(tl.int64) * row_groups * ALIGN, OUT)
+            il.fill_nan(il.pointer(mine, OUT), M.to(tl.int64) * row_groups * ALIGN)
+    il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -64,6 +64,9 @@ def gemm_all_to_all(
         ``[sum(output_splits), N]`` of ``out_dtype``: rows in the order of the ranks that they come from. Where any rank's
         result requires a gradient every rank must run the backward pass: its gradient goes back by an all-to-all.
 
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it, keep it until
+        this one has waited for that; ``record_stream`` does nothing here, as the memory is not torch's.
+
     Raises:
         ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands require gradients.
         RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what they send and expect;

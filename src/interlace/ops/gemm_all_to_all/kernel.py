@@ -7,6 +7,7 @@ import interlace.language as il
 from interlace.products import record
 from interlace.products.kernel import add_bias, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
 
+_MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _GRANTS = tl.constexpr(record.GRANTS)
@@ -36,7 +37,7 @@ def gemm_all_to_all(
     go round over tiles, ``INTERLEAVE`` for one destination and then for the next, from the neighbour on, this rank being the
     last: links are busy from beginning to end, and nobody's are crowded. A tile's copy runs while the next tile is computed.
     The last program to have sent all its tiles signals every destination. The program of the highest index waits, last of
-    all, until all sources are done. A granted buffer is written by nobody after that.
+    all, until all sources are done. A granted buffer is written by nobody after that. All signals have two sets.
 
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
@@ -55,7 +56,8 @@ def gemm_all_to_all(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
-    numbers = flags + _GRANTS
+    grants, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
     row_stride = row_groups * ALIGN
     own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
     number = taken + tl.zeros_like(peers)
@@ -63,10 +65,10 @@ def gemm_all_to_all(
     if WORLD_SIZE > 1:
         if program == 0:
             il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, others)
         if spread_ns > 0:
             start_in_turn(spread_ns)
-        granted = il.wait(flags + peers, stamp, peers, 0, group, others)
+        granted = il.wait(grants + peers, stamp, peers, 0, group, others)
         number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
@@ -114,11 +116,11 @@ def gemm_all_to_all(
             il.complete_tiles()
         if granted:
             if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-                il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
+                il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
         if program == programs - 1:
             arrived = granted
-            complete = il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
+            complete = il.wait(done + peers, stamp, peers, 0, group, others)
             arrived = arrived & complete
             if not arrived:
-                il.fill_nan(own_address, own_rows.to(tl.int64) * row_stride, OUT)
+                il.fill_nan(il.pointer(own_address, OUT), own_rows.to(tl.int64) * row_stride)
     il.advance_epoch(epochs, epoch)

@@ -8,6 +8,7 @@ from interlace.products import record
 from interlace.products.kernel import add_bias, multiply_tile, start_in_turn, tile_place
 from interlace.products.reduction import add_parts, send_and_sum
 
+_MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _HEADER = tl.constexpr(record.HEADER)
@@ -31,7 +32,9 @@ def gemm_reduce_scatter(
     Protocol: a tile of rank d's rows goes into the slot ``[half][me]`` on d, then its signal ``[me][tile]`` is set there. d adds the
     slots' tiles to its own when these signals are all there; see :func:`send_and_sum`. The last program to have sent
     everything sets DONE at every peer, and the program of the highest index waits for all peers' DONE: so a rank is never two
-    calls ahead of another one, and the epoch's parity chooses a half that nobody reads any more.
+    calls ahead of another one, and the epoch's parity chooses a half that nobody reads any more. It may be one call ahead (a rank
+    without rows waits for nothing else), so DONE has two sets. A tile's signal has one: it is set again only after DONE of its
+    reader, which has seen it then.
 
     Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 puts a1 into rank 1's slot and
     adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to b1. Outputs: [a0 + b0] and [a1 + b1].
@@ -44,6 +47,7 @@ def gemm_reduce_scatter(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
+    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     if spread_ns > 0:
         start_in_turn(spread_ns)
     send_and_sum(
@@ -53,9 +57,10 @@ def gemm_reduce_scatter(
     )  # fmt: skip
     if WORLD_SIZE > 1:
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-            il.signal(flags + _DONE + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
         if program == programs - 1:
-            il.wait(flags + _DONE + peers, stamp, peers, 0, group, others)
+            il.wait(done + peers, stamp, peers, 0, group, others)
+        il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -66,8 +71,8 @@ def gemm_reduce_scatter(
 def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """Wait until parts may be sent: every peer has read those of the last call. One program.
 
-    Protocol: a peer's signal ``[DONE]`` here is then the last call's epoch. ``notes``, for what follows: this call's epoch, and its
-    stamp, which copies set as the parts' signals; or what nobody waits for, if a peer is missing.
+    Protocol: a peer's signal ``[DONE]`` here, of the set of the last call, is then the last call's epoch. ``notes``, for what follows:
+    this call's epoch, and its stamp, which copies set as the parts' signals; or what nobody waits for, if a peer is missing.
 
     Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its stamp.
     """
@@ -76,7 +81,9 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
-    free = il.wait(il.pointer(signals, tl.int32) + _DONE + peers, il.previous_epoch(epoch), peers, 0, group, others)
+    last = il.previous_epoch(epoch)
+    done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, last, _MAX_RANKS)
+    free = il.wait(done + peers, last, peers, 0, group, others)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
     il.advance_epoch(epochs, epoch)
@@ -145,4 +152,6 @@ def multiply_and_sum(
     if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
         peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
         mask = (peers < WORLD_SIZE) & (peers != me)
-        il.signal(flags + _DONE + me + tl.zeros_like(peers), epoch, peers, group, mask)
+        done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+        il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, mask)
+    il.clear_old(flags + _HEADER, WORLD_SIZE * PIECES, epoch, group)

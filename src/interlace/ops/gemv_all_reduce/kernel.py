@@ -86,10 +86,10 @@ def _operands(
     rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
     w = w + tl.minimum(rows, N - 1).to(tl.int64) * stride_w
     if BLOCK_B == 1:
-        x = x + tl.minimum(tl.sum(tokens), B - 1) * stride_x
+        x = x + tl.minimum(tl.sum(tokens), B - 1).to(tl.int64) * stride_x
         return x, w, _load_last(x, w, K, BLOCK_K, EVEN_K)
     else:
-        return x + tl.minimum(tokens, B - 1) * stride_x, w, 0  # nothing; Triton 3.6 cannot return None in a tuple
+        return x + tl.minimum(tokens, B - 1).to(tl.int64) * stride_x, w, 0  # nothing; Triton 3.6 cannot return None in a tuple
 
 
 @triton.jit
@@ -156,9 +156,10 @@ def _announce(calls, stamp, group, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def _agree(calls, stamp, group, WORLD_SIZE: tl.constexpr):
-    """Wait for what :func:`_announce` of all peers said, after this program's own puts."""
+    """Whether all peers are in this call (0 or 1), by what :func:`_announce` of theirs said; after this program's own puts."""
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[None, :]
-    il.get_packed(calls + peers, stamp, peers, 0, group, peers < WORLD_SIZE)
+    nothing = tl.sum(tl.ravel(il.get_packed(calls + peers, stamp, peers, 0, group, peers < WORLD_SIZE)))
+    return (nothing == 0).to(tl.int32)  # else NaN
 
 
 @triton.jit
@@ -179,7 +180,8 @@ def gemv_all_reduce_one_shot(
     Protocol: a program computes its tiles' partial sums and puts them as packed words into slot ``[epoch % 2][rank]``
     of every peer; then it waits, word by word, for the same tiles of the other ranks and adds them in rank order.
     A half is written again two calls later: by then its reader has sent the words of the call in between, which it did
-    after reading.
+    after reading. Pairs carry no mark: the last program waits for the word of every peer's program 0 that does, while its own sums
+    are on their way, and makes y NaN if one is of another call.
 
     Example: two ranks, N = 2, partial sums ``[1, 2]`` on rank 0 and ``[10, 20]`` on rank 1. Rank 0's slot 1 receives
     ``(10, e) (20, e)``, rank 1's slot 0 ``(1, e) (2, e)``; both compute ``[11, 22]``.
@@ -196,6 +198,7 @@ def gemv_all_reduce_one_shot(
     slot = tl.multiple_of(slot.to(tl.int64), 16)
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     slots = calls + 16
+    agreed = 1
     if (VALUES == 2) & (program == 0):
         _announce(calls, stamp, group, WORLD_SIZE)
     if ONE_TILE:
@@ -205,6 +208,8 @@ def gemv_all_reduce_one_shot(
         place, there = _words(program, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
         for step in tl.static_range(1, WORLD_SIZE):
             il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
+        if (VALUES == 2) & (program == programs - 1):
+            agreed = _agree(calls, stamp, group, WORLD_SIZE)
         total = il.sum_packed(slots + place, part, slot, stamp, program, group, there, WORLD_SIZE, VALUES)
         _store_output(y, bias, _out_of_words(total, VALUES), rows, tokens, mask, N)
     else:
@@ -217,13 +222,16 @@ def gemv_all_reduce_one_shot(
             place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
             for step in tl.static_range(1, WORLD_SIZE + 1):
                 il.put_packed(slots + me * slot + place, part, stamp, (me + step) % WORLD_SIZE, group, there, VALUES)
+        if (VALUES == 2) & (program == programs - 1):
+            agreed = _agree(calls, stamp, group, WORLD_SIZE)
         for tile in range(program, tiles, programs):
             rows, tokens, mask = _tile(tile, N, B, BLOCK_N, BLOCK_B, EVEN)
             place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
             total = il.sum_packed(slots + place, None, slot, stamp, tile, group, there, WORLD_SIZE, VALUES)
             _store_output(y, bias, _out_of_words(total, VALUES), rows, tokens, mask, N)
-    if (VALUES == 2) & (program == 0):
-        _agree(calls, stamp, group, WORLD_SIZE)
+    if agreed == 0:  # words that came belong to other calls
+        il.fill_nan(y, (tl.zeros([], tl.int64) + B) * N)
+    il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -240,7 +248,8 @@ def gemv_all_reduce_two_phase(
     tile), in slot ``[epoch % 2][rank]``. It waits for the words of the rows that it owns, adds them in rank order, adds the
     bias, rounds, and puts the results as packed words at every peer, behind the slots. Then it waits for its tiles'
     results. Partial sums of a half are written again two calls later: the writer has then had the results of the call in
-    between, which their owner sent after it had read; and results are sent only to those who have sent their parts.
+    between, which their owner sent after it had read; and results are sent only to those who have sent their parts. Pairs as in
+    :func:`gemv_all_reduce_one_shot`.
 
     Example: two ranks, BLOCK_N = 2: rank 0 owns row 0 and rank 1 row 1 of every tile. With parts ``[1, 2]`` and
     ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back; rank 0 sends 2 and gets 22.
@@ -257,6 +266,7 @@ def gemv_all_reduce_two_phase(
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     slots = calls + 16
     results = slots + WORLD_SIZE * slot
+    agreed = 1
     if (VALUES == 2) & (program == 0):
         _announce(calls, stamp, group, WORLD_SIZE)
     if ONE_TILE:
@@ -266,6 +276,8 @@ def gemv_all_reduce_two_phase(
             operands = _operands(tile, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
             part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
             _send_part(tile, part, slots, slot, stamp, group, N, B, EVEN, VALUES, OWNED)
+    if (VALUES == 2) & (program == programs - 1):
+        agreed = _agree(calls, stamp, group, WORLD_SIZE)
     for tile in range(program, tiles, programs):
         _send_sum(
             tile, y, bias, slots, slot, results, stamp, group, N, B,
@@ -277,8 +289,9 @@ def gemv_all_reduce_two_phase(
         place, there = _words(tile, rows, N, B, BLOCK_N, BLOCK_B, EVEN, VALUES)
         value = il.get_packed(results + place, stamp, owner, tile, group, there, VALUES)
         _store_output(y, None, _out_of_words(value, VALUES), rows, tokens, mask, N)
-    if (VALUES == 2) & (program == 0):
-        _agree(calls, stamp, group, WORLD_SIZE)
+    if agreed == 0:  # words that came belong to other calls
+        il.fill_nan(y, (tl.zeros([], tl.int64) + B) * N)
+    il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 

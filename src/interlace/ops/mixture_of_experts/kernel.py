@@ -96,15 +96,15 @@ def _exchange(
     me = il.rank(group)
     peers = tl.arange(0, R_LANES)
     others = (peers < WORLD_SIZE) & (peers != me)
-    flags = il.pointer(signals, tl.int32)
+    granting = il.in_turn(il.pointer(signals, tl.int32), epoch, _MAX_RANKS)
     counts = il.pointer(numbers + (epoch & 1).to(tl.int64) * half, tl.int32)
     granted = counts + WORLD_SIZE * E
     lanes = tl.arange(0, E_LANES)
     for step in tl.static_range(WORLD_SIZE):
         il.put(counts + me * E + lanes, mine, (me + 1 + step) % WORLD_SIZE, group, lanes < E)
     il.put(granted + me + peers * 0, taken + peers * 0, peers, group, peers < WORLD_SIZE)
-    il.signal(flags + me + peers * 0, stamp, peers, group, others)
-    complete = il.wait(flags + peers, stamp, peers, 0, group, others).to(tl.int32)
+    il.signal(granting + me + peers * 0, stamp, peers, group, others)
+    complete = il.wait(granting + peers, stamp, peers, 0, group, others).to(tl.int32)
 
     rank, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, L_LANES)[None, :]
     expert = rank * L + local
@@ -129,9 +129,12 @@ def _exchange(
 
 
 @triton.jit
-def _complete(plan, E, WORLD_SIZE: tl.constexpr):
-    """1 if every rank is in this call, else 0; then all counts are 0."""
-    return tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E)
+def _complete(plan, met, E, WORLD_SIZE: tl.constexpr):
+    """1 if every rank is in this call, else 0; in a forward pass, where ``met`` is None, all counts are 0 then."""
+    if met is None:
+        return tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E)
+    else:
+        return tl.load(met)
 
 
 # Tiles of the products
@@ -234,8 +237,8 @@ def _push(
 
 @triton.jit(do_not_specialize=["call", "taken", "E", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, scales, plan, grants, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, buffers, signals, epochs, ctx,
-    call, buffer_bytes, scale_bytes, taken, most, E, L, columns, hidden_groups,
+    x, slot_at, scales, plan, grants, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, met, buffers, signals, epochs,
+    ctx, call, buffer_bytes, scale_bytes, taken, most, E, L, columns, hidden_groups,
     WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr, PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr,
     MEET: tl.constexpr, SCALED: tl.constexpr, ACTIVATE: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
     TILES: tl.constexpr, PRECISION: tl.constexpr, R_LANES: tl.constexpr, E_LANES: tl.constexpr, L_LANES: tl.constexpr,
@@ -252,7 +255,8 @@ def dispatch_grouped_gemm(
     (expert, source, slot). Whoever completes an expert's rows of this rank signals their owner, ``[local expert][source]``. The
     other programs take tiles off a ticket counter, expert by expert, and wait for the expert's sources before its first one.
     Pushers wait for nobody (with ``MEET``, for the grants, which program 0 sends first of all); the others for pushers, which
-    have lower indices.
+    have lower indices. Program 0 notes in ``met`` whether all ranks have granted: what follows puts nothing if they have not.
+    An expert's signal has one set: it is set again after the grant of its reader, whose last call is over then.
 
     Example: as in :func:`plan_call`. Rank 0 puts slots 0 and 2 into rows 0 and 1 of rank 1's buffer and signals ``[0][0]`` there,
     then slot 1 into row 0 of its own. Rank 1 puts its slot into row 1 of rank 0's buffer, and computes expert 1 on rank 0's rows.
@@ -266,13 +270,15 @@ def dispatch_grouped_gemm(
     flags = il.pointer(signals, tl.int32)
     hidden = hidden_groups * ALIGN
     if program < PUSHERS:
-        granted = _complete(plan, E, WORLD_SIZE) > 0
+        granted = _complete(plan, None, E, WORLD_SIZE) > 0
         if MEET:
             others = (peers < WORLD_SIZE) & (peers != me)
+            granting = il.in_turn(flags, epoch, _MAX_RANKS)
             if program == 0:
-                il.signal(flags + me + peers * 0, stamp, peers, group, others)
-            met = il.wait(flags + peers, stamp, peers, 0, group, others)
-            granted = granted & met
+                il.signal(granting + me + peers * 0, stamp, peers, group, others)
+            granted = granted & il.wait(granting + peers, stamp, peers, 0, group, others)
+            if program == 0:
+                tl.store(met, granted.to(tl.int32))
         if granted:
             _push(
                 x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
@@ -333,7 +339,7 @@ def dispatch_grouped_gemm(
 
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
-    plan, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
+    plan, met, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
     R_LANES: tl.constexpr, L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -342,7 +348,8 @@ def grouped_gemm_combine(
     Protocol: programs go round over tiles, expert by expert, an expert's rows from those of the next rank on, so that ranks do
     not crowd one destination and own rows come last. A tile goes to ``results`` of every source that has rows in it. As a tensor
     descriptor's tile it goes there whole: what lies before and behind the source's rows falls into the spare rows between
-    experts. The last program to have finished signals every source. Nobody waits: rows have been granted with the counts.
+    experts. The last program to have finished signals every source. Nobody waits: rows have been granted with the counts; backward,
+    by the meeting of :func:`dispatch_grouped_gemm`. If a rank was missing there (``met``), nothing is put.
 
     Example: as in :func:`plan_call`. Rank 0 computes rows 0 and 1 of expert 0, keeps the first and puts the second to rank 1;
     rank 1 puts rows 0 and 1 of expert 1 to rank 0, which then has all three results.
@@ -353,7 +360,9 @@ def grouped_gemm_combine(
     group = il.join(ctx)
     me = il.rank(group)
     lanes = tl.arange(0, L_LANES)
+    complete = _complete(plan, met, E, WORLD_SIZE)
     rows, begin = _local_experts(plan, me, E, L, WORLD_SIZE, L_LANES)
+    rows = rows * complete
     next_begin = tl.load(
         plan + (_ARRIVALS * WORLD_SIZE + (me + 1) % WORLD_SIZE) * E + me * L + lanes, mask=lanes < L, other=0
     )
@@ -397,11 +406,12 @@ def grouped_gemm_combine(
             il.put(pointers, total.to(DTYPE), peer[:, None], group, (here < end)[:, None] & (n_here < columns))
     if TILES:
         il.complete_tiles()
-    if _complete(plan, E, WORLD_SIZE) > 0:
+    if complete > 0:
         if il.arrive_last(il.peer_pointer(il.pointer(signals, tl.int32) + _FINISHED, me, group), program, programs):
             peers = tl.arange(0, R_LANES)
             others = (peers < WORLD_SIZE) & (peers != me)
-            il.signal(il.pointer(signals, tl.int32) + _DONE + me + peers * 0, stamp, peers, group, others)
+            done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, epoch, _MAX_RANKS)
+            il.signal(done + me + peers * 0, stamp, peers, group, others)
 
 
 @triton.jit(do_not_specialize=["call", "tokens", "E", "hidden_groups"])
@@ -421,8 +431,9 @@ def sum_results(
     me = il.rank(group)
     peers = tl.arange(0, R_LANES)
     others = (peers < WORLD_SIZE) & (peers != me)
-    arrived = il.wait(il.pointer(signals, tl.int32) + _DONE + peers, stamp, peers, 0, group, others)
-    poison = tl.where(arrived & (_complete(plan, E, WORLD_SIZE) > 0), 0.0, float("nan"))
+    flags = il.pointer(signals, tl.int32)
+    arrived = il.wait(il.in_turn(flags + _DONE, epoch, _MAX_RANKS) + peers, stamp, peers, 0, group, others)
+    poison = tl.where(arrived & (_complete(plan, None, E, WORLD_SIZE) > 0), 0.0, float("nan"))
     source = il.pointer(results, DTYPE)
     hidden = hidden_groups * ALIGN
     slots = tl.arange(0, K_LANES)
@@ -443,6 +454,7 @@ def sum_results(
             row = tl.load(slot_rows + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
             number = il.get(il.pointer(gradients, tl.float32) + row, me, group, row >= 0, 0.0) + poison
             tl.store(gradient + token * TOP_K + slots, number, mask=slots < TOP_K)
+    il.clear_old(flags + _HEADER, _COUNTERS - _HEADER, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -451,17 +463,19 @@ def sum_results(
 
 @triton.jit(do_not_specialize=["E", "L"])
 def swiglu_backward(
-    plan, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx, scale_bytes, most, E, L, width,
+    plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx, scale_bytes, most, E, L, width,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Of each row: gradients of gate and up, in turn; its activation times its slot's weight; the weight's gradient, to its source.
 
     With ``p = grad_y @ w_out`` (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``, that of s
-    is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. The last of these products are other kernels'.
+    is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. The last of these products are other kernels'. If a rank was missing
+    when all should have met (``met``), nothing is put.
     """
     group = il.join(ctx)
     me = il.rank(group)
     lanes = tl.arange(0, L_LANES)
+    complete = _complete(plan, met, E, WORLD_SIZE)
     rows, begin = _local_experts(plan, me, E, L, WORLD_SIZE, L_LANES)
     blocks = (rows + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
@@ -485,12 +499,14 @@ def swiglu_backward(
             sigmoid = 1 / (1 + tl.exp(-gate))
             silu = gate * sigmoid
             number += tl.sum(incoming * silu * up, 1)
+            # Rows that did not come left NaN in the product; what is multiplied with the rows themselves must be NaN as well.
+            active = tl.where(incoming == incoming, silu * up * scale[:, None], incoming)
             incoming *= scale[:, None]
             both = tl.join(incoming * up * sigmoid * (1 + gate * (1 - sigmoid)), incoming * silu)
             wide = 2 * start + tl.arange(0, 2 * COLS)[None, :]
             both_places = row.to(tl.int64)[:, None] * 2 * width + wide
             tl.store(inner + both_places, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=(row < end)[:, None] & (wide < 2 * width))
-            tl.store(weighted + place, (silu * up * scale[:, None]).to(DTYPE), mask=wanted)
+            tl.store(weighted + place, active.to(DTYPE), mask=wanted)
         table = plan + me * L + expert
         peer = tl.zeros([ROWS], tl.int32)
         back = tl.zeros([ROWS], tl.int32)
@@ -499,7 +515,7 @@ def swiglu_backward(
             mine = (row >= start_row) & (row < start_row + tl.load(table + source * E))
             peer = tl.where(mine, source, peer)
             back = tl.where(mine, row - start_row + tl.load(table + (_RETURNS * WORLD_SIZE + source) * E), back)
-        il.put(il.pointer(gradients, tl.float32) + back, number, peer, group, row < end)
+        il.put(il.pointer(gradients, tl.float32) + back, number, peer, group, (row < end) & (complete + row * 0 > 0))
 
 
 @triton.jit(do_not_specialize=["E", "L", "me"])

@@ -243,11 +243,12 @@ def prepare_backward(
     inner_gradient = like.new_empty(rows, 2 * sizes.ffn)
     grad_x, grad_weights = torch.empty_like(like, memory_format=torch.contiguous_format), torch.empty_like(call.weights)
     space = group.outputs.landing(tools.buffer_bytes)
+    met = torch.empty(1, dtype=torch.int32, device=like.device)
     arrived = space.tensor((rows, sizes.hidden), like.dtype, like.device)
     launches = [
-        tools.dispatch(grad, saved, call.w_out, product_gradient, space, scales=call.weights),
-        tools.activation(saved, product_gradient, inner_gradient, scaled, arrived),
-        tools.combine(saved.plan, inner_gradient, call.w_in, transposed=False),
+        tools.dispatch(grad, saved, call.w_out, product_gradient, space, scales=call.weights, met=met),
+        tools.activation(saved, met, product_gradient, inner_gradient, scaled, arrived),
+        tools.combine(saved.plan, inner_gradient, call.w_in, met=met, transposed=False),
     ]
     grad_in, grad_out = (
         torch.empty_like(weight, memory_format=torch.contiguous_format) if need else weight.new_empty(0)
@@ -341,6 +342,7 @@ class _Tools:
         kept: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
         grants: torch.Tensor | None = None,
+        met: torch.Tensor | None = None,
     ) -> Launch:
         """Rows of ``x`` to their experts, into every rank's ``space``, and the product of what arrives.
 
@@ -348,6 +350,7 @@ class _Tools:
             kept: forward, and the backward pass will come: where gate and up go.
             scales: backward: the slots' weights, which go along.
             grants: forward: the numbers of the ranks' buffers. Without them, all ranks' are the same, and ranks have yet to meet.
+            met: backward: int32 ``[1]``, becomes 1 once they have met.
         """
         from interlace.ops.mixture_of_experts import kernel
 
@@ -365,9 +368,9 @@ class _Tools:
             x, saved.slot_at, scales, saved.plan, grants, self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
             self.weight_tiles(weight, columns, sizes.hidden, forward), self.describe(out, sizes.ffn, [config.block_m, width]),
             None if kept is None else self.describe(kept, sizes.ffn, [config.block_m, width]), weight.data_ptr(), out.data_ptr(),
-            0 if kept is None else kept.data_ptr(), ticket, space.address, self.workspace.signals.address, self.workspace.epochs,
-            self.context, self.mark, space.buffer_bytes, self.scale_bytes, space.index, sizes.arrivals, sizes.experts,
-            sizes.local, columns, sizes.hidden // self.align,
+            0 if kept is None else kept.data_ptr(), ticket, met, space.address, self.workspace.signals.address,
+            self.workspace.epochs, self.context, self.mark, space.buffer_bytes, self.scale_bytes, space.index, sizes.arrivals,
+            sizes.experts, sizes.local, columns, sizes.hidden // self.align,
         )  # fmt: skip
         options = self.shared | {
             "TOP_K": sizes.top_k,
@@ -386,14 +389,16 @@ class _Tools:
         grid = (config.push_programs + self.programs,)
         return Launch(kernel.dispatch_grouped_gemm, grid, arguments, options, (weight, out, kept))
 
-    def combine(self, plan: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> Launch:
-        """``rows [arrivals, inner]`` times the experts' weights, to where the rows came from."""
+    def combine(
+        self, plan: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *, met: torch.Tensor | None = None, transposed: bool
+    ) -> Launch:
+        """``rows [arrivals, inner]`` times the experts' weights, to where the rows came from; ``met`` as for :meth:`dispatch`."""
         from interlace.ops.mixture_of_experts import kernel
 
         sizes, config, inner = self.sizes, self.config, rows.shape[1]
         weight = weight.contiguous()
         arguments = (
-            plan, self.describe(rows, inner, [config.block_m, config.block_k]),
+            plan, met, self.describe(rows, inner, [config.block_m, config.block_k]),
             self.weight_tiles(weight, sizes.hidden, inner, transposed), self.result_tiles(), rows.data_ptr(), weight.data_ptr(),
             self.results, self.workspace.signals.address, self.workspace.epochs, self.context, self.mark, sizes.experts,
             sizes.local, inner, sizes.hidden,
@@ -437,7 +442,13 @@ class _Tools:
         return Launch(kernel.sum_results, (min(sizes.tokens, self.config.sum_programs),), arguments, options)
 
     def activation(
-        self, saved: Saved, product_gradient: torch.Tensor, inner: torch.Tensor, scaled: torch.Tensor, arrived: torch.Tensor
+        self,
+        saved: Saved,
+        met: torch.Tensor,
+        product_gradient: torch.Tensor,
+        inner: torch.Tensor,
+        scaled: torch.Tensor,
+        arrived: torch.Tensor,
     ) -> Launch:
         """Through SwiGLU backwards."""
         from interlace.ops.mixture_of_experts import kernel
@@ -445,7 +456,7 @@ class _Tools:
         sizes = self.sizes
         rows, columns = layout.activation_tile(sizes.ffn)
         arguments = (
-            saved.plan, saved.kept.data_ptr(), product_gradient.data_ptr(), inner.data_ptr(), scaled.data_ptr(),
+            saved.plan, met, saved.kept.data_ptr(), product_gradient.data_ptr(), inner.data_ptr(), scaled.data_ptr(),
             arrived.data_ptr(), self.gradients, self.context, self.scale_bytes, sizes.arrivals, sizes.experts, sizes.local,
             sizes.ffn,
         )  # fmt: skip

@@ -20,10 +20,11 @@ MAX_TOP_K: Final = 8
 MAX_TOKENS: Final = 1 << 17
 
 # int32 signals of a rank, the same in the forward and the backward pass.
-GRANTED: Final = 0  # [source]: that rank is in this call, its numbers are here, its memory may be written. Kernels leave it out
-DONE: Final = MAX_RANKS  # [source]: all results of that rank are here
-FINISHED: Final = 2 * MAX_RANKS  # programs that have stored their results; local
-HEADER: Final = 4 * MAX_RANKS
+# Sets take turns by the epoch's parity.
+GRANTED: Final = 0  # [set][source]: that rank is in this call, and its memory may be written. Kernels leave it out
+DONE: Final = 2 * MAX_RANKS  # [set][source]: all results of that rank are here
+FINISHED: Final = 4 * MAX_RANKS  # programs that have stored their results; local
+HEADER: Final = 8 * MAX_RANKS
 # HEADER is followed by a signal [local expert][source], then by a local counter [expert].
 SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
 

@@ -1,0 +1,19 @@
+"""What ranks of tests on the CPU import, for the process that they are forked from; see ``tests/pool.py``."""
+
+import importlib
+import pkgutil
+
+import hypothesis
+import pytest
+import torch._dynamo
+import torch.distributed
+
+import interlace.ops
+import tests.pool
+
+__all__ = ["hypothesis", "pytest", "tests", "torch"]
+
+for module in pkgutil.walk_packages(interlace.ops.__path__, "interlace.ops."):
+    importlib.import_module(module.name)
+for name in interlace.__all__:
+    getattr(interlace, name)

@@ -1,0 +1,163 @@
+"""Operators after very many calls: numbers of calls that come again, and what calls long ago left behind.
+
+Nobody makes 16 million calls in a test: the cells that count them are set by hand.
+"""
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import EmbeddingAllToAllConfig, Faults, GemvAllReduceConfig
+from interlace.comm import group_of
+from interlace.products import record
+from tests.ops.mixture_of_experts.calls import Call as MoeCall
+from tests.ops.mixture_of_experts.calls import run_one as run_moe
+
+_EPOCHS = 1 << 24
+_CLEARING = (1 << 22) - 2  # the first call in which old signals are cleared
+
+
+def _signals(group, block, count, kind=ctypes.c_int32):
+    """This rank's signals or words, as they are now."""
+    return (kind * count).from_address(block.address + group.rank * group.stride)
+
+
+def _jump(group, epoch):
+    """Let the next call of every operator be of ``epoch``, as if all calls before had been made."""
+    group.synchronize()
+    dist.barrier()
+    for workspace in group._workspaces.values():
+        workspace.epochs.fill_(epoch)
+        workspace.side_epochs.fill_(epoch)
+        before = _EPOCHS - 2 if epoch == 1 else epoch - 1
+        workspace.notes[0] = before
+        signals = _signals(group, workspace.signals, record.COUNTER)
+        signals[record.DONE : record.GRANTS] = [before] * (record.GRANTS - record.DONE)
+    dist.barrier()
+
+
+def _reduce_scatter(rows, inner, columns, rank):
+    generator = torch.Generator().manual_seed(rank)
+    x, w = torch.randn(rows, inner, generator=generator), torch.randn(columns, inner, generator=generator)
+    return lambda factor: interlace.gemm_reduce_scatter(factor * x, w, impl="fused")
+
+
+def _after_many_calls(first, then, again):
+    """A large call at an epoch, and another, ``again``, when the same number, or one near it, has come again.
+
+    Meanwhile only small calls were made, which set few signals. Rank 1 is late in the last call, so a signal of the first
+    call would be taken for one of the last.
+    """
+    rank, group = dist.get_rank(), group_of()
+    sizes = {"tiny": (2, 16, 16), "a": (64, 16, 64), "b": (64, 32, 64)}
+    calls = {name: _reduce_scatter(*each, rank) for name, each in sizes.items()}
+    expected = {name: call(2) for name, call in calls.items()}
+    _jump(group, first)
+    calls["a"](1)
+    _jump(group, _CLEARING)
+    calls["tiny"](1)
+    _jump(group, then)
+    calls["tiny"](1)
+    with interlace.inject(Faults(seed=rank, max_delay_s=0.1 if rank == 1 else 0.0)):
+        y = calls[again](2)
+    return torch.equal(y, expected[again])
+
+
+@pytest.mark.parametrize(
+    ("then", "again"),
+    [(5000, "a"), (4997, "a"), (5000, "b"), (_EPOCHS + 5000, "b"), (_EPOCHS + 1001, "b"), (2**31 - 2, "a")],
+)
+def test_a_signal_of_long_ago_does_not_pass_for_a_new_one(ranks, then, again):
+    """The same mark and number after all numbers have been used; another mark; cells that never wrapped, as they once did."""
+    assert ranks(2).run(_after_many_calls, 5001, then, again) == [True, True]
+
+
+def _operators(rank):
+    """``name: (a large call, a small one of the same memory)``."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def gemv(protocol, dtype):
+        config = GemvAllReduceConfig(protocol, block_n=4, block_k=16)
+        return lambda rows: interlace.gemv_all_reduce(
+            random(2, 16).to(dtype), random(rows, 16).to(dtype), impl="fused", config=config
+        )
+
+    def embedding(config, backward):
+        def call(rows):
+            tables = [random(9, rows // 2).requires_grad_(backward)] * (1 if rows < 8 else 4)
+            lookups = 4 * len(tables)
+            indices, offsets = torch.zeros(lookups, dtype=torch.int64), torch.arange(lookups + 1)
+            y = interlace.embedding_all_to_all(tables, indices, offsets, config=config, name=f"{rows}", batch_size=4)
+            if backward:
+                y.sum().backward()
+
+        return call
+
+    def product(operator, impl, **more):
+        return lambda rows: getattr(interlace, operator)(random(2 * rows, 16), random(2 * rows, 16), impl=impl, **more)
+
+    def mapped(rows):
+        return interlace.gemm_reduce_scatter(random(64 * rows, 16), random(1024, 16), impl="mapped")
+
+    def moe(rows):
+        return run_moe(MoeCall(2, tokens=rows, routing="random" if rows > 4 else "one"))
+
+    small = EmbeddingAllToAllConfig(
+        block_bags=4, max_programs=3, slice_blocks=1, push_programs=2, push_rows=4, update_programs=3, block_runs=4
+    )
+    return {
+        "gemm_reduce_scatter": product("gemm_reduce_scatter", "fused"),
+        "gemm_reduce_scatter, split": product("gemm_reduce_scatter", "split"),
+        "gemm_all_reduce": product("gemm_all_reduce", "fused"),
+        "gemm_all_to_all": product("gemm_all_to_all", "fused"),
+        "all_gather_gemm": product("all_gather_gemm", "fused"),
+        "all_gather_gemm, mapped": product("all_gather_gemm", "mapped"),
+        "mapped": mapped,
+        "one_shot": gemv("one_shot", torch.float32),
+        "one_shot, pairs": gemv("one_shot", torch.bfloat16),
+        "two_phase": gemv("two_phase", torch.float32),
+        "two_phase, pairs": gemv("two_phase", torch.bfloat16),
+        "embedding, sliced": embedding(dataclasses.replace(small, protocol="sliced"), False),
+        "embedding, backward": embedding(small, True),
+        "mixture_of_experts": moe,
+    }
+
+
+def _left_behind(epoch):
+    """For each operator: how many signals and words a large call at ``epoch`` leaves to a small one, and after clearing."""
+    found = {}
+    for name, call in _operators(dist.get_rank()).items():
+        group = group_of()
+        group.release()
+        for rows in (40, 4):  # memory grows before it is looked at
+            call(rows)
+        counts = []
+        for jump, rows in ((epoch, 40), (epoch + 10, 4), (_CLEARING, 4)):
+            _jump(group, jump)
+            call(rows)
+            group.synchronize()
+            dist.barrier()
+            count = 0
+            for workspace in group._workspaces.values():
+                words = list(_signals(group, workspace.signals, workspace.signal_count))
+                if name.startswith(("one_shot", "two_phase")):
+                    words = list(_signals(group, workspace.data, workspace.half_bytes // 4, ctypes.c_int64))
+                count += sum(word & (_EPOCHS - 1) == epoch for word in words)
+            counts.append(count)
+            dist.barrier()
+        found[name] = counts
+    return found
+
+
+def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
+    for found in ranks(2).run(_left_behind, 70001, timeout_s=120):
+        for name, (at_once, later, cleared) in found.items():
+            assert at_once > 0, name
+            assert cleared == 0, f"{name}: {cleared} signals of an old call are left, of {later} before"

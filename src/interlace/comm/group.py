@@ -210,17 +210,17 @@ class Group:
             raise
         except InterlaceError as error:
             failure = error
-        except torch.OutOfMemoryError as error:
-            failure = WorkspaceError(f"{what}: memory must suffice; got {error}")
         except Exception as error:
-            failure = BackendError(f"{what} must succeed; got {type(error).__name__}: {error}")
+            kind = WorkspaceError if isinstance(error, torch.OutOfMemoryError) else BackendError
+            failure = kind(f"{what} must succeed; got {type(error).__name__}: {error}")
+            failure.__cause__ = error
         answers = self.exchange(f"{what} (outcome)", None if failure is None else [type(failure).__name__, str(failure)])
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
             if answer is not None:
-                kind = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}.get(answer[0], BackendError)
-                raise kind(f"{what} must succeed on every rank; got on rank {rank}: {answer[1]}")
+                told = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}.get(answer[0], BackendError)
+                raise told(f"{what} must succeed on every rank; got on rank {rank}: {answer[1]}")
 
     def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check once per distinct ``arguments`` that every rank calls ``operator`` with the same ones.
@@ -513,10 +513,11 @@ class Group:
         raises here.
         """
         self.check()
-        # What becomes a graph runs in the order of the call that replays it.
-        if self.backend == "cuda" and not self.replays.capturing:
+        if self.backend == "cpu":
+            return _Running(self, cpu_faults.counting(self.traffic))
+        if not self.replays.capturing:  # what becomes a graph runs in the order of the call that replays it
             self._follow_last_stream()
-        return _Running(self)
+        return _Running(self, None)
 
     def stream(self) -> torch.cuda.Stream:
         """The current stream of the group's GPU: the same object for as long as it is the same stream."""
@@ -616,26 +617,29 @@ class Group:
 
 
 class _Running:
-    """What :meth:`Group.running` returns."""
+    """What :meth:`Group.running` returns: a class rather than a generator, as every call enters one.
 
-    __slots__ = ("_before", "_counting", "_group")
+    Args:
+        group: whose operator is launched.
+        inner: another context to enter, or None.
+    """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._before = launches.value
-        self._counting = cpu_faults.counting(group.traffic) if group.backend == "cpu" else None
+    __slots__ = ("_before", "_group", "_inner")
+
+    def __init__(self, group: Group, inner: contextlib.AbstractContextManager[Any] | None) -> None:
+        self._group, self._inner, self._before = group, inner, launches.value
 
     def __enter__(self) -> None:
-        if self._counting is not None:
-            self._counting.__enter__()
+        if self._inner is not None:
+            self._inner.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._counting is not None:
-            self._counting.__exit__(kind, error, traceback)
+        if self._inner is not None:
+            self._inner.__exit__(kind, error, traceback)
         if error is None:
-            if self._counting is not None:
+            if self._group.backend == "cpu":
                 self._group.check()
-        # What the program captures has not run; the graph is lost, and with it the call, on this rank's epochs.
+        # What the program captures has not run; the graph is lost, and with it the call, but no epoch.
         elif launches.value != self._before and self._group.capture_id() is None:
             self._group._declare_interrupted("an operator's launches", error)
 

@@ -185,7 +185,7 @@ def init_process_group(
         shared = (world_size if ranks_here is None else ranks_here) > gpus
         if shared:
             # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their own send through sockets.
-            os.environ["NCCL_HOSTID"] = f"interlace-{local_rank}"
+            os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that call only operators of
         # their own do not depend on it.

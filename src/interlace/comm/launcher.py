@@ -113,7 +113,8 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         raise LaunchError(f"launch: rank {error.error_index} failed.{error}", error.error_index) from None
     except mp.ProcessExitedException as error:
         rank = error.error_index
-        reason = f"{error}." if (folder / f"started-{rank}").exists() else f"it could not import the worker. {_UNGUARDED}"
+        imported = error.exit_code != 1 or (folder / f"started-{rank}").exists()
+        reason = f"{error}." if imported else f"it could not import the worker. {_UNGUARDED}"
         raise LaunchError(f"launch: rank {rank} ended without a result: {reason}", rank) from None
     finally:
         for process in processes.processes:

@@ -67,9 +67,12 @@ class CudaHeap(Heap):
         self.granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
-        size = self.stride * group.world_size
+        self._reserve()
+
+    def _reserve(self) -> None:
+        cu, size = self._cu, self.stride * self._group.world_size
         base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
-        self._range = Range(base, self.stride, device, functools.partial(_free_range, cu, base, size))
+        self._range = Range(base, self.stride, self.device, functools.partial(_free_range, cu, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         cu, ranks, rank = self._cu, self._group.world_size, self._group.rank
@@ -100,7 +103,6 @@ class CudaHeap(Heap):
                     self._allow(place, size)
             _call(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
             torch.cuda.synchronize(self.device)
-            self._group.exchange("empty_symmetric", "mapped")  # zeroed and mapped everywhere before anyone writes
             undo.pop_all()
         release = functools.partial(_unmap, cu, self._range, ranks, offset, pieces, piece)
         return Block(self._range.base + offset, size, self.stride, self.device, release)

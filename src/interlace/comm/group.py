@@ -180,7 +180,7 @@ class Group:
     #
     # An exchange is collective, so whether one takes place must not depend on what only this rank knows. Whatever is
     # remembered here is remembered under a key that every rank of a right program has alike, and is forgotten by
-    # ``release`` alone, which is collective. docs/architecture.md lists every cache with its key.
+    # ``release`` and ``recover`` alone, which are collective. docs/architecture.md lists every cache with its key.
 
     def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
         """Every rank's ``value`` (JSON), in rank order. Collective, on the host.

@@ -26,8 +26,9 @@ class Mutant:
     Attributes:
         protocol: of ``programs.PROGRAMS``.
         where: the function that is changed, ``module:name``, below ``interlace``.
-        mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before put"``; ``"half reused"``: both halves are the
-            same; ``"wrong epoch"``: a wait is for the epoch two calls before; ``"no wait"``: a wait or a barrier is left out.
+        mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before
+            put"``; ``"half reused"``: both halves are the same; ``"wrong epoch"``: a wait is for
+            the epoch two calls before; ``"no wait"``: a wait or a barrier is left out.
         which: the primitive that it is made at, and the number of its call in that function.
         ranks: how many it takes.
     """
@@ -104,7 +105,9 @@ def _wait_for_another(tree: ast.FunctionDef, primitive: str, number: int) -> Non
 
 
 def _signal_first(tree: ast.FunctionDef, primitive: str, number: int) -> None:
-    """The call, where all its names are known, moves to the beginning of the innermost block with both it and a put before it."""
+    """The call, where all its names are known, moves to the beginning of the innermost block with
+    both it and a put before it.
+    """
     signal = next(node for node in ast.walk(tree) if isinstance(node, ast.Expr) and node.value is _calls(tree, primitive)[number])
     for block in _blocks(tree):
         for i, statement in enumerate(block):
@@ -268,12 +271,12 @@ MUTANTS = [
         (f"{_EMBEDDING}:_push", "no release", ("signal", 0)),
         (f"{_EMBEDDING}:_push", "signal before put", ("signal", 0)),
         (f"{_EMBEDDING}:_push", "no wait", ("arrive_last", 0)),
-        (_BACKWARD, "signals reused"),
         (_BACKWARD, "no wait", ("wait", 0)),
         (_BACKWARD, "wrong epoch", ("wait", 0)),
         (f"{_EMBEDDING}:_await_tables", "no wait", ("wait", 0)),
         (f"{_EMBEDDING}:_await_tables", "wrong epoch", ("wait", 0)),
     ),
+    *_of("embedding backward, a rank without tables", (_BACKWARD, "signals reused")),
     *_of(
         "mixture_of_experts",
         (f"{_EXPERTS}:_push", "no release", ("signal", 0)),

@@ -1,4 +1,6 @@
-"""Programs whose protocols are explored: every operator, called with different shapes one behind the other."""
+"""Programs whose protocols are explored: every operator, called with different shapes one behind
+the other.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "max_prog
 
 
 def _rounds(rank: Rank, make: Callable[[int, int], Call]) -> None:
-    """Both kinds of calls once, so that all is agreed on; then three more. ``make(kind, turn)`` has other numbers in each turn."""
+    """Both kinds of calls once, so that all is agreed on; then three more. ``make(kind, turn)`` has
+    other numbers in each turn.
+    """
     for turn, kind in enumerate((0, 1, 0, 1, 1)):
         if turn == 2:
             rank.ready()
@@ -70,7 +74,9 @@ def _rows(rank: Rank, impl: str) -> int:
 
 
 def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None:
-    """Ranks get different numbers of rows, but for mapped outputs; ``empty``: the last rank gets none."""
+    """Ranks get different numbers of rows, but for mapped outputs; ``empty``: the last rank gets
+    none.
+    """
     config = interlace.GemmReduceScatterConfig(**_TILES)
     splits = [_rows(rank, impl) // rank.world_size] * rank.world_size if impl == "mapped" else [36, 4, 20][: rank.world_size]
     splits[-1] *= not empty
@@ -111,7 +117,8 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
     config = interlace.AllGatherGemmConfig(**_TILES)
 
     def make(kind: int, turn: int) -> Call:
-        # Few rows are moved by one program, so that a rank may be ahead of every program of another.
+        # Few rows are moved by one program, so that a rank may be ahead of every program of
+        # another.
         rows, inner = ((4, 16), (3, 48))[kind] if impl == "mapped" else ((20, 16), (12, 48))[kind]
         xs, w = _everyones(rank, rows, inner, seed=turn), _numbers(rank.rank, 32, inner, seed=9)
         call = functools.partial(interlace.all_gather_gemm, xs[rank.rank], w, impl=impl, config=config, return_gathered=True)
@@ -121,7 +128,6 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
 
 
 def to_all_bmm(rank: Rank, impl: str = "fused") -> None:
-    import interlace.ops.all_to_all_bmm.op
 
     def make(kind: int, turn: int) -> Call:
         count, inner, share = 2, 16, (4, 8)[kind]
@@ -172,7 +178,9 @@ def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interl
 
 
 def embedding_backward(rank: Rank, without: int = -1) -> None:
-    """Two exchanges with a table on every rank but ``without``, and one backward pass through both."""
+    """Two exchanges with a table on every rank but ``without``, and one backward pass through
+    both.
+    """
     chunk = 2
     config, batch = _embedding_config(), chunk * rank.world_size
 
@@ -204,7 +212,9 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
 
 
 def experts(rank: Rank, backward: bool = False) -> None:
-    """One expert on every rank, two for each token; with ``backward``, one backward pass through two layers side by side."""
+    """One expert on every rank, two for each token; with ``backward``, one backward pass through
+    two layers side by side.
+    """
     config = interlace.MixtureOfExpertsConfig(
         block_m=16, block_n=32, block_k=16, group_m=2, programs=1, push_programs=1, push_rows=4, sum_programs=1, stagger=0
     )

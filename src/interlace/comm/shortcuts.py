@@ -1,11 +1,15 @@
-"""Shortcuts through Triton's interpreter, whose time is Python's; in force only while this package launches kernels.
+"""Shortcuts through Triton's interpreter, whose time is Python's; in force only while this package
+launches kernels.
 
-Three things take most of an interpreted kernel's time. Types, shapes and tables of element types are made anew for every
-value, though they depend on a few numbers: they are remembered. The language is patched again at every call of a device
-function: once per module is enough. Every sum and product of integers is checked for overflow: GPUs do not check either.
+Three things take most of an interpreted kernel's time. Types, shapes and tables of element types
+are made anew for every
+value, though they depend on a few numbers: they are remembered. The language is patched again at
+every call of a device
+function: once per module is enough. Every sum and product of integers is checked for overflow: GPUs
+do not check either.
 
-Triton is as it was outside of :func:`taken`, so that other kernels of the process keep their checks. Where another Triton keeps
-something else in its objects, it goes its own way.
+Triton is as it was outside of :func:`taken`, so that other kernels of the process keep their
+checks. Where another Triton keeps something else in its objects, it goes its own way.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ _depth = 0
 
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
-    """Take the shortcuts in this process until the end of the outermost of these contexts, however it ends."""
+    """Take the shortcuts in this process until the end of the outermost of these contexts, however
+    it ends.
+    """
     global _depth
     if _depth:
         _depth += 1
@@ -61,14 +67,17 @@ def _without_checks(options: Any) -> Any:
 
 
 class _Patches:
-    """What Triton has replaced in its language for the launches that run within :func:`taken`: once for each module."""
+    """What Triton has replaced in its language for the launches that run within :func:`taken`: once
+    for each module.
+    """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
         self._scopes: dict[int, Any] = {}
 
     def __call__(self, function: Any) -> _Patches:
-        # The names of a module identify it: no module goes, and leaves its address to another one, during a launch.
+        # The names of a module identify it: no module goes, and leaves its address to another one,
+        # during a launch.
         key = id(function.__globals__)
         if key not in self._scopes:
             self._scopes[key] = self._patch(function)

@@ -1,9 +1,12 @@
-"""``explore``: many schedules of one program on several ranks, in one process; see ``docs/explorer.md``."""
+"""``explore``: many schedules of one program on several ranks, in one process; see
+``docs/explorer.md``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import random
 import re
 import time
@@ -29,8 +32,9 @@ class Failure:
     """What a program does wrong in one schedule.
 
     Attributes:
-        kind: ``"wrong result"``; ``"deadlock"``; ``"race"``: a load of what may still be written, or a store to what may still be
-            loaded; ``"two writers"``: two ranks store to the same memory in no order; ``"error"``: the program raised an exception.
+        kind: ``"wrong result"``; ``"deadlock"``; ``"race"``: a load of what may still be written,
+            or a store to what may still be loaded; ``"two writers"``: two ranks store to the same
+            memory in no order; ``"error"``: the program raised an exception.
         message: which rank, program and line, or what everybody awaits.
         schedule: the shortest one found, for ``explore(..., replay=schedule)``.
         switches: how often it goes on with another rank.
@@ -54,7 +58,8 @@ class Report:
         exhausted: whether these were all with so many preemptions.
         runs: how often a rank's program really ran; schedules beyond that were followed in memory.
         seconds: how long it took.
-        failure: the first one found, in the shortest schedule found for it; None if every schedule was right.
+        failure: the first one found, in the shortest schedule found for it; None if every schedule
+            was right.
     """
 
     schedules: int
@@ -81,11 +86,13 @@ class _Plan:
         eager: stores arrive at once, unless the plan says when.
         first: the rank that begins.
         steps: by step, what is done instead.
+        preemptions: in how many of these steps the default one's rank could have gone on.
     """
 
     eager: bool
     first: int
     steps: tuple[tuple[int, _Action], ...] = ()
+    preemptions: int = 0
 
 
 _Action = tuple[int, int]  # a rank, and which of its stores under way arrives; -1: its next step
@@ -108,18 +115,23 @@ def explore(
 ) -> Report:
     """Run ``program`` on several ranks in this process, under many schedules, until one fails.
 
-    Ranks run one at a time; a schedule says who goes on at each signal, wait and exchange, and when a store that nothing orders
-    arrives. Half of the schedules are tried in order, with no preemption of a rank that could go on, then with one, and so on; the
-    others are random. Kernels really run only where a rank gets to see something new; nothing expires.
+    Ranks run one at a time; a schedule says who goes on at each signal, wait and exchange, and when
+    a store that nothing orders arrives. Half of the schedules are tried in order: by default a rank
+    goes on until it must wait, and then the next one; then come schedules that differ from this in
+    one step, in two, and so on. The others are random. Kernels really run only where a rank gets to
+    see something new; nothing expires.
 
     Args:
-        program: called with a :class:`Rank` for each rank. It calls operators, or launches kernels within ``rank.group.running()``,
-            with CPU tensors, on the default group, and checks their results (``torch.testing.assert_close``). It must do the same in
-            every run: random numbers come from ``rank.generator()``. Call ``rank.ready()`` once everything has been called once, so
-            that schedules differ in what follows, where nothing is agreed on any more.
+        program: called with a :class:`Rank` for each rank. It calls operators, or launches kernels
+            within ``rank.group.running()``, with CPU tensors, on the default group, and checks
+            their results (``torch.testing.assert_close``). It must do the same in every run: random
+            numbers come from ``rank.generator()``. Call ``rank.ready()`` once everything has been
+            called once, so that schedules differ in what follows, where nothing is agreed on any
+            more.
         ranks: how many there are.
         schedules: how many are tried at most.
-        preemptions: at most in those that are tried in order.
+        preemptions: how often one of those that are tried in order interrupts a rank that could go
+            on, at most.
         seed: of the random ones.
         replay: try only this schedule, of a failure.
 
@@ -198,8 +210,10 @@ class _Search:
     # Which schedules
 
     def _in_order(self, most: int, preemptions: int) -> bool:
-        """Try schedules by their number of preemptions; whether there are no more."""
-        queue: list[tuple[int, float, int, _Plan]] = []
+        """Try schedules, those first that differ least from the default one; whether there are no
+        more.
+        """
+        queue: list[tuple[int, float, int, _Plan]] = []  # by how often they differ from the default one
         count = 0
         for eager in (True, False):
             for first in self._ranks:
@@ -207,13 +221,14 @@ class _Search:
         while queue:
             if len(self._tried) >= most:
                 return False
-            cost, _, _, plan = heapq.heappop(queue)
+            _, _, _, plan = heapq.heappop(queue)
             policy = _Deviating(plan, len(self._trees))
             self._try((plan.eager, policy))
             for step, action, preempts in policy.others:
-                if cost + preempts <= preemptions:
-                    new = dataclasses.replace(plan, steps=(*plan.steps, (step, action)))
-                    heapq.heappush(queue, (cost + preempts, self._random.random(), count := count + 1, new))
+                if plan.preemptions + preempts <= preemptions:
+                    steps = (*plan.steps, (step, action))
+                    new = dataclasses.replace(plan, steps=steps, preemptions=plan.preemptions + preempts)
+                    heapq.heappush(queue, (len(steps), self._random.random(), count := count + 1, new))
         return True
 
     def _random_walk(self) -> tuple[bool, _Policy]:
@@ -243,11 +258,13 @@ class _Search:
         return done
 
     def _beginning(self, trace: bool) -> Machine:
-        """The state in which schedules begin to differ: at the start, or once all ranks are ready."""
+        """The state in which schedules begin to differ: at the start, or once all ranks are
+        ready.
+        """
         if self._start is not None and not trace:
             return self._start.copy()
         first = [tree.start() for tree in self._trees]
-        machine = Machine(len(self._trees), self._cells, lambda rank, *node: self._trees[rank].extend(*node))
+        machine = Machine(len(self._trees), self._cells, lambda machine, rank, *node: self._trees[rank].extend(machine, *node))
         machine.at, machine.trace = first, {} if trace else None
         for rank in self._ranks:
             machine.settle(rank)
@@ -347,7 +364,8 @@ class _Deviating(_Policy):
     """A rank goes on until it must wait, then the next one that can; but for the steps of a plan.
 
     Attributes:
-        others: what else could have been done at later steps: the step, the action, whether it preempts a rank.
+        others: what else could have been done at later steps: the step, the action, whether it
+            preempts a rank.
     """
 
     def __init__(self, plan: _Plan, ranks: int) -> None:
@@ -404,12 +422,13 @@ class _Listed(_Policy):
         return self._rank, -1
 
 
-# Schedules as text: "eager 0x12 1x5 0!2": rank 0 twelve steps, rank 1 five, then the third store of rank 0 that is under way arrives.
+# Schedules as text: "eager 0x12 1x5 0!2": rank 0 twelve steps, rank 1 five, then the third store of
+# rank 0 that is under way arrives.
 
 
 def _weight(done: Sequence[_Action]) -> tuple[int, int]:
     """How complicated a schedule is: switches between ranks, and arrivals; then steps."""
-    switches = sum(before != after for before, after in zip(done, done[1:], strict=False))
+    switches = sum(before != after for before, after in itertools.pairwise(done))
     return switches, len(done)
 
 

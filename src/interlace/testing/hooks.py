@@ -1,10 +1,13 @@
-"""Where explored programs meet simulated memory: Triton's interpreter, the primitives, and PyTorch's operators."""
+"""Where explored programs meet simulated memory: Triton's interpreter, the primitives, and
+PyTorch's operators.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,12 +75,21 @@ def installed() -> Iterator[None]:
             stack.enter_context(_replaced(_builder, name, functools.partial(hook, getattr(_builder, name))))
         call = interpreter.GridExecutor.__call__
         stack.enter_context(_replaced(interpreter.GridExecutor, "__call__", _launch(call)))
+        stack.enter_context(_replaced(sys, "excepthook", functools.partial(_excepthook, sys.excepthook)))
         for function, replacement in ((primitives.wait, _wait), (primitives._sum_words, _sum_words)):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
             stack.callback(table.__setitem__, function.fn, original)
             table[function.fn] = functools.partial(replacement, original)
         yield
+
+
+def _excepthook(original: Callable[..., None], *error: Any) -> None:
+    """Say nothing of a run that is given up: a tensor that goes meanwhile is told by C code, which
+    reports the exception.
+    """
+    if current() is None:
+        original(*error)
 
 
 @contextlib.contextmanager
@@ -106,7 +118,9 @@ def standing_still() -> Iterator[None]:
 
 @contextlib.contextmanager
 def surroundings(run: Run) -> Iterator[None]:
-    """What an explored program lives in: its host operations on symmetric memory are operations, too."""
+    """What an explored program lives in: its host operations on symmetric memory are operations,
+    too.
+    """
     with _HostOperations(run):
         yield
 
@@ -190,7 +204,9 @@ def _atomic(run: Run, ptr: Any, shared: Words, val: Any, sem: Any, function: Cal
 
 
 def _shared(ptrs: Any, mask: Any) -> tuple[Run | None, Words]:
-    """The run of this thread, and which elements of a tile of pointers, within a mask, are of symmetric memory."""
+    """The run of this thread, and which elements of a tile of pointers, within a mask, are of
+    symmetric memory.
+    """
     run = current()
     if run is None:
         return None, np.zeros(0, bool)
@@ -220,7 +236,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Waits: one operation, which takes place when its condition holds. The primitive itself then looks once, and finds it.
+# Waits: one operation, which takes place when its condition holds. The primitive itself then looks
+# once, and finds it.
 
 
 def _wait(original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: Any, group: Any, mask: Any) -> Any:
@@ -292,7 +309,7 @@ class Judge:
         asked = {key: word for key, word in zip(keys, words, strict=True) if key not in self._known}
         if asked:
             self._ask(values, list(asked), np.array(list(asked.values())))
-        return all([self._known[key] for key in keys])
+        return all(self._known[key] for key in keys)
 
     def _ask(self, values: int, keys: list[tuple[int, int, int]], words: Words) -> None:
         count = next_power_of_2(len(keys))
@@ -314,10 +331,12 @@ _WITHOUT_OLD_VALUE = {"copy_", "zero_", "fill_"}
 
 
 class _HostOperations(TorchDispatchMode):
-    """PyTorch's operators on tensors over symmetric memory: loads before them, stores behind them."""
+    """PyTorch's operators on tensors over symmetric memory: loads before them, stores behind
+    them.
+    """
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -358,4 +377,3 @@ class _HostOperations(TorchDispatchMode):
     def _store(self, tensor: torch.Tensor) -> None:
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
         self._run.send(element_addresses(tensor), values.copy(), "store")
-

@@ -1,9 +1,12 @@
-"""Simulated memory of several ranks, and what operations do to it: values, stores under way, and what happened before what.
+"""Simulated memory of several ranks, and what operations do to it: values, stores under way, and
+what happened before what.
 
-Order is kept by vector clocks, one for each program of each rank. A release publishes what a program knows in the cells it stores
-to, a wait takes it over. Every ordinary load must come after the store that it sees, every store after the loads and stores of
-other ranks that it follows; anything else is a race, whichever way it went in this schedule. Packed words need no order of their
-own: who has seen one knows only that the store, and what its program had awaited before it, is over.
+Order is kept by vector clocks, one for each program of each rank. A release publishes what a
+program knows in the cells it stores to, a wait takes it over. Every ordinary load must come after
+the store that it sees, every store after the loads and stores of other ranks that it follows;
+anything else is a race, whichever way it went in this schedule. Packed words need no order of their
+own: who has seen one knows only that the store, and what its program had awaited before it, is
+over.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ PROGRAMS = 32  # of a rank that are told apart; beyond them, numbers are used ag
 _EVERYTHING = -1
 _SPARE = 64
 _ARRAYS = ("_data", "_write_thread", "_write_clock", "_sync", "_read_thread", "_read_clock")
-_LISTS = ("_published", "_released", "_observed", "_fenced", "_clock", "_seen", "_covers", "_thread", "_posted", "_launched", "_launch",
-          "at")  # fmt: skip
+_LISTS = (
+    "_published", "_released", "_observed", "_fenced", "_clock", "_seen", "_covers", "_thread",
+    "_posted", "_launched", "_launch", "at",
+)  # fmt: skip
 _ALWAYS = np.iinfo(np.int64).max
 
 Clocks = npt.NDArray[np.int64]
@@ -41,7 +46,8 @@ class _Store(NamedTuple):
 
     Attributes:
         clock: of its program when it left.
-        released, seen: what had been released to its program then, and that with what it had observed; with all of its own rank.
+        released, seen: what had been released to its program then, and that with what it had
+            observed; with all of its own rank.
         published: by whom it is seen: what was released, or None, and what was observed.
         program: a bit for the program that must order it; all bits once its launch has ended.
     """
@@ -65,7 +71,9 @@ class Machine:
         under_way: by rank, stores that have left and not arrived.
     """
 
-    def __init__(self, ranks: int, table: CellTable, extend: Callable[[int, Operation, bytes | None, Any], Operation]) -> None:
+    def __init__(
+        self, ranks: int, table: CellTable, extend: Callable[[Machine, int, Operation, bytes | None, Any], Operation]
+    ) -> None:
         self.ranks = ranks
         self._table, self._extend = table, extend
         cells = table.count + _SPARE
@@ -105,10 +113,10 @@ class Machine:
             setattr(new, name, list(getattr(self, name)))
         new._covered_at = [dict(each) for each in self._covered_at]
         new.under_way = [list(each) for each in self.under_way]
-        new._make_room()
+        new.make_room()
         return new
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """Have arrays for all the cells that there are now, and some more."""
         if self._table.count < len(self._data):
             return
@@ -121,7 +129,9 @@ class Machine:
     # Steps
 
     def enabled(self, rank: int, judge: Callable[[Operation, Words], bool]) -> bool:
-        """Whether a rank's next operation may take place; ``judge`` says whether a wait is over, by what it would see."""
+        """Whether a rank's next operation may take place; ``judge`` says whether a wait is over, by
+        what it would see.
+        """
         node = self.at[rank]
         kind = node.kind
         if kind == Kind.WAIT or kind == Kind.WORDS:
@@ -157,6 +167,11 @@ class Machine:
         self._arrive(rank, self.under_way[rank].pop(which))
 
     def _do(self, rank: int, node: Operation) -> None:
+        key, response = self.effect(rank, node)
+        self._follow(rank, node, key, response)
+
+    def effect(self, rank: int, node: Operation) -> tuple[bytes | None, Any]:
+        """What an operation does, and returns: as bytes, which tell returns apart, and as it is."""
         thread, kind, cells = self._thread[rank], node.kind, node.cells
         if kind == Kind.PUT or kind == Kind.RELAXED:
             assert node.values is not None
@@ -176,8 +191,7 @@ class Machine:
             self._read_thread[rank, cells] = thread
             self._read_clock[rank, cells] = self._clock[thread]
             response = self._data[cells].tobytes()
-            self._follow(rank, node, response, response)
-            return
+            return response, response
         elif kind == Kind.RELEASE:
             assert node.values is not None
             self._order(rank, self._covers_of(rank, thread))
@@ -189,11 +203,10 @@ class Machine:
         elif kind == Kind.WORDS:
             self._acquire(thread, cells, released=False)
             response = self._data[cells].tobytes()
-            self._follow(rank, node, response, response)
-            return
+            return response, response
         elif kind == Kind.ATOMIC:
-            self._atomic(rank, thread, node)
-            return
+            response = self._atomic(rank, thread, node)
+            return response, response
         elif kind == Kind.FENCE:
             self._order(rank, self._covers_of(rank, thread))
             self._fenced[thread] = self._publish(thread)[0]
@@ -208,15 +221,15 @@ class Machine:
             parts = [posted[node.detail] for posted in self._posted]
             for _, released, observed in parts:
                 self._join(thread, released, observed)
-            self._follow(rank, node, repr([value for value, _, _ in parts]).encode(), [value for value, _, _ in parts])
-            return
-        self._follow(rank, node, None, None)
+            values = [value for value, _, _ in parts]
+            return repr(values).encode(), values
+        return None, None
 
     def _follow(self, rank: int, node: Operation, key: bytes | None, response: Any) -> None:
         found = node.following.get(key)
         if found is None:
-            found = self._extend(rank, node, key, response)
-            self._make_room()
+            found = self._extend(self, rank, node, key, response)
+            self.make_room()
         self.at[rank] = found
 
     # Stores
@@ -256,7 +269,7 @@ class Machine:
         """Bits of the programs whose stores a release by this one covers."""
         return self._covers[thread] if thread != self._slices[rank].start else _EVERYTHING
 
-    def _atomic(self, rank: int, thread: int, node: Operation) -> None:
+    def _atomic(self, rank: int, thread: int, node: Operation) -> bytes:
         function, dtype, acquires, releases = node.detail
         cells, covered = node.cells, self._covered_at[rank]
         first = int(cells[0])
@@ -276,7 +289,7 @@ class Machine:
         if earlier is not None:
             kept = earlier if kept is None else np.maximum(kept, earlier)
         self._arrive(rank, _Store(thread, clock, *knowledge, (kept, observed), cells, after, 0, node))
-        self._follow(rank, node, before, before)
+        return before
 
     # Clocks
 
@@ -299,7 +312,9 @@ class Machine:
         self._seen[thread] = None
 
     def _knowledge(self, thread: int, rank: int) -> tuple[Clocks, Clocks]:
-        """What has been released to a program, and what that and observation tell it, with all of its own rank."""
+        """What has been released to a program, and what that and observation tell it, with all of
+        its own rank.
+        """
         found = self._seen[thread]
         if found is None:
             released = self._released[thread].copy()
@@ -364,5 +379,3 @@ def _epochs(words: Words) -> str:
     """Epochs and their marks, in the order of the signals."""
     parts = [f"{int(word) & 0xFFFFFF}" + (f" of call {int(word) >> 24 & 0xFF}" if int(word) >> 24 else "") for word in words]
     return "[" + ", ".join(parts) + "]"
-
-

@@ -1,7 +1,8 @@
-"""Symmetric memory of several ranks in one process: for each rank a view of all ranks' memory, which nobody else sees.
+"""Symmetric memory of several ranks in one process: for each rank a view of all ranks' memory,
+which nobody else sees.
 
-A view holds what host operations of its rank need to see. What memory *is* at any time, the machine knows: a view is only brought up to
-date where its rank loads.
+A view holds what host operations of its rank need to see. What memory *is* at any time, the machine
+knows: a view is only brought up to date where its rank loads.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def _map(nbytes: int, fd: int, address: int | None = None, offset: int = 0) -> i
     return int(place)
 
 
-class FinerGrain(Exception):
-    """A value is smaller than the cells of simulated memory."""
+class FinerGrain(BaseException):
+    """A value is smaller than the cells of simulated memory. No Exception: Triton's interpreter
+    wraps those.
+    """
 
     def __init__(self, grain: int) -> None:
         super().__init__(grain)
@@ -56,7 +59,9 @@ class FinerGrain(Exception):
 
 
 class CellTable:
-    """Numbers for the cells of all ranks' memory that anybody has touched, in the order in which they were."""
+    """Numbers for the cells of all ranks' memory that anybody has touched, in the order in which
+    they were.
+    """
 
     def __init__(self, ranks: int, grain: int) -> None:
         self.grain = grain
@@ -75,8 +80,8 @@ class CellTable:
             self.count += len(new)
             if self.count > MOST_CELLS:
                 raise WorkspaceError(
-                    f"an explored program must touch at most {format_bytes(MOST_CELLS * self.grain)} of symmetric memory; got more. "
-                    f"Explore smaller shapes: protocols do not depend on them."
+                    f"an explored program must touch at most {format_bytes(MOST_CELLS * self.grain)} of symmetric "
+                    f"memory; got more. Explore smaller shapes: protocols do not depend on them."
                 )
             numbers = self._numbers[words]
         return numbers
@@ -108,7 +113,9 @@ class View:
         os.close(self._fd)
 
     def take(self, nbytes: int) -> int:
-        """Offset of new memory, the same in every rank's part. Nothing is given back while a program runs."""
+        """Offset of new memory, the same in every rank's part. Nothing is given back while a
+        program runs.
+        """
         offset, self._used = self._used, self._used + round_up(max(nbytes, 1), mmap.PAGESIZE)
         if self._used > PART_BYTES:
             raise WorkspaceError(
@@ -167,4 +174,5 @@ def element_addresses(tensor: torch.Tensor) -> Addresses:
     steps: Any = np.zeros((), np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps = steps[..., None] + np.arange(size, dtype=np.int64) * (stride * tensor.element_size())
-    return (np.uint64(tensor.data_ptr()) + steps.astype(np.uint64)).ravel()
+    addresses: Addresses = (np.uint64(tensor.data_ptr()) + steps.astype(np.uint64)).ravel()
+    return addresses

@@ -1,8 +1,9 @@
 """What a rank does to shared state, and the tree of all that it has been seen to do.
 
-Between two operations on shared state a rank is a deterministic function of what its operations have returned. So the operations of
-a rank form a tree: a node is the next operation, an edge is what it returns. A schedule walks the trees of all ranks; only an edge
-that was never taken needs a rank that really runs.
+Between two operations on shared state a rank is a deterministic function of what its operations
+have returned. So the operations of
+a rank form a tree: a node is the next operation, an edge is what it returns. A schedule walks the
+trees of all ranks; only an edge that was never taken needs a rank that really runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ NO_CELLS: Cells = np.zeros(0, np.intp)
 
 
 class Kind(enum.IntEnum):
-    """Operations. Those from ``RELEASE`` on are points at which a schedule may go on with another rank."""
+    """Operations. Those from ``RELEASE`` on are points at which a schedule may go on with another
+    rank.
+    """
 
     PUT = 0
     LOAD = 1

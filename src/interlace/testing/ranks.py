@@ -1,8 +1,8 @@
 """Ranks that really run, each in a thread of its own, one at a time; and the trees of what they do.
 
-A thread stands still at each operation on shared state until it is told what the operation returns. When a schedule needs a return
-value that a rank has never got at this point, the rank runs again from the start, is told what it was told before, and goes on from
-there.
+A thread stands still at each operation on shared state until it is told what the operation returns.
+When a schedule needs a return value that a rank has never got at this point, the rank runs again
+from the start, is told what it was told before, and goes on from there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from interlace.comm.group import Group, stand_in
 from interlace.errors import RankMismatchError
+from interlace.testing.machine import Machine, Violation
 from interlace.testing.memory import PART_BYTES, Addresses, CellTable, ExploredHeap, View
 from interlace.testing.operations import NO_CELLS, Cells, Kind, Operation, Words
 
@@ -54,7 +55,9 @@ class Rank:
         self._run = run
 
     def ready(self) -> None:
-        """Say that preparations are over. Schedules differ only in what follows; all ranks meet here, and nothing else does."""
+        """Say that preparations are over. Schedules differ only in what follows; all ranks meet
+        here, and nothing else does.
+        """
         self._run.perform(Kind.READY)
 
     def generator(self, seed: int = 0) -> torch.Generator:
@@ -84,9 +87,10 @@ class ExploredGroup(Group):
 class Run:
     """One rank's program, from its start to wherever it is needed.
 
-    The details of operations: PUT and RELAXED: whether the memory is the rank's own. ATOMIC: the new value as a function of the old
-    one, its type, whether it acquires, whether it releases. PROGRAM: its number. POST: the value. COLLECT: which exchange. WORDS: how
-    many values a word holds. END: what went wrong.
+    The details of operations: PUT and RELAXED: whether the memory is the rank's own. ATOMIC: the
+    new value as a function of the old one, its type, whether it acquires, whether it releases.
+    PROGRAM: its number. POST: the value. COLLECT: which exchange. WORDS: how many values a word
+    holds. END: what went wrong.
     """
 
     def __init__(self, tree: Tree, responses: Sequence[Any]) -> None:
@@ -152,6 +156,8 @@ class Run:
         if self._operations > _MOST_OPERATIONS:
             raise RuntimeError("a kernel must wait by il.wait or for packed words; got one that looks at memory for ever.")
         self._operation = Operation(kind, cells, values, detail, self._site())
+        if kind < Kind.RELEASE and self.tree.does_here(self._operation):
+            return self.tree.response
         with self.tree.standing_still():
             self._asked.release()
             self._answered.acquire()
@@ -212,6 +218,7 @@ class Tree:
         surroundings: what a run lives in; entered in its thread.
         standing_still: around the time in which a run waits.
         runs: how many there have been.
+        response: what the last operation done in the rank's own thread has returned.
     """
 
     def __init__(
@@ -227,6 +234,9 @@ class Tree:
         self.surroundings, self.standing_still = surroundings, standing_still
         self.view = View(world_size)
         self.runs = 0
+        self.response: Any = None
+        self._machine: Machine | None = None
+        self._last: tuple[Operation, bytes | None, Any]
         self._root: Operation | None = None
         self._run: Run | None = None
         self._at: Operation | None = None
@@ -239,17 +249,43 @@ class Tree:
         assert self._root is not None
         return self._root
 
-    def extend(self, node: Operation, key: bytes | None, response: Any) -> Operation:
-        """What follows ``node`` if it returns ``response``, which it never has before."""
-        if self._run is None or self._at is not node:
-            self._begin([*node.path(), response])
-            assert self._at is not None
-            new = self._at
-        else:
-            new = self._at = self._run.go_on(response)
-        new.parent, new.response = node, response
-        node.following[key] = new
-        return new
+    def extend(self, machine: Machine, node: Operation, key: bytes | None, response: Any) -> Operation:
+        """Where a rank next meets others if ``node`` returns ``response``, as it never has before.
+
+        What the rank does until then is done.
+        """
+        self._machine, self._last = machine, (node, key, response)
+        try:
+            if self._run is None or self._at is not node:
+                self._begin([*node.path(), response])
+            else:
+                self._at = self._run.go_on(response)
+        finally:
+            self._machine = None
+        assert self._at is not None
+        self._append(self._at)
+        return self._at
+
+    def does_here(self, operation: Operation) -> bool:
+        """Do an operation that no other rank notices in the thread of its own rank; whether it did.
+
+        Threads that take turns cost much where other programs take the processors.
+        """
+        if self._machine is None:
+            return False
+        self._machine.make_room()
+        try:
+            key, self.response = self._machine.effect(self.rank, operation)
+        except Violation:
+            return False  # the explorer's thread does it again, and is told
+        self._append(operation)
+        self._last = operation, key, self.response
+        return True
+
+    def _append(self, operation: Operation) -> None:
+        node, key, response = self._last
+        operation.parent, operation.response = node, response
+        node.following[key] = operation
 
     def close(self) -> None:
         self._stop()

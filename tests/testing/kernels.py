@@ -1,0 +1,94 @@
+"""Kernels with and without mistakes, as small as they can be."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+
+
+@triton.jit
+def send(data, signals, value, epoch, ctx, ORDER: tl.constexpr, FENCED: tl.constexpr, SIGNAL_FIRST: tl.constexpr):
+    """Rank 0 puts four numbers in rank 1's memory and signals."""
+    group = il.join(ctx)
+    four = tl.arange(0, 4)
+    target, flag = il.pointer(data, tl.float32) + four, il.pointer(signals, tl.int32)
+    if il.rank(group) == 0:
+        if SIGNAL_FIRST:
+            il.signal(flag, epoch, 1, group, ORDER=ORDER)
+        il.put(target, value + four.to(tl.float32), 1, group)
+        if FENCED:
+            il.fence(group)
+        if not SIGNAL_FIRST:
+            il.signal(flag, epoch, 1, group, ORDER=ORDER)
+
+
+@triton.jit
+def receive(data, signals, y, epoch, ctx):
+    """Rank 1 waits for rank 0's signal, and copies what came."""
+    group = il.join(ctx)
+    one = tl.arange(0, 1)
+    if il.rank(group) == 1:
+        il.wait(il.pointer(signals, tl.int32) + one, epoch, one, 0, group, one == 0)
+        four = tl.arange(0, 4)
+        tl.store(y + four, il.get(il.pointer(data, tl.float32) + four, 1, group))
+
+
+@triton.jit
+def acknowledge(signals, epoch, ctx):
+    """Rank 1 tells rank 0 that it has copied; rank 0 waits for that."""
+    group = il.join(ctx)
+    one = tl.arange(0, 1)
+    flag = il.pointer(signals, tl.int32) + 1
+    if il.rank(group) == 1:
+        il.signal(flag, epoch, 0, group)
+    else:
+        il.wait(flag + one, epoch, one + 1, 0, group, one == 0)
+
+
+@triton.jit
+def wait_for_each_other(signals, ctx):
+    """Each rank waits for the other one before it signals."""
+    group = il.join(ctx)
+    me = il.rank(group)
+    one = tl.arange(0, 1)
+    flag = il.pointer(signals, tl.int32)
+    il.wait(flag + one, 1, 1 - me + one, 0, group, one == 0)
+    il.signal(flag, 1, 1 - me, group)
+
+
+@triton.jit
+def put_to_last(data, ctx, WORLD_SIZE: tl.constexpr):
+    """Every rank puts its number in the same word of the last one's memory."""
+    group = il.join(ctx)
+    il.put(il.pointer(data, tl.float32), il.rank(group).to(tl.float32), WORLD_SIZE - 1, group)
+
+
+@triton.jit
+def put_halves(data, y, signals, ctx):
+    """Rank 0 puts eight numbers of two bytes; rank 1 copies them."""
+    group = il.join(ctx)
+    eight, one = tl.arange(0, 8), tl.arange(0, 1)
+    here, flag = il.pointer(data, tl.float16) + eight, il.pointer(signals, tl.int32)
+    if il.rank(group) == 0:
+        il.put_signal(here, eight.to(tl.float16), flag, 1, 1, group)
+    else:
+        il.wait(flag + one, 1, one, 0, group, one == 0)
+        tl.store(y + eight, il.get(here, 1, group))
+
+
+@triton.jit
+def put_words(words, value, epoch, ctx):
+    """Rank 0 puts four packed words in rank 1's memory."""
+    group = il.join(ctx)
+    four = tl.arange(0, 4)[None, :]
+    if il.rank(group) == 0:
+        il.put_packed(il.pointer(words, tl.int64) + four, value + four.to(tl.float32), epoch, 1, group)
+
+
+@triton.jit
+def get_words(words, y, epoch, ctx):
+    """Rank 1 waits for them."""
+    group = il.join(ctx)
+    four = tl.arange(0, 4)[None, :]
+    if il.rank(group) == 1:
+        tl.store(y + four, il.get_packed(il.pointer(words, tl.int64) + four, epoch, 0 * four, 0, group, four >= 0))

@@ -1,0 +1,178 @@
+"""The explorer finds what is wrong in small kernels, says nothing of right ones, and repeats what
+it has found.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.testing import Rank, Report, explore
+
+
+def _memory() -> tuple[Any, Any]:
+    data = interlace.empty_symmetric(4, dtype=torch.float32)
+    return data, interlace.empty_symmetric(2, dtype=torch.int32)
+
+
+def _sending(
+    rank: Rank, calls: int = 2, acknowledged: bool = True, order: str = "release", fenced: bool = False, signal_first: bool = False
+) -> None:
+    from tests.testing import kernels
+
+    (data, signals), context = _memory(), rank.group.context("test")
+    rank.ready()
+    for epoch in range(1, calls + 1):
+        y = torch.zeros(4)
+        with rank.group.running():
+            kernels.send[(1,)](
+                data.address, signals.address, float(epoch), epoch, context, ORDER=order, FENCED=fenced, SIGNAL_FIRST=signal_first
+            )
+            kernels.receive[(1,)](data.address, signals.address, y, epoch, context)
+            if acknowledged:
+                kernels.acknowledge[(1,)](signals.address, epoch, context)
+        if rank.rank == 1:
+            torch.testing.assert_close(y, epoch + torch.arange(4.0))
+
+
+def _waiting(rank: Rank) -> None:
+    from tests.testing import kernels
+
+    _, signals = _memory()
+    with rank.group.running():
+        kernels.wait_for_each_other[(1,)](signals.address, rank.group.context("test"))
+
+
+def _putting(rank: Rank) -> None:
+    from tests.testing import kernels
+
+    data, _ = _memory()
+    with rank.group.running():
+        kernels.put_to_last[(1,)](data.address, rank.group.context("test"), WORLD_SIZE=rank.world_size)
+
+
+def _halves(rank: Rank) -> None:
+    from tests.testing import kernels
+
+    (data, signals), y = _memory(), torch.zeros(8, dtype=torch.float16)
+    with rank.group.running():
+        kernels.put_halves[(1,)](data.address, y, signals.address, rank.group.context("test"))
+    if rank.rank == 1:
+        torch.testing.assert_close(y, torch.arange(8, dtype=torch.float16))
+
+
+def _words(rank: Rank, calls: int = 1) -> None:
+    from tests.testing import kernels
+
+    words = interlace.empty_symmetric(4, dtype=torch.int64)
+    for epoch in range(1, calls + 1):
+        y = torch.zeros(4)
+        with rank.group.running():
+            kernels.put_words[(1,)](words.address, float(epoch), epoch, rank.group.context("test"))
+            kernels.get_words[(1,)](words.address, y, epoch, rank.group.context("test"))
+        if rank.rank == 1:
+            torch.testing.assert_close(y, epoch + torch.arange(4.0))
+
+
+def _failing(rank: Rank, error: type[Exception]) -> None:
+    rank.ready()
+    if rank.rank == 1:
+        raise error("this rank has failed")
+
+
+def _copying(rank: Rank, through: str) -> None:
+    """PyTorch's own operators on symmetric memory; peers meet in an exchange on the host, or do
+    not.
+    """
+    sym = interlace.empty_symmetric(4, dtype=torch.float32)
+    sym.peers[1 - rank.rank].copy_(torch.full((4,), 1.0 + rank.rank))
+    if through == "exchange":
+        rank.group.exchange("a barrier", None)
+    torch.testing.assert_close(sym.local.clone(), torch.full((4,), 2.0 - rank.rank))
+
+
+def _exploring(program: Any, schedules: int = 50, replay: str | None = None) -> Report:
+    return explore(program, schedules=schedules, seed=3, replay=replay)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _sending,
+        functools.partial(_sending, order="relaxed", fenced=True),
+        functools.partial(_sending, calls=1, acknowledged=False),
+        _halves,
+        _words,
+        functools.partial(_copying, through="exchange"),
+    ],
+)
+def test_right_kernels(ranks: Any, program: Any) -> None:
+    """Nothing is found; ranks run once, whatever the number of schedules."""
+    [report] = ranks(1).run(_exploring, program)
+    report.raise_if_failed()
+    assert report.schedules > 1
+    assert report.runs <= 4
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        (
+            functools.partial(_sending, order="relaxed"),
+            "race",
+            "rank 1, .*receive.* does not come after the store by rank 0, .*send",
+        ),
+        (functools.partial(_sending, signal_first=True), "race", "rank 1, .*receive.* does not come after the store by rank 0"),
+        (functools.partial(_sending, acknowledged=False), "race|wrong result", "may still load|not close"),
+        (functools.partial(_words, calls=2), "deadlock", "rank 1 waits for packed words, program 0 of get_words"),
+        (
+            _waiting,
+            "deadlock",
+            r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, kernels.py:\d+ .*; rank 1",
+        ),
+        (_putting, "two writers", "stores where another rank has stored before, and nothing orders the two"),
+        (functools.partial(_copying, through=""), "race|wrong result", "may still load|not close"),
+        (functools.partial(_failing, error=RuntimeError), "error", "rank 1 raised RuntimeError: this rank has failed"),
+        (functools.partial(_failing, error=AssertionError), "wrong result", "on rank 1: this rank has failed"),
+    ],
+)
+def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
+    """Each is found, by its kind and its place; the same schedule finds it again."""
+    [report] = ranks(1).run(_exploring, program)
+    assert report.failure is not None
+    assert re.fullmatch(kind, report.failure.kind)
+    assert re.search(message, report.failure.message)
+    [again] = ranks(1).run(_exploring, program, 1, report.failure.schedule)
+    assert again.failure is not None
+    assert again.failure.kind == report.failure.kind
+    with pytest.raises(interlace.InterlaceError, match=f"every schedule of a program must be right; got a ({kind})"):
+        report.raise_if_failed()
+
+
+def test_the_same_seed_tries_the_same_schedules(ranks: Any) -> None:
+    [first] = ranks(1).run(_exploring, functools.partial(_sending, calls=3), 30)
+    [again] = ranks(1).run(_exploring, functools.partial(_sending, calls=3), 30)
+    assert first.schedules == again.schedules > 3
+    assert first.failure is again.failure is None
+
+
+def _refusals() -> list[str]:
+    found = []
+    for options in ({"ranks": 1}, {"schedules": 0}, {"preemptions": -1}, {"replay": "0x1"}, {"replay": "eager 1!7"}):
+        with pytest.raises(interlace.ArgumentError) as error:
+            explore(_sending, **options)
+        found.append(str(error.value))
+    return found
+
+
+def test_refusals(ranks: Any) -> None:
+    [messages] = ranks(1).run(_refusals)
+    numbers, text, steps = messages[:3], messages[3], messages[4]
+    assert all(message.startswith("explore: ranks must be at least 2") for message in numbers)
+    assert "replay must be the schedule of a failure" in text
+    assert "one that it cannot follow" in steps

@@ -1,0 +1,108 @@
+"""Every operator's protocol under thousands of schedules; and broken in one place, which must be
+found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+SCHEDULES = {2: 250, 3: 150}  # by ranks
+_NAMES = [
+    "gemv, one shot",
+    "gemv, one shot, two values a word",
+    "gemv, two phases",
+    "gemm_reduce_scatter, fused",
+    "gemm_reduce_scatter, fused, no rows",
+    "gemm_reduce_scatter, split",
+    "gemm_reduce_scatter, mapped",
+    "gemm_all_reduce, fused",
+    "gemm_all_reduce, mapped",
+    "gemm_all_to_all, fused",
+    "gemm_all_to_all, mapped",
+    "all_gather_gemm, fused",
+    "all_gather_gemm, split",
+    "all_gather_gemm, mapped",
+    "all_to_all_bmm, fused",
+    "all_to_all_bmm, mapped",
+    "embedding forward, direct",
+    "embedding forward, sliced",
+    "embedding forward, sliced, own samples first",
+    "embedding backward",
+    "embedding backward, a rank without tables",
+    "mixture_of_experts",
+    "mixture_of_experts, backward",
+    "mapped all-to-all",
+    "mapped all-to-all by copies",
+    "mapped reduce-scatter",
+    "mapped all-reduce",
+    "mapped gather",
+    "a kernel of the language's README",
+]
+_tried: dict[str, int] = {}
+
+
+def _explore(name: str, two_ranks: bool) -> int:
+    """How many schedules were tried; each of the processes takes another number of ranks."""
+    import torch.distributed as dist
+
+    from interlace.testing import explore
+    from tests.testing.programs import PROGRAMS
+
+    count = 2 + dist.get_rank()
+    if count > 2 and two_ranks:
+        return 0
+    report = explore(PROGRAMS[name], ranks=count, schedules=SCHEDULES[count], seed=count)
+    report.raise_if_failed()
+    return report.schedules
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_schedule_is_right(ranks: Any, name: str) -> None:
+    counts = ranks(2).run(_explore, name, "README" in name)  # that kernel is for powers of two
+    _tried[name] = sum(counts)
+    assert counts[0] > 100
+
+
+def test_there_were_ten_thousand() -> None:
+    if len(_tried) < len(_NAMES):
+        pytest.skip("not every protocol was explored")
+    assert sum(_tried.values()) >= 10_000
+
+
+def _names() -> list[str]:
+    from tests.testing.programs import PROGRAMS
+
+    return list(PROGRAMS)
+
+
+def test_every_program_is_explored(ranks: Any) -> None:
+    assert ranks(1).run(_names) == [_NAMES]
+
+
+# Mutants
+
+
+def _lost(part: int, parts: int) -> list[str]:
+    """Every ``parts``-th mutant that is not found, or is found by an error instead of a broken
+    rule.
+    """
+    import torch.distributed as dist
+
+    from interlace.testing import explore
+    from tests.testing.mutants import MUTANTS
+    from tests.testing.programs import PROGRAMS
+
+    lost = []
+    for mutant in MUTANTS[part * dist.get_world_size() + dist.get_rank() :: parts * dist.get_world_size()]:
+        with mutant.applied():
+            failure = explore(PROGRAMS[mutant.protocol], ranks=mutant.ranks, schedules=300).failure
+        if failure is None or failure.kind == "error":
+            lost.append(f"{mutant.name}: {failure}")
+    return lost
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_mutant_is_found(ranks: Any, part: int) -> None:
+    assert ranks(2).run(_lost, part, 4) == [[], []]

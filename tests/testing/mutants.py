@@ -82,6 +82,15 @@ def _calls(tree: ast.AST, primitive: str) -> list[ast.Call]:
     return sorted(found, key=lambda node: node.lineno)
 
 
+def _replace(tree: ast.AST, old: ast.expr, new: ast.expr) -> None:
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            if value is old:
+                setattr(parent, field, new)
+            elif isinstance(value, list):
+                value[:] = [new if each is old else each for each in value]
+
+
 def _relax(tree: ast.FunctionDef, primitive: str, number: int) -> None:
     call = _calls(tree, primitive)[number]
     assert all(keyword.arg != "ORDER" for keyword in call.keywords)
@@ -92,10 +101,7 @@ def _leave_out(tree: ast.FunctionDef, primitive: str, number: int) -> None:
     """The call becomes a condition that holds."""
     call = _calls(tree, primitive)[number]
     replacement = ast.parse("tl.program_id(0) >= 0", mode="eval").body
-    for parent in ast.walk(tree):
-        for field, value in ast.iter_fields(parent):
-            if value is call:
-                setattr(parent, field, replacement)
+    _replace(tree, call, replacement)
 
 
 def _wait_for_another(tree: ast.FunctionDef, primitive: str, number: int) -> None:
@@ -144,10 +150,7 @@ def _reuse_half(tree: ast.FunctionDef, primitive: str, number: int) -> None:
 def _reuse_signals(tree: ast.FunctionDef, primitive: str, number: int) -> None:
     """Two sets of signals that take turns become one."""
     call = _calls(tree, "in_turn")[number]
-    for parent in ast.walk(tree):
-        for field, value in ast.iter_fields(parent):
-            if value is call:
-                setattr(parent, field, call.args[0])
+    _replace(tree, call, call.args[0])
 
 
 _MISTAKES: dict[str, Callable[[ast.FunctionDef, str, int], None]] = {

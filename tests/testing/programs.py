@@ -160,7 +160,7 @@ def _lookups(rank: int, batch: int, turn: int) -> torch.Tensor:
 
 
 def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interleaved") -> None:
-    """A table on every rank."""
+    """A table on every rank. No gradients are recorded: else ranks ask in each call whether tables train."""
     chunk = 3
     config, batch = _embedding_config(protocol=protocol, order=order), chunk * rank.world_size
 
@@ -174,7 +174,8 @@ def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interl
         )  # fmt: skip
         return call, whole[rank.rank * chunk : (rank.rank + 1) * chunk]
 
-    _rounds(rank, make)
+    with torch.no_grad():
+        _rounds(rank, make)
 
 
 def embedding_backward(rank: Rank, without: int = -1) -> None:

@@ -118,8 +118,9 @@ def explore(
     Ranks run one at a time; a schedule says who goes on at each signal, wait and exchange, and when
     a store that nothing orders arrives. Half of the schedules are tried in order: by default a rank
     goes on until it must wait, and then the next one; then come schedules that differ from this in
-    one step, in two, and so on. The others are random. Kernels really run only where a rank gets to
-    see something new; nothing expires.
+    one step, in two, and so on. A rank that is interrupted then waits until no other can go on. The
+    other half is random. Kernels really run only where a rank gets to see something new; nothing
+    expires.
 
     Args:
         program: called with a :class:`Rank` for each rank. It calls operators, or launches kernels
@@ -363,6 +364,9 @@ class _Policy:
 class _Deviating(_Policy):
     """A rank goes on until it must wait, then the next one that can; but for the steps of a plan.
 
+    A rank that a plan interrupts stands still until no other one can go on, so that these get as
+    far ahead of it as they can.
+
     Attributes:
         others: what else could have been done at later steps: the step, the action, whether it
             preempts a rank.
@@ -371,20 +375,31 @@ class _Deviating(_Policy):
     def __init__(self, plan: _Plan, ranks: int) -> None:
         self._steps = dict(plan.steps)
         self._last = max(self._steps, default=-1)
-        self._ranks, self._rank, self._eager = ranks, plan.first, plan.eager
+        self._ranks, self._rank = ranks, plan.first
+        self._interrupted: set[int] = set()
         self.others: list[tuple[int, _Action, int]] = []
 
     def choose(self, step: int, enabled: list[int], under_way: Sequence[Sequence[Any]]) -> _Action:
+        could_go_on = self._rank in enabled
         chosen = self._steps.get(step)
         if chosen is None:
-            could_go_on = self._rank in enabled
-            rank = self._rank if could_go_on else min(enabled, key=lambda other: (other - self._rank) % self._ranks)
+            rank = self._rank
+            if not could_go_on:
+                able = [each for each in enabled if each not in self._interrupted] or enabled
+                rank = min(able, key=lambda each: (each - self._rank) % self._ranks)
             chosen = rank, -1
             if step > self._last:
-                self.others += [(step, (other, -1), int(could_go_on)) for other in enabled if other != rank]
-                self.others += [(step, (other, 0), 1) for other, stores in enumerate(under_way) if stores]
+                for other in enabled:
+                    if other != rank:
+                        self.others.append((step, (other, -1), int(could_go_on)))
+                for other, stores in enumerate(under_way):
+                    if stores:
+                        self.others.append((step, (other, 0), 1))
+        elif could_go_on and chosen[1] < 0:
+            self._interrupted.add(self._rank)
         if chosen[1] < 0:
             self._rank = chosen[0]
+            self._interrupted.discard(self._rank)
         return chosen
 
 

@@ -47,7 +47,11 @@ class _World:
 
     def move(self, target: int, source: int, nbytes: int) -> None:
         run = current()
-        assert run is not None
+        if run is None:
+            raise ArgumentError(
+                "explore: copies must be made by the program's own thread; got triggered transfers that "
+                "count tiles. Explore them with send= instead."
+            )
         dtype = f"u{run.tree.cells.grain}"
         steps = np.arange(0, nbytes, run.tree.cells.grain, dtype=np.uint64)
         sources, targets = np.uint64(source) + steps, np.uint64(target) + steps

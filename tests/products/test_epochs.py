@@ -166,11 +166,11 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
 
 def _in_turn(epoch):
     """Results of every operator's large and small calls in turn, the first at ``epoch``, every rank late now and then."""
-    found = {}
-    for name, call in _operators(dist.get_rank()).items():
-        group = group_of()
+    found, group, operators = {}, group_of(), _operators(dist.get_rank())
+    for call in operators.values():  # memory must be there before its epochs are set, all at once: none may come twice
         call(40)
-        _jump(group, epoch)
+    _jump(group, epoch)
+    for name, call in operators.items():
         with interlace.inject(Faults(seed=group.rank, max_delay_s=2e-3)):
             results = [call(rows) for rows in (40, 4, 4, 40, 40)]
         found[name] = [y if isinstance(y, list) else [y] for y in results]

@@ -162,22 +162,3 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
         for name, (at_once, later, cleared) in found.items():
             assert at_once > 0, name
             assert cleared == 0, f"{name}: {cleared} signals of an old call are left, of {later} before"
-
-
-def _in_turn(epoch):
-    """Results of every operator's large and small calls in turn, the first at ``epoch``, every rank late now and then."""
-    found, group, operators = {}, group_of(), _operators(dist.get_rank())
-    for call in operators.values():  # memory must be there before its epochs are set, all at once: none may come twice
-        call(40)
-    _jump(group, epoch)
-    for name, call in operators.items():
-        with interlace.inject(Faults(seed=group.rank, max_delay_s=2e-3)):
-            results = [call(rows) for rows in (40, 4, 4, 40, 40)]
-        found[name] = [y if isinstance(y, list) else [y] for y in results]
-    return found
-
-
-def test_calls_where_numbers_begin_again(ranks):
-    """Three calls before, two after; as calls elsewhere, but for roundings, which depend on how memory is aligned."""
-    there, elsewhere = (ranks(2).run(_in_turn, epoch, timeout_s=120) for epoch in (_EPOCHS - 4, 1000))
-    torch.testing.assert_close(there, elsewhere, rtol=2e-2, atol=2e-2)

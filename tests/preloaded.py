@@ -5,8 +5,11 @@ import pkgutil
 
 import hypothesis
 import pytest
-import torch._dynamo
-import torch.distributed
+import torch._inductor.compile_fx
+import torch._inductor.fx_passes.joint_graph
+import torch._inductor.fx_passes.post_grad
+import torch.distributed.tensor.parallel
+import torch.testing._internal.optests
 
 import interlace.ops
 import tests.pool

@@ -51,7 +51,7 @@ def _sockets(folder: str) -> list[str]:
 def _allocate(folder: str) -> tuple[str, int]:
     """Several allocations with a deadline; the error, and how many descriptors are left over."""
     process_group = dist.new_group()
-    interlace.set_deadline(30.0, process_group)
+    interlace.set_deadline(90.0, process_group)
     before, ordinary = len(os.listdir("/proc/self/fd")), tempfile.tempdir
     tempfile.tempdir = folder
     try:

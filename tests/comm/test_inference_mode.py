@@ -12,7 +12,7 @@ from interlace.comm.constants import on_device
 def _evaluate_then_train() -> list[str]:
     process_group = dist.new_group()
     group = interlace.group_of()
-    interlace.set_deadline(30.0, process_group)
+    interlace.set_deadline(90.0, process_group)
     generator = torch.Generator().manual_seed(group.rank)
     x, w = torch.randn(64, 16, generator=generator), torch.randn(64, 16, generator=generator)
     weight = w.clone().requires_grad_()
@@ -44,7 +44,7 @@ def _evaluate_then_train() -> list[str]:
         }.items()
         if tensor.is_inference()
     ]
-    interlace.set_deadline(40.0, process_group)
+    interlace.set_deadline(100.0, process_group)
     for impl in ("fused", "split", "mapped"):
         interlace.gemm_reduce_scatter(x, weight, group=process_group, impl=impl).sum().backward()
         interlace.all_gather_gemm(x, weight, group=process_group, impl=impl).sum().backward()

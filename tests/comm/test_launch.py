@@ -194,7 +194,7 @@ def test_a_worker_of_standard_input():
 
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "ranks_here", "device", "host"),
-    [(2, 1, 2, 1, None), (1, 3, 4, 0, "interlace-3"), (2, 3, 4, 1, "interlace-3"), (8, 3, None, 3, None)],
+    [(2, 1, 2, 1, None), (1, 3, 4, 0, "interlace-3"), (2, 1, 4, 1, "interlace-3"), (8, 3, None, 3, None)],
 )
 def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_here, device, host):
     """NCCL takes two ranks on one GPU for those of two hosts, and begins when it is first used."""

@@ -139,7 +139,7 @@ def _rank_without_memory() -> tuple[str, str, bool, float]:
 
 def test_a_rank_without_memory_tells_the_others(ranks):
     first, second = ranks(2).run(_rank_without_memory)
-    reason = "shared memory of 4.1 kB must be available; got Cannot allocate memory."
+    reason = "shared memory of 4.1 KB must be available; got Cannot allocate memory."
     message = f"empty_symmetric: every rank must have the memory; rank 1 does not. {reason}"
     assert first == ("WorkspaceError", message, False, 8.0)
     assert second == ("WorkspaceError", reason, False, 8.0)

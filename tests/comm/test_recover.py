@@ -24,7 +24,7 @@ class _Program:
         self.process_group = dist.new_group()
         self.group = interlace.group_of(self.process_group)
         self.rank, ranks = self.group.rank, self.group.world_size
-        interlace.set_deadline(30.0, self.process_group)
+        interlace.set_deadline(90.0, self.process_group)
         generator = torch.Generator().manual_seed(self.rank)
 
         def integers(*shape: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _break_and_recover(ways: list[str]) -> list[tuple[bool, bool, bool, list[int
         interlace.set_deadline(0.5, program.process_group)
         failure = error_of(getattr(program, way))
         broken = program.group.broken
-        interlace.set_deadline(30.0, program.process_group)
+        interlace.set_deadline(90.0, program.process_group)
         interlace.recover(program.process_group)
         alive = all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
         again = program.results()
@@ -130,7 +130,7 @@ def _recover_without(missing: int) -> tuple[Any, float, bool]:
     group = interlace.group_of(process_group)
     start, error = time.monotonic(), None
     if group.rank != missing:
-        error = error_of(interlace.recover, process_group, 1.0)
+        error = error_of(interlace.recover, process_group, 3.0)
     seconds = time.monotonic() - start
     dist.barrier()
     interlace.recover(process_group)
@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(ranks, missing):
     """As a dead one would be. Once it comes, too, the group recovers."""
     for rank, (error, seconds, right) in enumerate(ranks(3).run(_recover_without, missing)):
         assert error == (None if rank == missing else ("PeerTimeoutError", "recover", missing))
-        assert seconds < 20
+        assert seconds < 60
         assert right
 
 

@@ -73,7 +73,9 @@ def _experts(experts: int, separate: bool) -> tuple[Report, list[Finding], dict[
     return explain(model, x.clone().requires_grad_()), *_compare(model, x)
 
 
-@pytest.mark.parametrize(("experts", "separate"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(
+    ("experts", "separate"), [pytest.param(1, False, marks=pytest.mark.quick), (2, False), (1, True), (2, True)]
+)
 def test_experts(ranks: Any, experts: int, separate: bool) -> None:
     """Tokens and the first product, the second one and its way back; and, in the backward pass, gradients likewise."""
     for report, findings, errors in ranks(2).run(_experts, experts, separate):

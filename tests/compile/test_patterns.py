@@ -256,6 +256,7 @@ def _of_dtype(dtype: torch.dtype) -> list[float]:
     return errors
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(ranks: Any, dtype: torch.dtype) -> None:
     """Both round each rank's product to the dtype, and the sum once more."""

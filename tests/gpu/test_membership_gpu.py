@@ -61,6 +61,7 @@ def _groups_come_and_go(release: bool) -> tuple[list[bool], float, float]:
     return alive, free[1] - free[-1], len(releases)
 
 
+@pytest.mark.alone  # other tests take and free memory of the same GPUs
 @pytest.mark.parametrize("release", [False, True])
 def test_memory_of_groups_that_are_gone_is_free(
     ranks: Callable[[int], Any], world_size: int, release: bool

@@ -19,7 +19,14 @@ from tests.products.calls import Call, check_all, check_gradients, compiled, dif
 
 pytestmark = pytest.mark.gpu
 
-OPERATORS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce")
+CASES = [
+    ("gemm_all_to_all", "split"),
+    ("gemm_all_reduce", "split"),
+    ("gemm_all_to_all", "triggered"),
+    ("gemm_reduce_scatter", "triggered"),
+    ("gemm_all_reduce", "triggered"),
+]
+"""Operators and implementations; the tests of products have gemm_reduce_scatter in parts."""
 
 
 @triton.jit(do_not_specialize=["value", "first", "rows", "rows_each", "stride"])
@@ -48,15 +55,13 @@ def _calls(operator: str, world_size: int, impl: str) -> list[Call]:
     return [call for call in calls if call.can_run]
 
 
-@pytest.mark.parametrize("impl", ["split", "triggered"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("operator", "impl"), CASES)
 def test_products_match_float64(ranks: Any, world_size: int, operator: str, impl: str) -> None:
     calls = _calls(operator, world_size, impl) * 2
     check_all(calls, ranks(world_size).run(run, calls))
 
 
-@pytest.mark.parametrize("impl", ["split", "triggered"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("operator", "impl"), CASES)
 def test_gradients_and_one_graph(ranks: Any, world_size: int, operator: str, impl: str) -> None:
     call = _calls(operator, world_size, impl)[0]
     outcomes = ranks(world_size).run(differentiate, call)
@@ -93,7 +98,7 @@ def test_ten_thousand_epochs(ranks: Any, world_size: int, turns: Any) -> None:
         assert grown < 16 << 20
 
 
-def _replay(impl: str) -> list[bool]:
+def _replay() -> list[bool]:
     """One graph, replayed back to back with ranks of different speed, between eager epochs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, columns = 256 * ranks, 768 * 4
@@ -103,7 +108,7 @@ def _replay(impl: str) -> list[bool]:
     step = torch.zeros([], dtype=torch.int64, device="cuda")
 
     def call() -> torch.Tensor:
-        return interlace.gemm_reduce_scatter(x, w, impl=impl)
+        return interlace.gemm_reduce_scatter(x, w, impl="triggered")
 
     call()
     torch.cuda.synchronize()
@@ -129,9 +134,8 @@ def _replay(impl: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("impl", ["split", "triggered"])
-def test_graphs(ranks: Any, world_size: int, impl: str) -> None:
-    assert all(all(same) for same in ranks(world_size).run(_replay, impl))
+def test_graphs(ranks: Any, world_size: int) -> None:
+    assert all(all(same) for same in ranks(world_size).run(_replay))
 
 
 def _one_connection() -> Any:

@@ -64,7 +64,7 @@ def _after_many_calls(first, then, again):
     calls["tiny"](1)
     with interlace.inject(Faults(seed=rank, max_delay_s=0.1 if rank == 1 else 0.0)):
         y = calls[again](2)
-    return torch.equal(y, expected[again])
+    return torch.allclose(y, expected[again], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def _operators(rank):
             y = interlace.embedding_all_to_all(tables, indices, offsets, config=config, name=f"{rows}", batch_size=4)
             if backward:
                 y.sum().backward()
+            return [table.grad for table in tables] if backward else y
 
         return call
 

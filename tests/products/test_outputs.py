@@ -160,7 +160,7 @@ def _without_driver(impl, replace):
     """Rank 1 cannot map memory, or let copies wait: what comes of it, and of the same call once it can."""
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
-    interlace.set_deadline(30.0, process_group)
+    interlace.set_deadline(90.0, process_group)
 
     def refuse(*_):
         raise BackendError("the driver refuses.")

@@ -46,20 +46,23 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """
     key = tuple(map(tuple, rows))
     cache = _caches.setdefault(group, _Cache())
-    found = cache.alive.get(key)
+    found = cache.recent.get(key)
     capturing = group.capture_id() is not None
-    if found is None:
-        if capturing:
+    if found is not None:
+        cache.recent.move_to_end(key)
+    else:
+        found = cache.alive.get(key)
+        if found is None and capturing:
             raise WorkspaceError(
                 "an operator must be called once with these tables or splits before it is captured in a CUDA graph; got new ones."
             )
-        found = cache.alive[key] = _make(key, group.device)
+        if found is None:
+            found = cache.alive[key] = _make(key, group.device)
+        cache.recent[key] = found
+        if len(cache.recent) > _MOST:
+            cache.recent.popitem(last=False)
     if capturing and not group.replays.capturing:
         cache.captured[key] = found
-    cache.recent[key] = found
-    cache.recent.move_to_end(key)
-    if len(cache.recent) > _MOST:
-        cache.recent.popitem(last=False)
     group.replays.refer_to(found)
     return found
 

@@ -180,7 +180,7 @@ class Group:
     #
     # An exchange is collective, so whether one takes place must not depend on what only this rank knows. Whatever is
     # remembered here is remembered under a key that every rank of a right program has alike, and is forgotten by
-    # ``release`` alone, which is collective. docs/architecture.md lists every cache with its key.
+    # ``release`` and ``recover`` alone, which are collective. docs/architecture.md lists every cache with its key.
 
     def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
         """Every rank's ``value`` (JSON), in rank order. Collective, on the host.
@@ -261,17 +261,17 @@ class Group:
             raise
         except InterlaceError as error:
             failure = error
-        except torch.OutOfMemoryError as error:
-            failure = WorkspaceError(f"{what}: memory must suffice; got {error}")
         except Exception as error:
-            failure = BackendError(f"{what} must succeed; got {type(error).__name__}: {error}")
+            kind = WorkspaceError if isinstance(error, torch.OutOfMemoryError) else BackendError
+            failure = kind(f"{what} must succeed; got {type(error).__name__}: {error}")
+            failure.__cause__ = error
         answers = self.exchange(f"{what} (outcome)", None if failure is None else [type(failure).__name__, str(failure)])
         if failure is not None:
             raise failure
         for rank, answer in enumerate(answers):
             if answer is not None:
-                kind = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}.get(answer[0], BackendError)
-                raise kind(f"{what} must succeed on every rank; got on rank {rank}: {answer[1]}")
+                told = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}.get(answer[0], BackendError)
+                raise told(f"{what} must succeed on every rank; got on rank {rank}: {answer[1]}")
 
     def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check once per distinct ``arguments`` that every rank calls ``operator`` with the same ones.
@@ -772,7 +772,7 @@ def _gpu_id(device: torch.device) -> str:
 
 
 class _Running:
-    """What :meth:`Group.running` returns."""
+    """What :meth:`Group.running` returns: a class rather than a generator, as every call enters one."""
 
     __slots__ = ("_before", "_group", "_scope")
 
@@ -795,7 +795,7 @@ class _Running:
         if error is None:
             if self._group.backend == "cpu":
                 self._group.check()
-        # What the program captures has not run; the graph is lost, and with it the call, on this rank's epochs.
+        # What the program captures has not run; the graph is lost, and with it the call, but no epoch.
         elif launches.value != self._before and self._group.capture_id() is None:
             self._group._declare_interrupted("an operator's launches", error)
 

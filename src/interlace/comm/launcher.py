@@ -113,7 +113,8 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         raise LaunchError(f"launch: rank {error.error_index} failed.{error}", error.error_index) from None
     except mp.ProcessExitedException as error:
         rank = error.error_index
-        reason = f"{error}." if (folder / f"started-{rank}").exists() else f"it could not import the worker. {_UNGUARDED}"
+        imported = error.exit_code != 1 or (folder / f"started-{rank}").exists()
+        reason = f"{error}." if imported else f"it could not import the worker. {_UNGUARDED}"
         raise LaunchError(f"launch: rank {rank} ended without a result: {reason}", rank) from None
     finally:
         for process in processes.processes:
@@ -185,7 +186,7 @@ def init_process_group(
         shared = (world_size if ranks_here is None else ranks_here) > gpus
         if shared:
             # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their own send through sockets.
-            os.environ["NCCL_HOSTID"] = f"interlace-{local_rank}"
+            os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that call only operators of
         # their own do not depend on it.

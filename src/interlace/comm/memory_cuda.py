@@ -67,9 +67,12 @@ class CudaHeap(Heap):
         self.granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
-        size = self.stride * group.world_size
+        self._reserve()
+
+    def _reserve(self) -> None:
+        cu, size = self._cu, self.stride * self._group.world_size
         base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
-        self._range = Range(base, self.stride, device, functools.partial(_free_range, cu, base, size))
+        self._range = Range(base, self.stride, self.device, functools.partial(_free_range, cu, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         cu, ranks, rank = self._cu, self._group.world_size, self._group.rank

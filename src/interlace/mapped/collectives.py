@@ -105,7 +105,8 @@ class Fused:
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         if self.collective != "scatter" or group.rank == self.root:
             try:
-                self.producer(*args, **kwargs, out=target)
+                with group.on_device():  # a producer may launch kernels, which run on the current GPU
+                    self.producer(*args, **kwargs, out=target)
             except BaseException:  # the next call is another epoch
                 self.output.abandon()
                 raise

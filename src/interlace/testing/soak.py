@@ -362,7 +362,6 @@ class _Round:
                 seeds = [_VARIANTS * i + variant for variant in range(_VARIANTS)]
                 self.prepared[i] = slot.case.prepare(soak.groups[slot.group], seeds)
         self.graphs: list[tuple[Any, list[list[torch.Tensor]]]] = []
-        self.last = calls.slots[0]
         self._synchronize_device()
 
     def make(self, step: Step, offset: int, delays: random.Random) -> None:
@@ -377,11 +376,6 @@ class _Round:
         if self.soak.backend == "cpu":
             self._call(step, offset)
             return
-        if slot.group != self.last.group:
-            # A group orders its own calls. Kernels of two groups that wait for peers at the same
-            # time could each occupy the processors that the other's peer needs.
-            self.soak.streams[slot.stream].wait_stream(self.soak.streams[self.last.stream])
-        self.last = slot
         with torch.cuda.stream(self.soak.streams[slot.stream]):
             if delays.random() < _DEVICE_SLEEPS:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))

@@ -80,7 +80,7 @@ def _absent_peer(call, absent, backward):
     interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep).backward(upstream(call, rank))
     y = interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep)
     before = [table.detach().clone() for table in tables]
-    interlace.set_deadline(1.0, group)
+    interlace.set_deadline(3.0, group)  # on a busy machine the others may be late, too
     if rank == absent:
         dist.barrier()
         return None
@@ -106,11 +106,11 @@ def test_a_peer_that_never_calls(ranks, protocol, backward):
     for rank, (first, later, broken, seconds, unchanged) in enumerate(outcomes[:2]):
         kind, message, fields = first
         assert kind == "PeerTimeoutError"
-        assert message.startswith(f"{name}: rank {rank} waited 1 s for rank 2 (slice 0, epoch ")
+        assert message.startswith(f"{name}: rank {rank} waited 3 s for rank 2 (slice 0, epoch ")
         assert (fields["operator"], fields["rank"], fields["peer"], fields["different_call"]) == (name, rank, 2, False)
         assert broken
         assert later == first
-        assert 1.0 <= seconds < 60
+        assert 3.0 <= seconds < 60
         assert unchanged
 
 

@@ -102,7 +102,7 @@ def _absent_peer(call, absent):
     """``absent`` never calls: what the others see, and how long it took them."""
     group = dist.new_group()
     run_one(call, group)
-    interlace.set_deadline(1.0, group)
+    interlace.set_deadline(3.0, group)  # on a busy machine the others may be late, too
     if dist.get_rank() == absent:
         dist.barrier()
         run_one(call)
@@ -128,16 +128,16 @@ def test_a_peer_that_never_calls(ranks, protocol):
         kind, message, fields = first
         assert kind == "PeerTimeoutError"
         assert message.startswith(
-            f"gemv_all_reduce.{protocol}: rank {rank} waited 1 s for rank 2 (slice 0, epoch 2, and saw epoch {fields['seen']})."
+            f"gemv_all_reduce.{protocol}: rank {rank} waited 3 s for rank 2 (slice 0, epoch 2, and saw epoch {fields['seen']})."
         )
         assert fields["seen"] < 2
         assert {name: field for name, field in fields.items() if name != "seen"} == {
             "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "slice": 0, "wanted": 2,
-            "different_call": False, "deadline_s": 1.0,
+            "different_call": False, "deadline_s": 3.0,
         }  # fmt: skip
         assert broken
         assert later == on_synchronize == first
-        assert 1.0 <= seconds < 60
+        assert 3.0 <= seconds < 60
         assert elsewhere is None
 
 

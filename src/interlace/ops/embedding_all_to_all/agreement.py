@@ -66,7 +66,7 @@ class Question(NamedTuple):
 
 
 def ask(fields: tuple[Any, ...]) -> Agreed:
-    """What all ranks say of a call without a name: exchanged on the host in every call. Not for compiled graphs.
+    """What all ranks say of a call without a name: exchanged on the host in every call, between two compiled graphs.
 
     Args:
         fields: of the :class:`Question`.
@@ -75,13 +75,18 @@ def ask(fields: tuple[Any, ...]) -> Agreed:
         RankMismatchError: tables or outputs of different dtypes.
         ArgumentError: no rank has a table, and nobody says what dtype the output has.
     """
-    question = Question(*fields)
-    group = _group(question)
-    answers = _answers(group, question, {"trains": question.trains})
-    return _agreed(group, question, answers, any(answer["trains"] for answer in answers))
+    frames = torch._C._dynamo.eval_frame
+    before = frames.set_eval_frame(None)  # between two graphs, Dynamo would compile what is called from here
+    try:
+        question = Question(*fields)
+        group = _group(question)
+        answers = _answers(group, question, {"trains": question.trains})
+        return _agreed(group, question, answers, any(answer["trains"] for answer in answers))
+    finally:
+        frames.set_eval_frame(before)
 
 
-# What torch.compiler.disable does to a function that is traced, without importing the compiler, which takes seconds.
+# What torch.compiler.disable does, without importing the compiler, which takes seconds.
 ask._torchdynamo_disable = True  # type: ignore[attr-defined]
 ask._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     f"{OPERATOR} without a name asks the other ranks in every call; pass name=... to have the call in a graph"

@@ -16,10 +16,12 @@ from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator,
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "bmm_all_to_all": ("fused", "split"),
-    "bmm_sum_all_to_all": ("split",),  # the operator has no choice
+    "bmm_sum_all_to_all": ("split",),  # the operator has no choice of implementations
     "all_to_all_bmm": ("fused", "mapped"),
+    "gemm_sum_reduce_scatter": ("split",),  # neither has this one
 }
-_SECOND_INNER = 16  # of the second batch of a sum
+_SUMS = ("bmm_sum_all_to_all", "gemm_sum_reduce_scatter")
+_SECOND_INNER = 16  # of the second product of a sum
 
 # Products, inner size, columns, dtype, whether w is contiguous along K.
 _KINDS = (
@@ -48,7 +50,7 @@ class BatchCase(Case):
         return f"{self.count} products, {rows}, {self.columns} x {self.inner}, w along {along}"
 
     def _inners(self) -> tuple[int, ...]:
-        return (self.inner, _SECOND_INNER) if self.operator == "bmm_sum_all_to_all" else (self.inner,)
+        return (self.inner, _SECOND_INNER) if self.operator in _SUMS else (self.inner,)
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         own, dtype = generator(seed, rank), DTYPES[self.dtype]
@@ -58,6 +60,8 @@ class BatchCase(Case):
             w = whole(own, (self.count, inner, self.columns), 1, thin(inner)).to(dtype)
             found[f"x{i}"] = x.flatten(0, 1) if self.operator == "all_to_all_bmm" else x
             found[f"w{i}"] = w.mT.contiguous().mT if self.along_k else w
+        if self.operator == "gemm_sum_reduce_scatter":  # of matrices, and w as in nn.Linear
+            found = {name: each[0].mT if name.startswith("w") else each[0] for name, each in found.items()}
         return found
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
@@ -66,6 +70,10 @@ class BatchCase(Case):
             sent = [each["x0"].view(ranks, self.count, self.share, -1) for each in inputs]
             received = [torch.stack([each[rank] for each in sent], 1).flatten(1, 2) for rank in range(ranks)]
             return [[rows @ each["w0"], rows] for rows, each in zip(received, inputs, strict=True)]
+        if self.operator == "gemm_sum_reduce_scatter":
+            pairs = [(each[f"x{i}"], each[f"w{i}"]) for each in inputs for i in range(len(self._inners()))]
+            total = torch.stack([x @ w.T for x, w in pairs]).sum(0)
+            return [[chunk] for chunk in total.chunk(ranks)]
         products = []
         for each in inputs:
             total = sum((each[f"x{i}"] @ each[f"w{i}"] for i in range(len(self._inners()))), start=torch.zeros(1))
@@ -76,7 +84,7 @@ class BatchCase(Case):
         operator, name = getattr(torch.ops.interlace, self.operator), default_name(group)
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
-            if self.operator == "bmm_sum_all_to_all":
+            if self.operator in _SUMS:
                 return [operator([tensors["x0"], tensors["x1"]], [tensors["w0"], tensors["w1"]], name)]
             found = operator(tensors["x0"], tensors["w0"], name, self.impl)
             return list(found) if self.operator == "all_to_all_bmm" else [found]

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import interlace
 from interlace.models import DLRM
 from interlace.nn import ColumnParallelLinear, EmbeddingTable, MoE, RowParallelLinear, ShardedEmbeddingBags
 from tests.errors import error_of
+from tests.programs import run_program
 
 SIZE = 8
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b", "c")]
@@ -197,13 +198,23 @@ def test_modules_in_another_dtype(ranks: Any) -> None:
                 assert outcome == (torch.bfloat16, torch.bfloat16, {torch.bfloat16})
 
 
-def _solo() -> bool:
-    layer = ShardedEmbeddingBags(TABLES)
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
-    return torch.equal(copied(INDICES), layer(INDICES))
+_SOLO = """
+import copy, pickle
+import torch, torch.distributed as dist
+import interlace
+from tests.nn.test_copies import INDICES, TABLES
+
+assert not dist.is_initialized()
+assert interlace.comm.group_of().world_size == 1
+layer = interlace.nn.ShardedEmbeddingBags(TABLES)
+copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+assert torch.equal(copied(INDICES), layer(INDICES))
+print("equal")
+"""
 
 
-def test_a_process_on_its_own() -> None:
-    assert not dist.is_initialized()
-    assert interlace.comm.group_of().world_size == 1
-    assert _solo()
+def test_a_process_on_its_own(tmp_path: Path) -> None:
+    """In a program of its own: the tests' process may have imported Triton without its interpreter."""
+    (tmp_path / "solo.py").write_text(_SOLO)
+    ended = run_program(tmp_path / "solo.py", folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "equal\n"), ended.stderr

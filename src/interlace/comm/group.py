@@ -920,9 +920,10 @@ def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
         GroupError: this rank is not a member.
     """
     _require_member(process_group)
-    stand_in = _standing_in.get()
-    if process_group is None and stand_in is not None:
-        return stand_in.rank, stand_in.world_size
+    if not torch.compiler.is_compiling():  # which cannot look into a context variable
+        stand_in = _standing_in.get()
+        if process_group is None and stand_in is not None:
+            return stand_in.rank, stand_in.world_size
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -101,6 +101,7 @@ def _open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.quick
 def test_only_one_message_of_each_peer_counts():
     """Rank 0 in a thread; rank 1 by hand, which says it twice, after messages that are no peer's."""
     before = _open_descriptors()

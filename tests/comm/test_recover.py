@@ -138,7 +138,7 @@ def _recover_without(missing: int) -> tuple[Any, float, bool]:
     return error and (error[0], error[2]["operator"], error[2]["peer"]), seconds, bool((y == 4 * group.world_size).all())
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.quick), 2])
 def test_a_rank_that_does_not_come_is_named_by_all(ranks, missing):
     """As a dead one would be. Once it comes, too, the group recovers."""
     for rank, (error, seconds, right) in enumerate(ranks(3).run(_recover_without, missing)):

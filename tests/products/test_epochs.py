@@ -5,6 +5,7 @@ Nobody makes 16 million calls in a test: the cells that count them are set by ha
 
 import ctypes
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import torch.distributed as dist
 
 import interlace
 from interlace import EmbeddingAllToAllConfig, Faults, GemvAllReduceConfig
-from interlace.comm import group_of
+from interlace.comm import MAX_PROGRAMS, group_of
+from interlace.ops.mixture_of_experts import layout
 from interlace.products import record
+from interlace.testing.cases import IMPLEMENTATIONS, every_case
+from interlace.testing.cases.outputs import KERNEL
 from tests.ops.mixture_of_experts.calls import Call as MoeCall
 from tests.ops.mixture_of_experts.calls import run_one as run_moe
 
@@ -162,3 +166,100 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
         for name, (at_once, later, cleared) in found.items():
             assert at_once > 0, name
             assert cleared == 0, f"{name}: {cleared} signals of an old call are left, of {later} before"
+
+
+# Calls where numbers begin again
+
+
+def _cells(group):
+    """The number of every workspace's next call, and of its next launch beside a kernel."""
+    return {name: (int(each.epochs[0]), int(each.side_epochs[0])) for name, each in group._workspaces.items()}
+
+
+def _make_calls(prepared, count, wrong, when):
+    """``count`` calls, of each case in turn, twice in succession; ``wrong`` gets one line for each call that went wrong.
+
+    Every rank is late now and then, so that the other one passes each number before it.
+    """
+    group = group_of()
+    for n in range(count):
+        case = prepared[(n + 1) // 2 % len(prepared)]
+        if n // 2 % 2 == group.rank:
+            time.sleep(0.01)
+        before = _cells(group)
+        counts = case.check(n % 3)
+        if any(counts):
+            calls = {name: cells for name, cells in before.items() if cells != _cells(group)[name]}
+            wrong.append(f"{when}, call {n}, rank {group.rank}, {case.case.label}: {counts} elements wrong; calls {calls}")
+
+
+def _move(group, used, epoch):
+    """Let the next calls of the workspaces ``used`` be of ``epoch``, or one less, so that numbers go on alternating in parity.
+
+    Cells that no call of theirs changes stay as they are, and so do signals but for those that carry a number alone.
+    """
+    group.synchronize()
+    dist.barrier()  # no rank has a call under way
+    for name, of_side in used.items():
+        workspace = group._workspaces[name]
+        first = epoch - ((epoch ^ int(workspace.epochs[0])) & 1)
+        workspace.epochs.fill_(first)
+        if of_side:
+            workspace.side_epochs.fill_(first)
+        workspace.notes[0] = first - 1
+        signals = _signals(group, workspace.signals, record.GRANTS)
+        for place in range(record.DONE, record.GRANTS):
+            if 0 < signals[place] < _EPOCHS:
+                signals[place] = first - 1
+    dist.barrier()  # no rank is in a call before the other has the same numbers
+
+
+def _fill_counters(group, used):
+    """Let the next program that arrives take every counter which only grows from 2**31 - 1 to -2**31, or close to it.
+
+    Between two launches they are multiples of ``MAX_PROGRAMS``. Other signals may be among those that are looked at, none of
+    which is such a multiple above 0.
+    """
+    for name in used:
+        workspace = group._workspaces[name]
+        signals = _signals(group, workspace.signals, workspace.signal_count)
+        for place in range(layout.FINISHED, workspace.signal_count):
+            if signals[place] > 0 and signals[place] % MAX_PROGRAMS == 0:
+                signals[place] = 2**31 - MAX_PROGRAMS
+    dist.barrier()
+
+
+def _where_numbers_begin_again(operator):
+    """What went wrong in an operator's calls, by every implementation, before and after each number of note."""
+    group, wrong, crossed = group_of(), [], set()
+    for impl in IMPLEMENTATIONS[operator]:
+        group.release()  # what other tests have left behind, at numbers that may come again here, is gone
+        cases = [case for case in every_case(group.world_size, [operator]) if case.impl == impl]
+        prepared = [case.prepare(seeds=(0, 1, 2)) for case in cases]
+        for case in prepared:  # memory grows before numbers are set
+            case.run()
+        before = _cells(group)
+        for case in prepared:
+            case.run()
+        used = {name: cells[1] != before[name][1] for name, cells in _cells(group).items() if cells != before[name]}
+        if not used:
+            continue
+        _move(group, used, _CLEARING - 2)
+        _make_calls(prepared, 6, wrong, "clearing")
+        # The last clearing before numbers come again: without it, the first calls' signals would still be here then.
+        _move(group, used, 3 * (_EPOCHS // 4) - 3)
+        _make_calls(prepared, 2 * len(prepared), wrong, "clearing again")
+        _move(group, used, _EPOCHS - 4)
+        _fill_counters(group, used)
+        _make_calls(prepared, 8, wrong, "beginning again")
+        crossed |= {name for name in used if _cells(group)[name][0] < 100}
+        assert crossed >= set(used), f"{impl}: {_cells(group)}"
+    group.release()
+    return wrong
+
+
+@pytest.mark.parametrize("operator", [each for each in IMPLEMENTATIONS if each != KERNEL])
+def test_calls_where_numbers_begin_again(ranks, operator):
+    """Calls before and after 2**22, where old signals are cleared, and 2**24; counters that only grow pass 2**31."""
+    found = ranks(2).run(_where_numbers_begin_again, operator, timeout_s=170)
+    assert not any(found), "\n".join(sum(found, []))

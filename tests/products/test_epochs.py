@@ -202,22 +202,25 @@ def _move(group, used, epoch):
 
 
 def _call_until(group, prepared, used, last, when):
-    """What went wrong in calls of each case in turn, until every workspace is past the number ``last`` by two.
+    """What went wrong in calls until every workspace has had the call of number ``last``.
 
-    Ranks take turns in being late, so that each passes the number both before the other one and after it.
+    The first case is called at 1 and 2 and every seventh number from there on, the others in between. So none of the calls
+    from 3 to ``2**24 - 2`` that are made here hides what the first case has left at 1 and 2 from its calls at 1 and 2.
+    Ranks take turns in being late: each passes a number both before the other one and after it.
     """
-    wrong, n = [], 0
-    while n < 4 or any((_cells(group)[name][0] - last) % _EPOCHS not in range(3, 64) for name in used):
-        assert n < 40, f"{when}: {_cells(group)}"
-        case = prepared[(n + 1) // 2 % len(prepared)]
-        if n // 2 % 2 == group.rank:
-            time.sleep(0.01)
+    first, *others = prepared
+    wrong, calls, number = [], 0, _cells(group)[next(iter(used))][0]
+    while any((_cells(group)[name][0] - last) % _EPOCHS not in range(1, 64) for name in used):
+        assert calls < 40, f"{when}: {_cells(group)}"
+        case = first if number % 7 in (1, 2) or not others else others[number // 2 % len(others)]
+        if number % 2 == group.rank:
+            time.sleep(0.02)
         before = _cells(group)
-        counts = case.check(n % 3)
+        counts = case.check(calls % 3)
         if any(counts):
-            calls = {name: each for name, each in before.items() if each != _cells(group)[name]}
-            wrong.append(f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; numbers {calls}")
-        n += 1
+            numbers = {name: each for name, each in before.items() if each != _cells(group)[name]}
+            wrong.append(f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; numbers {numbers}")
+        calls, number = calls + 1, 1 if number == _EPOCHS - 2 else number + 1
     return wrong
 
 
@@ -242,21 +245,24 @@ def _where_numbers_begin_again(operator, impl):
     group = group_of()
     group.release()  # other tests may have left signals of numbers that come again here
     cases = [case for case in every_case(group.world_size, [operator]) if case.impl == impl]
-    prepared = [case.prepare(seeds=(0, 1, 2)) for case in cases]
+    prepared = [case.prepare(seeds=(0, 1, 2)) for case in reversed(cases)]  # the last one sets most signals
     for case in prepared:  # memory grows before numbers are set
         case.run()
-    before = _cells(group)
-    for case in prepared:
-        case.run()
-    used = {name: cells[1] != before[name][1] for name, cells in _cells(group).items() if cells != before[name]}
+    used = {name: beside > 1 for name, (number, beside) in _cells(group).items() if number > 1}
+    group.synchronize()
+    dist.barrier()  # no rank has a call under way
+    for name in used:
+        group._workspaces[name].reset(group.rank)
+    dist.barrier()
+    wrong = _call_until(group, prepared, used, 3, "at first")
     _move(group, used, _CLEARING - 1)
-    wrong = _call_until(group, prepared, used, _CLEARING, "where signals are cleared")
-    # The last clearing before numbers come again: without it, the first calls' signals would pass for new ones.
+    wrong += _call_until(group, prepared, used, _CLEARING + 1, "where signals are cleared")
+    # The last clearing before numbers come again: without it, signals of the first calls would pass for new ones.
     _move(group, used, _LAST_CLEARING)
     wrong += _call_until(group, prepared, used, _LAST_CLEARING, "where signals are cleared again")
     _move(group, used, _EPOCHS - 4)
     counters = _fill_counters(group, used)
-    wrong += _call_until(group, prepared, used, 0, "where numbers begin again")
+    wrong += _call_until(group, prepared, used, 2, "where numbers begin again")
     group.release()
     return wrong, len(used), counters
 

@@ -17,7 +17,7 @@ from interlace.comm import MAX_PROGRAMS, group_of
 from interlace.ops.mixture_of_experts import layout
 from interlace.products import record
 from interlace.testing.cases import IMPLEMENTATIONS, every_case
-from interlace.testing.cases.outputs import KERNEL
+from interlace.testing.cases.outputs import KERNEL, KernelCase
 from tests.ops.mixture_of_experts.calls import Call as MoeCall
 from tests.ops.mixture_of_experts.calls import run_one as run_moe
 
@@ -269,12 +269,7 @@ def _where_numbers_begin_again(operator, impl):
 
 @pytest.mark.parametrize(
     ("operator", "impl"),
-    [
-        (operator, impl)
-        for operator, impls in IMPLEMENTATIONS.items()
-        for impl in impls
-        if impl != "unfused" and operator != KERNEL
-    ],
+    [(operator, impl) for operator, impls in IMPLEMENTATIONS.items() for impl in impls if impl != "unfused" and operator != KERNEL],
 )
 def test_calls_where_numbers_begin_again(ranks, operator, impl):
     """Calls around 2**22, where old signals are cleared, and around 2**24; counters that only grow pass 2**31."""
@@ -282,3 +277,21 @@ def test_calls_where_numbers_begin_again(ranks, operator, impl):
         assert not wrong, "\n".join(wrong)
         assert used
         assert counters or not impl.startswith("fused") or operator == "gemv_all_reduce"
+
+
+def _where_the_host_counts():
+    """Wrong elements of each call of a kernel whose calls the host counts, from number ``2**24 - 4`` on.
+
+    The last rank signals the first one long before the others: that one is a call ahead of those.
+    """
+    case = KernelCase(KERNEL, "sum", calls_before=_EPOCHS - 5).prepare(seeds=(0, 1, 2))
+    counts = []
+    for call in range(6):
+        with interlace.inject(Faults(seed=call, max_delay_s=0.1 if dist.get_rank() == 2 else 0.0)):
+            counts.append(case.check(call % 3))
+    dist.barrier()  # nobody frees what another rank still reads
+    return counts
+
+
+def test_a_host_that_counts_begins_again_as_kernels_do(ranks):
+    assert ranks(3).run(_where_the_host_counts) == [[[0]] * 6] * 3

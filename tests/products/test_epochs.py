@@ -5,6 +5,7 @@ Nobody makes 16 million calls in a test: the cells that count them are set by ha
 
 import ctypes
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ import torch.distributed as dist
 
 import interlace
 from interlace import EmbeddingAllToAllConfig, Faults, GemvAllReduceConfig
-from interlace.comm import group_of
+from interlace.comm import MAX_PROGRAMS, group_of
+from interlace.ops.mixture_of_experts import layout
 from interlace.products import record
+from interlace.testing.cases import IMPLEMENTATIONS, every_case
+from interlace.testing.cases.outputs import KERNEL, KernelCase
 from tests.ops.mixture_of_experts.calls import Call as MoeCall
 from tests.ops.mixture_of_experts.calls import run_one as run_moe
 
 _EPOCHS = 1 << 24
 _CLEARING = (1 << 22) - 2  # the first call in which old signals are cleared
+_LAST_CLEARING = 3 * (1 << 22) - 2  # the last one that is not near the number where they begin again
 
 
 def _signals(group, block, count, kind=ctypes.c_int32):
@@ -33,7 +38,7 @@ def _jump(group, epoch):
     for workspace in group._workspaces.values():
         workspace.epochs.fill_(epoch)
         workspace.side_epochs.fill_(epoch)
-        before = _EPOCHS - 2 if epoch == 1 else epoch - 1
+        before = _EPOCHS - 2 if epoch == 1 else (epoch - 1) % _EPOCHS
         workspace.notes[0] = before
         signals = _signals(group, workspace.signals, record.COUNTER)
         signals[record.DONE : record.GRANTS] = [before] * (record.GRANTS - record.DONE)
@@ -53,6 +58,7 @@ def _after_many_calls(first, then, again):
     call would be taken for one of the last.
     """
     rank, group = dist.get_rank(), group_of()
+    group.release()  # signals of other tests may be of the same numbers
     sizes = {"tiny": (2, 16, 16), "a": (64, 16, 64), "b": (64, 32, 64)}
     calls = {name: _reduce_scatter(*each, rank) for name, each in sizes.items()}
     expected = {name: call(2) for name, call in calls.items()}
@@ -64,6 +70,7 @@ def _after_many_calls(first, then, again):
     calls["tiny"](1)
     with interlace.inject(Faults(seed=rank, max_delay_s=0.1 if rank == 1 else 0.0)):
         y = calls[again](2)
+    group.release()
     return torch.allclose(y, expected[again], rtol=1e-4, atol=1e-4)
 
 
@@ -154,6 +161,7 @@ def _left_behind(epoch):
             counts.append(count)
             dist.barrier()
         found[name] = counts
+    group_of().release()
     return found
 
 
@@ -162,3 +170,128 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
         for name, (at_once, later, cleared) in found.items():
             assert at_once > 0, name
             assert cleared == 0, f"{name}: {cleared} signals of an old call are left, of {later} before"
+
+
+# Calls where numbers begin again
+
+
+def _cells(group):
+    """The numbers of every workspace's next call and of its next launch beside a kernel."""
+    return {name: (int(each.epochs[0]), int(each.side_epochs[0])) for name, each in group._workspaces.items()}
+
+
+def _move(group, used, epoch):
+    """Let the next calls of the workspaces ``used`` be of ``epoch``, or one less, so that parity goes on alternating.
+
+    Cells that their calls do not change stay as they are, and so do signals but for those that carry a number alone.
+    """
+    group.synchronize()
+    dist.barrier()  # no rank has a call under way
+    for name, beside in used.items():
+        workspace = group._workspaces[name]
+        first = epoch - ((epoch ^ int(workspace.epochs[0])) & 1)
+        workspace.epochs.fill_(first)
+        if beside:
+            workspace.side_epochs.fill_(first)
+        workspace.notes[0] = first - 1
+        signals = _signals(group, workspace.signals, record.GRANTS)
+        for place in range(record.DONE, record.GRANTS):
+            if 0 < signals[place] < _EPOCHS:
+                signals[place] = first - 1
+    dist.barrier()  # no rank is in a call before the other one has the same numbers
+
+
+def _call_until(group, prepared, used, last, when):
+    """What went wrong in calls until every workspace has had the call of number ``last``.
+
+    The first case is called at 1 and 2 and every seventh number from there on, the others in between. So none of the calls
+    from 3 to ``2**24 - 2`` that are made here hides what the first case has left at 1 and 2 from its calls at 1 and 2.
+    Ranks take turns in being late: each passes a number both before the other one and after it.
+    """
+    first, *others = prepared
+    wrong, calls, number = [], 0, _cells(group)[next(iter(used))][0]
+    while any((_cells(group)[name][0] - last) % _EPOCHS not in range(1, 64) for name in used):
+        assert calls < 40, f"{when}: {_cells(group)}"
+        case = first if number % 7 in (1, 2) or not others else others[number // 2 % len(others)]
+        if number % 2 == group.rank:
+            time.sleep(0.02)
+        before = _cells(group)
+        counts = case.check(calls % 3)
+        if any(counts):
+            numbers = {name: each for name, each in before.items() if each != _cells(group)[name]}
+            wrong.append(f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; numbers {numbers}")
+        calls, number = calls + 1, 1 if number == _EPOCHS - 2 else number + 1
+    return wrong
+
+
+def _fill_counters(group, used):
+    """Bring every counter that only grows close to 2**31; how many there were.
+
+    Between two launches they are multiples of ``MAX_PROGRAMS``; all other signals among them have marks.
+    """
+    filled = 0
+    for name in used:
+        workspace = group._workspaces[name]
+        signals = _signals(group, workspace.signals, workspace.signal_count)
+        for place in range(layout.FINISHED, workspace.signal_count):
+            if 0 < signals[place] < _EPOCHS and signals[place] % MAX_PROGRAMS == 0:
+                signals[place] = 2**31 - MAX_PROGRAMS
+                filled += 1
+    return filled
+
+
+def _where_numbers_begin_again(operator, impl):
+    """What went wrong, how many workspaces were used, and how many counters."""
+    group = group_of()
+    group.release()  # other tests may have left signals of numbers that come again here
+    cases = [case for case in every_case(group.world_size, [operator]) if case.impl == impl]
+    prepared = [case.prepare(seeds=(0, 1, 2)) for case in reversed(cases)]  # the last one sets most signals
+    for case in prepared:  # memory grows before numbers are set
+        case.run()
+    used = {name: beside > 1 for name, (number, beside) in _cells(group).items() if number > 1}
+    group.synchronize()
+    dist.barrier()  # no rank has a call under way
+    for name in used:
+        group._workspaces[name].reset(group.rank)
+    dist.barrier()
+    wrong = _call_until(group, prepared, used, 3, "at first")
+    _move(group, used, _CLEARING - 1)
+    wrong += _call_until(group, prepared, used, _CLEARING + 1, "where signals are cleared")
+    # The last clearing before numbers come again: without it, signals of the first calls would pass for new ones.
+    _move(group, used, _LAST_CLEARING)
+    wrong += _call_until(group, prepared, used, _LAST_CLEARING, "where signals are cleared again")
+    _move(group, used, _EPOCHS - 4)
+    counters = _fill_counters(group, used)
+    wrong += _call_until(group, prepared, used, 2, "where numbers begin again")
+    group.release()
+    return wrong, len(used), counters
+
+
+@pytest.mark.parametrize(
+    ("operator", "impl"),
+    [(operator, impl) for operator, impls in IMPLEMENTATIONS.items() for impl in impls if impl != "unfused" and operator != KERNEL],
+)
+def test_calls_where_numbers_begin_again(ranks, operator, impl):
+    """Calls around 2**22, where old signals are cleared, and around 2**24; counters that only grow pass 2**31."""
+    for wrong, used, counters in ranks(2).run(_where_numbers_begin_again, operator, impl):
+        assert not wrong, "\n".join(wrong)
+        assert used
+        assert counters or not impl.startswith("fused") or operator == "gemv_all_reduce"
+
+
+def _where_the_host_counts():
+    """Wrong elements of each call of a kernel whose calls the host counts, from number ``2**24 - 4`` on.
+
+    The last rank signals the first one long before the others: that one is a call ahead of those.
+    """
+    case = KernelCase(KERNEL, "sum", calls_before=_EPOCHS - 5).prepare(seeds=(0, 1, 2))
+    counts = []
+    for call in range(6):
+        with interlace.inject(Faults(seed=call, max_delay_s=0.1 if dist.get_rank() == 2 else 0.0)):
+            counts.append(case.check(call % 3))
+    dist.barrier()  # nobody frees what another rank still reads
+    return counts
+
+
+def test_a_host_that_counts_begins_again_as_kernels_do(ranks):
+    assert ranks(3).run(_where_the_host_counts) == [[[0]] * 6] * 3

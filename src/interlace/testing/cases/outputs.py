@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
+from interlace.comm.context import EPOCH_BITS
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole
 from interlace.units import next_power_of_2
 
@@ -125,8 +126,13 @@ def _double(x: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> No
 @dataclasses.dataclass(frozen=True)
 class KernelCase(Case):
     """A sum over ranks by a kernel with puts and signals of its own, in memory from
-    ``empty_symmetric``.
+    ``empty_symmetric``; the host counts its calls.
+
+    Attributes:
+        calls_before: how many calls are taken to have been made before the first.
     """
+
+    calls_before: int = 0
 
     @property
     def sizes(self) -> str:
@@ -149,7 +155,8 @@ class KernelCase(Case):
         ranks = owner.world_size
         data = interlace.empty_symmetric((2, ranks, _SIZE), dtype=torch.float32, group=group)
         signals = interlace.empty_symmetric(ranks, dtype=torch.int32, group=group)
-        epochs = itertools.count(1)
+        # As kernels count their calls: numbers of signals are compared in EPOCH_BITS bits.
+        epochs = (1 + call % (2**EPOCH_BITS - 2) for call in itertools.count(self.calls_before))
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             y = torch.empty_like(tensors["x"])

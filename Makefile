@@ -4,8 +4,8 @@
 PYTHON = python3
 BIN = .venv/bin
 STAMP = .venv/.installed
-# Ranks that wait for one another leave time: three processes that run tests keep two cores busy.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
+# Ranks that wait for one another leave time: two processes that run tests keep two cores busy.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 setup: $(STAMP)
 

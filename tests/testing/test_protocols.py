@@ -40,7 +40,6 @@ _NAMES = [
     "mapped gather",
     "a kernel of the language's README",
 ]
-_tried: dict[str, int] = {}
 
 
 def _explore(name: str) -> int:
@@ -59,14 +58,8 @@ def _explore(name: str) -> int:
 @pytest.mark.parametrize("name", _NAMES)
 def test_every_schedule_is_right(ranks: Any, name: str) -> None:
     counts = ranks(2).run(_explore, name)
-    _tried[name] = sum(counts)
     assert counts[0] > 100
-
-
-def test_there_were_ten_thousand() -> None:
-    if len(_tried) < len(_NAMES):
-        pytest.skip("not every protocol was explored")
-    assert sum(_tried.values()) >= 10_000
+    assert sum(counts) * len(_NAMES) >= 10_000, "all programs together: also where tests run in several processes"
 
 
 def _names() -> list[str]:

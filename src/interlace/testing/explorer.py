@@ -10,6 +10,7 @@ import itertools
 import random
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -354,11 +355,12 @@ def _failure_of(rank: int, error: BaseException) -> BaseException:
 # Who goes on
 
 
-class _Policy:
+class _Policy(ABC):
     """Chooses the next action of a schedule."""
 
+    @abstractmethod
     def choose(self, step: int, enabled: list[int], under_way: Sequence[Sequence[Any]]) -> _Action:
-        raise NotImplementedError
+        """The action of step number ``step``, of a rank in ``enabled`` or of what is under way."""
 
 
 class _Deviating(_Policy):

@@ -11,7 +11,11 @@ from tests.pool import Pool, pools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that repeat calls many times or measure time have the GPUs for themselves."""
+    """Tests that repeat calls many times or measure time have the GPUs for themselves.
+
+    The smoke test comes first: what it compiles, the others find in Triton's cache.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
     for item in items:
         if isinstance(item, pytest.Function) and {"turns", "own_gpus"} & set(item.fixturenames):
             item.add_marker(pytest.mark.alone)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from interlace.testing.cases import IMPLEMENTATIONS, every_case
 from tests.pool import Pool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.smoke, pytest.mark.alone]
+pytestmark = [pytest.mark.gpu, pytest.mark.smoke]
 
 
 def _wrong(operator: str) -> dict[str, list[int]]:

@@ -48,7 +48,7 @@ examples: setup
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.
 test-gpu: setup
-	$(BIN)/python -m pytest tests/gpu -m 'gpu and not alone' -n 8 --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m 'gpu and not alone' -n 12 --dist worksteal
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and alone'
 
 smoke-gpu: setup

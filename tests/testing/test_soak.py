@@ -33,9 +33,10 @@ def test_rounds_depend_on_seed_and_number_alone(backend):
     for calls in rounds:
         assert sum(len(step.slots) for step in calls.steps) == ROUND_CALLS[backend]
         assert len({slot.group for slot in calls.slots}) > 1
-        for slots in calls.graphs:  # one stream's and one group's, and all may be captured
-            assert len({(calls.slots[i].group, calls.slots[i].stream) for i in slots}) == 1
-            assert all(calls.slots[i].case.capturable for i in slots)
+        for number, graph in enumerate(calls.graphs):  # one stream's and one group's, and all may be captured
+            assert graph.graph == number
+            assert len({(calls.slots[i].group, calls.slots[i].stream) for i in graph.slots}) == 1
+            assert all(calls.slots[i].case.capturable for i in graph.slots)
 
 
 def test_right_calls_are_reported(ranks, tmp_path):

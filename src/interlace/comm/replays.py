@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 from collections import OrderedDict
@@ -71,9 +72,6 @@ class Replays:
         self._seen: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
         self._tables: list[torch.Tensor] | None = None  # of the call that is being enqueued for the first time
         self._runs = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
-        self._anchor: Any = None
         self.capturing = False
         """Whether what is enqueued now becomes one of these graphs."""
 
@@ -151,24 +149,44 @@ class Replays:
         return True
 
     def _capture(self, enqueue: Callable[[], object]) -> Any:
-        if self._stream is None:
-            # One pool for all, and a stream that nothing else runs on: cuBLAS's workspace of this stream is then memory of the
-            # pool. Calls of a group follow each other, so they can share it. A graph that is never run keeps the pool.
-            self._stream, self._pool = torch.cuda.Stream(self._group.device), torch.cuda.graph_pool_handle()
-            self._anchor = self._capture(lambda: torch.zeros(1, device=self._group.device))
+        self.capturing = True
+        before = launches.value
+        try:
+            return _recorder(self._group.device).record(enqueue)
+        finally:
+            self.capturing = False
+            launches.value = before  # what is captured does not run yet
+
+
+class _Recorder:
+    """Captures graphs on a stream that nothing else runs on, with one pool of memory for all of them.
+
+    Torch allocates cuBLAS's workspace (32 MiB on Hopper) for each stream on its first product and keeps it, so it comes from
+    the pool. Calls on a GPU follow each other, whatever their group, so all graphs can share the workspace.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        # PyTorch gives up a pool with its last graph; this one is never run and keeps it.
+        self._anchor = self.record(lambda: torch.zeros(1, device=device))
+
+    def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """A graph of what ``enqueue()`` does."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), releases.put_off(), _without_collection():
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self.capturing = True
-            before = launches.value
             try:
                 enqueue()
             finally:
-                self.capturing = False
-                launches.value = before  # what is captured does not run yet
                 graph.capture_end()
         return graph
+
+
+@functools.cache
+def _recorder(device: torch.device) -> _Recorder:
+    """One per GPU and process: each group's own would leave a workspace of cuBLAS behind."""
+    return _Recorder(device)
 
 
 @contextlib.contextmanager

@@ -27,13 +27,15 @@ from interlace.comm import Faults, group_of, inject
 from interlace.errors import InterlaceError
 from interlace.testing.cases import Case, Prepared, draw_case
 
-ROUND_CALLS = {"cpu": 24, "cuda": 20_000}
+ROUND_CALLS = {"cpu": 24, "cuda": 50_000}
 """Calls per round. A soak can begin at any round, so a failure is repeated without the rounds
 before it.
 """
 
 _CASES = {"cpu": 6, "cuda": 32}  # per round
-_GRAPHS = 6
+_GRAPHS = 10
+_MOST_CALLS_IN_GRAPH = 12
+_REPLAYS = 0.4  # of the steps
 _VARIANTS = 3
 _STREAMS = 3
 _MOST_RESULTS = 8
@@ -43,6 +45,7 @@ _GRACE_S = 120.0  # beyond the deadline, for peers to end their own waits before
 # Delays: how often, and how long at most.
 _HOST_SLEEPS, _HOST_SLEEP_S = 0.02, 0.002
 _DEVICE_SLEEPS, _DEVICE_SLEEP_CYCLES = 0.05, 1_000_000
+_SLEEPS_IN_GRAPHS, _SLEEP_IN_GRAPH_CYCLES = 0.2, 100_000
 _CPU_DELAY_S = 0.0002
 
 
@@ -81,11 +84,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call of a slot; or the replay of a graph, which is one call of each of its slots.
+    """One call of a slot; or the replay of a graph, which makes several calls.
 
     Attributes:
+        slots: the slot of each call.
+        variants: the variant of the inputs of each call.
         graph: the graph's index; None for an ordinary call.
-        variants: the variant of the inputs that each slot gets.
     """
 
     slots: tuple[int, ...]
@@ -95,12 +99,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Slots, the slots of each graph, and the steps; a step's first call is number ``numbers[i]``
+    """Slots, what each graph replays, and the steps; a step's first call is number ``numbers[i]``
     of the round.
     """
 
     slots: list[Slot]
-    graphs: list[tuple[int, ...]]
+    graphs: list[Step]
     steps: list[Step]
     release: bool
 
@@ -127,26 +131,29 @@ def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]
     steps = [Step((i,), (0,)) for i in range(len(slots))]
     count = len(slots)
     while count < ROUND_CALLS[backend]:
-        graph = source.randrange(len(graphs)) if graphs and source.random() < 0.2 else None
-        if graph is not None and count + len(graphs[graph]) > ROUND_CALLS[backend]:
-            graph = None
-        chosen = (source.randrange(len(slots)),) if graph is None else graphs[graph]
-        steps.append(Step(chosen, tuple(source.randrange(_VARIANTS) for _ in chosen), graph))
-        count += len(chosen)
+        step = Step((source.randrange(len(slots)),), (source.randrange(_VARIANTS),))
+        if graphs and source.random() < _REPLAYS:
+            replay = source.choice(graphs)
+            if count + len(replay.slots) <= ROUND_CALLS[backend]:
+                step = replay
+        steps.append(step)
+        count += len(step.slots)
     # Memory that graphs have captured stays theirs until the group releases it.
     return Round(slots, graphs, steps, release=source.random() < (0.7 if graphs else 0.2))
 
 
-def _draw_graphs(slots: list[Slot], source: random.Random) -> list[tuple[int, ...]]:
-    """Up to three slots of one group and stream for each graph."""
+def _draw_graphs(slots: list[Slot], source: random.Random) -> list[Step]:
+    """Graphs of random calls, each of the slots of one group and stream."""
     places: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
     for i, slot in enumerate(slots):
         if slot.case.capturable:
             places[slot.group, slot.stream].append(i)
     graphs = []
-    for _ in range(_GRAPHS if places else 0):
+    for number in range(_GRAPHS if places else 0):
         candidates = source.choice(list(places.values()))
-        graphs.append(tuple(source.sample(candidates, min(len(candidates), source.randint(1, 3)))))
+        chosen = source.choices(candidates, k=source.randint(1, _MOST_CALLS_IN_GRAPH))
+        variants = tuple(source.randrange(_VARIANTS) for _ in chosen)
+        graphs.append(Step(tuple(chosen), variants, number))
     return graphs
 
 
@@ -361,20 +368,20 @@ class _Round:
             if soak.rank in soak.members[slot.group]:
                 seeds = [_VARIANTS * i + variant for variant in range(_VARIANTS)]
                 self.prepared[i] = slot.case.prepare(soak.groups[slot.group], seeds)
-        self.graphs: list[tuple[Any, list[list[torch.Tensor]]]] = []
+        self.graphs: list[tuple[Any, torch.Tensor]] = []  # with the numbers of wrong elements
         self._synchronize_device()
 
     def make(self, step: Step, offset: int, delays: random.Random) -> None:
         """Make a step's calls, and enqueue the comparison of their results."""
         slot = self.calls.slots[step.slots[0]]
         if self.calls.graphs and len(self.graphs) == 0 and offset >= len(self.calls.slots):
-            self._capture()
+            self._capture(delays)
         if step.slots[0] not in self.prepared:
             return
         if delays.random() < _HOST_SLEEPS:
             time.sleep(delays.uniform(0, _HOST_SLEEP_S))
         if self.soak.backend == "cpu":
-            self._call(step, offset)
+            self._run(step, offset)
             return
         with torch.cuda.stream(self.soak.streams[slot.stream]):
             if delays.random() < _DEVICE_SLEEPS:
@@ -382,36 +389,45 @@ class _Round:
             # Whoever replays a graph orders it; NCCL's communicators must not run side by side.
             if step.graph is not None or slot.case.impl == "unfused":
                 with self._alone(slot.stream):
-                    self._call(step, offset)
+                    self._run(step, offset)
             else:
-                self._call(step, offset)
+                self._run(step, offset)
 
-    def _call(self, step: Step, offset: int) -> None:
-        for slot, variant in zip(step.slots, step.variants, strict=True):
-            self.prepared[slot].load(variant)
+    def _run(self, step: Step, offset: int) -> None:
         if step.graph is None:
-            outcomes = [self.prepared[slot].run() for slot in step.slots]
+            for i, (slot, variant) in enumerate(zip(step.slots, step.variants, strict=True)):
+                self._call(slot, variant, self.wrong[offset + i])
         else:
-            graph, outcomes = self.graphs[step.graph]
+            graph, wrong = self.graphs[step.graph]
             graph.replay()
-        for i, (slot, variant, results) in enumerate(zip(step.slots, step.variants, outcomes, strict=True)):
-            self.prepared[slot].count_wrong(results, variant, self.wrong[offset + i])
-            if self.calls.slots[slot].case.poisonable:
-                for result in results:
-                    result.fill_(float("nan"))
+            self.wrong[offset : offset + len(step.slots)] = wrong
 
-    def _capture(self) -> None:
+    def _call(self, slot: int, variant: int, wrong: torch.Tensor) -> None:
+        """Make one call, store its numbers of wrong elements, and destroy its results."""
+        prepared = self.prepared[slot]
+        prepared.load(variant)
+        results = prepared.run()
+        prepared.count_wrong(results, variant, wrong)
+        if self.calls.slots[slot].case.poisonable:
+            for result in results:
+                result.fill_(float("nan"))
+
+    def _capture(self, delays: random.Random) -> None:
         """Make the round's graphs. Every slot in them has been called before."""
         self._synchronize_device()
-        for slots in self.calls.graphs:
-            if slots[0] not in self.prepared:
-                self.graphs.append((None, []))
+        for step in self.calls.graphs:
+            wrong = torch.zeros(len(step.slots), _MOST_RESULTS, dtype=torch.int64, device=self.wrong.device)
+            if step.slots[0] not in self.prepared:
+                self.graphs.append((None, wrong))
                 continue
             graph = torch.cuda.CUDAGraph()
-            stream = self.soak.streams[self.calls.slots[slots[0]].stream]
+            stream = self.soak.streams[self.calls.slots[step.slots[0]].stream]
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outcomes = [self.prepared[slot].run() for slot in slots]
-            self.graphs.append((graph, outcomes))
+                for i, (slot, variant) in enumerate(zip(step.slots, step.variants, strict=True)):
+                    if delays.random() < _SLEEPS_IN_GRAPHS:
+                        torch.cuda._sleep(delays.randrange(_SLEEP_IN_GRAPH_CYCLES))
+                    self._call(slot, variant, wrong[i])
+            self.graphs.append((graph, wrong))
         self._synchronize_device()
 
     @contextlib.contextmanager

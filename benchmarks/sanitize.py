@@ -9,9 +9,10 @@ group is Gloo, so that no kernel of NCCL runs; a call that Gloo cannot serve on 
 listed. Kernels are many times slower than usual, so waits may last 120 s. The exit code is 1 if the
 sanitizer reported an error in any kernel, or a result was wrong.
 
-Of the tools, ``memcheck`` finds accesses outside of allocations, in local, shared, global and peers'
-memory; ``racecheck`` looks at shared memory only; ``synccheck`` at barriers. ``initcheck`` does not
-see what other processes write, so it reports memory that peers have written as uninitialised.
+Of the tools, ``memcheck`` finds accesses outside of allocations, in local, shared, global and
+peers' memory; ``racecheck`` looks at shared memory only; ``synccheck`` at barriers. ``initcheck``
+does not see what other processes write, so it reports memory that peers have written as
+uninitialised.
 """
 
 from __future__ import annotations
@@ -34,7 +35,14 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 DEADLINE_S = 120
 _PREFIX = "========="
-_NO_ERRORS = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY", "Target application", "No attachable")
+_NO_ERRORS = (
+    "COMPUTE-SANITIZER",
+    "ERROR SUMMARY",
+    "RACECHECK SUMMARY",
+    "LEAK SUMMARY",
+    "Target application",
+    "No attachable",
+)
 _FOREIGN = re.compile(r"nccl", re.IGNORECASE)
 
 
@@ -98,19 +106,29 @@ def run_rank(options: argparse.Namespace) -> None:
     rank, ranks, folder = options.rank, options.ranks, Path(options.folder)
     if options.backend == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     log = folder / f"log-{rank}"
     position = 0
     with (folder / f"results-{rank}").open("w", encoding="utf-8") as file:
         for case in every_case(ranks, options.operators):
             if case.impl == "unfused":  # no kernel of this package runs
                 continue
-            result: dict[str, Any] = {"operator": case.operator, "impl": case.impl, "case": case.label, "rank": rank}
+            result: dict[str, Any] = {
+                "operator": case.operator,
+                "impl": case.impl,
+                "case": case.label,
+                "rank": rank,
+            }
             try:
                 wrong = case.prepare().check()
                 result["status"] = "wrong" if any(wrong) else "right"
             except RuntimeError as error:  # such as Gloo's, on every rank alike
-                result |= {"status": "skipped" if "gloo" in str(error).lower() else "failed", "why": str(error)[:500]}
+                result |= {
+                    "status": "skipped" if "gloo" in str(error).lower() else "failed",
+                    "why": str(error)[:500],
+                }
             except Exception as error:
                 result |= {"status": "failed", "why": f"{type(error).__name__}: {error}"[:500]}
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -118,7 +136,9 @@ def run_rank(options: argparse.Namespace) -> None:
             position = len(text)
             file.write(json.dumps(result) + "\n")
             file.flush()
-            if result["status"] == "failed":  # the device may be unusable, and the peers wait in vain
+            if (
+                result["status"] == "failed"
+            ):  # the device may be unusable, and the peers wait in vain
                 break
     sys.stdout.flush()
     os._exit(0)  # the sanitizer need not watch the interpreter go down
@@ -133,12 +153,18 @@ def main() -> int:
         run_rank(options)
     sanitizer = _sanitizer(options)
     with tempfile.TemporaryDirectory(prefix="interlace-sanitize-") as folder:
-        processes = [subprocess.Popen([*sanitizer(folder, rank), *_worker(options, folder, rank)]) for rank in range(options.ranks)]
+        processes = [
+            subprocess.Popen([*sanitizer(folder, rank), *_worker(options, folder, rank)])
+            for rank in range(options.ranks)
+        ]
         try:
             for process in processes:
                 process.wait(options.timeout)
         except subprocess.TimeoutExpired:
-            print(f"The ranks did not end within {options.timeout:g} s and were ended.", file=sys.stderr)
+            print(
+                f"The ranks did not end within {options.timeout:g} s and were ended.",
+                file=sys.stderr,
+            )
         finally:
             for process in processes:
                 process.kill()
@@ -149,18 +175,32 @@ def main() -> int:
             for line in file.read_text(encoding="utf-8").splitlines()
         ]
         # Errors that came after the last call was looked at, and logs of ranks that died.
-        logs = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(Path(folder).glob("log-*")))
+        logs = "\n".join(
+            file.read_text(encoding="utf-8", errors="replace")
+            for file in sorted(Path(folder).glob("log-*"))
+        )
     ended = all(process.returncode == 0 for process in processes)
     return _report(options, results, len(parse(logs)), ended)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", choices=TOOLS, default="memcheck", help="none: make the calls without the sanitizer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tool",
+        choices=TOOLS,
+        default="memcheck",
+        help="none: make the calls without the sanitizer",
+    )
     parser.add_argument("--operators", nargs="+", default=[], help="default: all")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tool none only")
-    parser.add_argument("--sanitizer", default="", help="the program; default: from PATH or CUDA_HOME")
+    parser.add_argument(
+        "--backend", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tool none only"
+    )
+    parser.add_argument(
+        "--sanitizer", default="", help="the program; default: from PATH or CUDA_HOME"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -176,11 +216,26 @@ def _sanitizer(options: argparse.Namespace) -> Any:
     if options.tool == "none":
         return lambda folder, rank: []
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    candidates = [options.sanitizer, shutil.which("compute-sanitizer") or "", str(home / "bin" / "compute-sanitizer")]
+    candidates = [
+        options.sanitizer,
+        shutil.which("compute-sanitizer") or "",
+        str(home / "bin" / "compute-sanitizer"),
+    ]
     program = next((name for name in candidates if name and Path(name).exists()), None)
     if program is None:
-        sys.exit("compute-sanitizer must be installed: it comes with the CUDA toolkit. Give its path with --sanitizer.")
-    words = [program, "--tool", options.tool, "--target-processes", "application-only", "--print-limit", "1000"]
+        sys.exit(
+            "compute-sanitizer must be installed: it comes with the CUDA toolkit. Give its path "
+            "with --sanitizer."
+        )
+    words = [
+        program,
+        "--tool",
+        options.tool,
+        "--target-processes",
+        "application-only",
+        "--print-limit",
+        "1000",
+    ]
     # torch asks for the attributes of host pointers and the like, which is no error of a kernel.
     words += ["--report-api-errors", "no"] if options.tool == "memcheck" else []
     return lambda folder, rank: [*words, "--log-file", f"{folder}/log-{rank}"]
@@ -198,25 +253,50 @@ def _worker(options: argparse.Namespace, folder: str, rank: int) -> list[str]:
     if options.backend == "cpu":
         settings["TRITON_INTERPRET"] = "1"
     os.environ.update(settings)
-    words = [sys.executable, __file__, "--tool", options.tool, "--backend", options.backend, "--ranks", str(options.ranks)]
+    words = [
+        sys.executable,
+        __file__,
+        "--tool",
+        options.tool,
+        "--backend",
+        options.backend,
+        "--ranks",
+        str(options.ranks),
+    ]
     operators = ["--operators", *options.operators] if options.operators else []
     return [*words, "--rank", str(rank), "--folder", folder, *operators]
 
 
-def _report(options: argparse.Namespace, results: list[dict[str, Any]], reported: int, ended: bool) -> int:
+def _report(
+    options: argparse.Namespace, results: list[dict[str, Any]], reported: int, ended: bool
+) -> int:
     """Print and write what was found; the exit code."""
     from interlace.cli import machine
 
-    counts = {status: sum(result["status"] == status for result in results) for status in ("right", "wrong", "failed", "skipped")}
+    counts = {
+        status: sum(result["status"] == status for result in results)
+        for status in ("right", "wrong", "failed", "skipped")
+    }
     attributed = sum(len(result["errors"]) for result in results)
     for result in results:
         if result["status"] in ("wrong", "failed", "skipped"):
-            print(f"rank {result['rank']}: {result['case']}: {result['status']} {result.get('why', '')}")
+            print(
+                f"rank {result['rank']}: {result['case']}: {result['status']} "
+                f"{result.get('why', '')}"
+            )
         for error in result["errors"]:
-            print(f"rank {result['rank']}: {result['case']}: {error['what']} in {error['kernel'] or 'no kernel'}")
-    clean = ended and bool(results) and not reported and not counts["wrong"] and not counts["failed"]
+            print(
+                f"rank {result['rank']}: {result['case']}: {error['what']} in "
+                f"{error['kernel'] or 'no kernel'}"
+            )
+    clean = (
+        ended and bool(results) and not reported and not counts["wrong"] and not counts["failed"]
+    )
     numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
-    print(f"{options.tool}: {len(results)} calls on {options.ranks} ranks ({numbers}), {reported} errors.")
+    print(
+        f"{options.tool}: {len(results)} calls on {options.ranks} ranks ({numbers}), {reported} "
+        "errors."
+    )
     if not ended:
         print("A rank ended early; its last call is the last one of its results.")
     if options.json is not None:

@@ -1,6 +1,7 @@
 """A linear layer whose weight is shared out over the ranks: product and all-reduce in one kernel.
 
-Run it as it is (two processes start; without GPUs, kernels run in Triton's interpreter), or under torchrun.
+Run it as it is (two processes start; without GPUs, kernels run in Triton's interpreter), or under
+torchrun.
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""The group's memory is a tensor with one more dimension: a put is an assignment, and a get is a copy."""
+"""The group's memory is a tensor with one more dimension: a put is an assignment, and a get is a
+copy.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ def worker() -> list[list[int]]:
     """Every rank runs this; the result is what the others put in its memory."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sym = interlace.empty_symmetric((world_size, 2), dtype=torch.int32)
-    # sym.local is [world_size, 2], this rank's own; sym.peers is [world_size, world_size, 2], everybody's.
+    # sym.local is [world_size, 2], this rank's own; sym.peers is [world_size, world_size, 2],
+    # everybody's.
     assert sym.peers.shape == (world_size, world_size, 2)
 
     value = torch.tensor([rank, 10 * rank], dtype=torch.int32, device=sym.local.device)

@@ -1,8 +1,10 @@
-"""Communication from a kernel of your own: every rank puts a tile in every peer's memory, and adds what it got.
+"""Communication from a kernel of your own: every rank puts a tile in every peer's memory, and adds
+what it got.
 
-``il.put_signal`` stores a tile in a peer's memory and then sets a signal there; ``il.wait`` waits for signals here, with a
-deadline. On the CPU the same kernel runs in Triton's interpreter, in the processes that ``interlace.launch`` starts. They import
-this file, so kernels stand at its top level. (Under torchrun without GPUs, set TRITON_INTERPRET=1 yourself.)
+``il.put_signal`` stores a tile in a peer's memory and then sets a signal there; ``il.wait`` waits
+for signals here, with a deadline. On the CPU the same kernel runs in Triton's interpreter, in the
+processes that ``interlace.launch`` starts. They import this file, so kernels stand at its top
+level. (Under torchrun without GPUs, set TRITON_INTERPRET=1 yourself.)
 """
 
 import torch
@@ -20,8 +22,9 @@ SIZE, CALLS = 64, 3
 def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: tl.constexpr):
     """``y = sum over ranks of x``, in rank order.
 
-    Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``; each has one writer, and signals only grow. A
-    slot is written again two calls later: by then its reader has sent the tile of the call in between, after reading.
+    Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``; each has one writer,
+    and signals only grow. A slot is written again two calls later: by then its reader has sent the
+    tile of the call in between, after reading.
     """
     group = il.join(ctx)
     me = il.rank(group)
@@ -30,7 +33,9 @@ def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: 
     flags = il.pointer(signals, tl.int32)
     part = tl.load(x + i)
     for step in tl.static_range(WORLD_SIZE):
-        il.put_signal(slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, group)
+        il.put_signal(
+            slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, group
+        )
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     arrived = il.wait(flags + peers, epoch, peers, 0, group, peers < WORLD_SIZE)
     total = tl.zeros([SIZE], tl.float32)
@@ -40,7 +45,9 @@ def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: 
 
 
 def worker() -> tuple[list[float], int]:
-    """Every rank runs this; the result is the first element of each call's sum, and how many puts left this rank."""
+    """Every rank runs this; the result is the first element of each call's sum, and how many puts
+    left this rank.
+    """
     group = interlace.group_of()
     data = interlace.empty_symmetric((2, group.world_size, SIZE), dtype=torch.float32)
     signals = interlace.empty_symmetric(group.world_size, dtype=torch.int32)
@@ -50,7 +57,8 @@ def worker() -> tuple[list[float], int]:
         y = torch.empty_like(x)
         with group.running():
             all_reduce[(1,)](
-                x, y, data.address, signals.address, epoch, group.context("example"), WORLD_SIZE=group.world_size, SIZE=SIZE
+                x, y, data.address, signals.address, epoch, group.context("example"),
+                WORLD_SIZE=group.world_size, SIZE=SIZE
             )  # fmt: skip
         group.synchronize()  # raises if a peer did not come
         sums.append(y[0].item())

@@ -1,4 +1,6 @@
-"""A tensor-parallel MLP: the second layer is ``interlace.nn.RowParallelLinear``, trained for a step and checked."""
+"""A tensor-parallel MLP: the second layer is ``interlace.nn.RowParallelLinear``, trained for a step
+and checked.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ WIDTH, HIDDEN = 32, 128
 
 
 def worker() -> tuple[float, float]:
-    """Every rank runs this; the result is the relative error of the output and of the weight's gradient."""
+    """Every rank runs this; the result is the relative error of the output and of the weight's
+    gradient.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = interlace.group_of().device
     torch.manual_seed(0)  # the same full layers on every rank
@@ -29,7 +33,9 @@ def worker() -> tuple[float, float]:
     expected.square().mean().backward()
     if rank == 0:
         print(f"{down}  ->  {down_shard_k}", flush=True)
-    return relative(y.detach(), expected.detach()), relative(down_shard_k.weight.grad, down.weight.grad[:, features])
+    return relative(y.detach(), expected.detach()), relative(
+        down_shard_k.weight.grad, down.weight.grad[:, features]
+    )
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -38,7 +44,10 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def main() -> None:
     for rank, (output, gradient) in enumerate(interlace.launch(worker, 2)):
-        print(f"rank {rank}: relative error of y {output:.1e}, of the weight's gradient {gradient:.1e}")
+        print(
+            f"rank {rank}: relative error of y {output:.1e}, of the weight's gradient "
+            f"{gradient:.1e}"
+        )
         assert max(output, gradient) < 1e-5
 
 

@@ -1,6 +1,8 @@
-"""A producer that knows nothing of other ranks: plain ``torch.mm``, whose output is the peers' memory.
+"""A producer that knows nothing of other ranks: plain ``torch.mm``, whose output is the peers'
+memory.
 
-Run it anywhere: ``python examples/05_mapped_output.py`` (two ranks on the CPU backend without GPUs).
+Run it anywhere: ``python examples/05_mapped_output.py`` (two ranks on the CPU backend without
+GPUs).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A kernel that counts its tiles: copy engines take each rank's rows away as soon as they are complete.
+"""A kernel that counts its tiles: copy engines take each rank's rows away as soon as they are
+complete.
 
-The kernel stores to this GPU's memory and knows no peer. One line counts a row; ``TriggeredTransfers`` was told how many make a
-piece. Run it anywhere: ``python examples/06_triggered_transfers.py`` (two ranks on the CPU backend without GPUs, where a thread
+The kernel stores to this GPU's memory and knows no peer. One line counts a row;
+``TriggeredTransfers`` was told how many make a piece. Run it anywhere: ``python
+examples/06_triggered_transfers.py`` (two ranks on the CPU backend without GPUs, where a thread
 stands for the copy engine).
 """
 
@@ -28,7 +30,9 @@ def swiglu(gate, up, out, counters, first, rows, rows_each, stride, COLUMNS: tl.
     il.count(counters + row // rows_each)
 
 
-def run_swiglu(gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> None:
+def run_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor
+) -> None:
     rows_each = ROWS // len(counters)
     first = (dist.get_rank() + 1) * rows_each  # the next rank's rows first, this rank's own last
     swiglu[(ROWS,)](gate, up, out, counters, first, ROWS, rows_each, out.stride(0), COLUMNS=COLUMNS)
@@ -51,7 +55,12 @@ def worker() -> tuple[float, float]:
 
     # The same, and then the sum over ranks.
     summed = interlace.fuse(
-        run_swiglu, "reduce_scatter", shape=(ROWS, COLUMNS), dtype=gate.dtype, transport="copy_engine", tiles=ROWS // ranks
+        run_swiglu,
+        "reduce_scatter",
+        shape=(ROWS, COLUMNS),
+        dtype=gate.dtype,
+        transport="copy_engine",
+        tiles=ROWS // ranks,
     )
     dist.all_reduce(plain)
     return exchanged, (summed(gate, up) - plain.chunk(ranks)[dist.get_rank()]).abs().max().item()

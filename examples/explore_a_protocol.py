@@ -1,7 +1,9 @@
-"""Is a kernel's protocol right? Try many interleavings of two ranks in one process, and see what a mistake does.
+"""Is a kernel's protocol right? Try many interleavings of two ranks in one process, and see what a
+mistake does.
 
-Every rank puts a tile in its neighbour's memory, signals, waits for its own tile, and adds 1. The first version reuses the
-neighbour's memory in the next call without asking whether the tile has been read; the second one asks.
+Every rank puts a tile in its neighbour's memory, signals, waits for its own tile, and adds 1. The
+first version reuses the neighbour's memory in the next call without asking whether the tile has
+been read; the second one asks.
 """
 
 import os
@@ -20,7 +22,17 @@ SIZE, CALLS = 8, 3
 
 
 @triton.jit
-def shift(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: tl.constexpr, ASKS: tl.constexpr):
+def shift(
+    x,
+    y,
+    data,
+    signals,
+    epoch,
+    ctx,
+    WORLD_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    ASKS: tl.constexpr,
+):
     """``y`` of rank r + 1 is ``x`` of rank r, plus 1."""
     group = il.join(ctx)
     me = il.rank(group)
@@ -44,8 +56,8 @@ def program(rank: Rank, asks: bool) -> None:
         x, y = torch.full((SIZE,), 10.0 * epoch + rank.rank), torch.zeros(SIZE)
         with rank.group.running():
             shift[(1,)](
-                x, y, data.address, signals.address, epoch, rank.group.context("shift"), WORLD_SIZE=rank.world_size, SIZE=SIZE,
-                ASKS=asks,
+                x, y, data.address, signals.address, epoch, rank.group.context("shift"),
+                WORLD_SIZE=rank.world_size, SIZE=SIZE, ASKS=asks,
             )  # fmt: skip
         left = (rank.rank - 1) % rank.world_size
         torch.testing.assert_close(y, torch.full((SIZE,), 10.0 * epoch + left + 1))
@@ -58,7 +70,10 @@ def main() -> None:
     assert report.failure.kind in ("race", "wrong result")
 
     report = explore(lambda rank: program(rank, asks=True), ranks=3, schedules=150)
-    print(f"with a message back: {report.schedules} schedules, nothing found; each rank ran {report.runs / 3:g} times")
+    print(
+        f"with a message back: {report.schedules} schedules, nothing found; each rank ran "
+        f"{report.runs / 3:g} times"
+    )
     report.raise_if_failed()
 
 

@@ -1,8 +1,10 @@
-"""A mixture-of-experts layer, its experts shared out over ranks: equal to one device's computation, forward and backward.
+"""A mixture-of-experts layer, its experts shared out over ranks: equal to one device's computation,
+forward and backward.
 
 Tiny without arguments, and on a CPU. Mixtral's layer on four GPUs, with times:
 
-    python examples/moe_layer.py --world-size 4 --hidden 4096 --ffn 14336 --tokens 4096 --dtype bfloat16 --times
+    python examples/moe_layer.py --world-size 4 --hidden 4096 --ffn 14336 --tokens 4096 --dtype
+    bfloat16 --times
 """
 
 from __future__ import annotations
@@ -18,28 +20,53 @@ import typer
 import interlace
 
 
-def worker(hidden: int, ffn: int, experts: int, top_k: int, tokens: int, dtype: str, times: bool) -> tuple[dict[str, float], ...]:
-    """Every rank runs this: relative errors of y and of every gradient; and, if ``times``, microseconds."""
+def worker(
+    hidden: int, ffn: int, experts: int, top_k: int, tokens: int, dtype: str, times: bool
+) -> tuple[dict[str, float], ...]:
+    """Every rank runs this: relative errors of y and of every gradient; and, if ``times``,
+    microseconds.
+    """
     device, rank = interlace.group_of().device, dist.get_rank()
-    layer = interlace.nn.MoE(hidden, ffn, experts, top_k, device=device, dtype=getattr(torch, dtype))
+    layer = interlace.nn.MoE(
+        hidden, ffn, experts, top_k, device=device, dtype=getattr(torch, dtype)
+    )
     generator = torch.Generator(device).manual_seed(1 + rank)  # tokens of this rank
-    x = torch.randn(tokens, hidden, generator=generator, device=device).to(layer.w_in.dtype).requires_grad_()
+    x = (
+        torch.randn(tokens, hidden, generator=generator, device=device)
+        .to(layer.w_in.dtype)
+        .requires_grad_()
+    )
     upstream = torch.randn(tokens, hidden, generator=generator, device=device).to(x.dtype)
     y, routing = layer(x)
     y.backward(upstream)
-    found = {"y": y, "x": x.grad, "w_in": layer.w_in.grad, "w_out": layer.w_out.grad, "router": layer.router.weight.grad}
+    found = {
+        "y": y,
+        "x": x.grad,
+        "w_in": layer.w_in.grad,
+        "w_out": layer.w_out.grad,
+        "router": layer.router.weight.grad,
+    }
 
     # The same on one device, with the tokens and the experts of all ranks.
-    every = [everyone(each.detach()).requires_grad_() for each in (x, routing.weights, layer.w_in, layer.w_out)]
+    every = [
+        everyone(each.detach()).requires_grad_()
+        for each in (x, routing.weights, layer.w_in, layer.w_out)
+    ]
     every_x, every_weight, w_in, w_out = every
     chosen = everyone(routing.experts)
     total = torch.zeros(every_x.shape, device=device)
     for expert in range(experts):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
-        row = F.silu(every_x[token] @ w_in[expert, :, 0].T) * (every_x[token] @ w_in[expert, :, 1].T)
-        total = total.index_add(0, token, (row @ w_out[expert].T).float() * every_weight[token, slot, None])
+        row = F.silu(every_x[token] @ w_in[expert, :, 0].T) * (
+            every_x[token] @ w_in[expert, :, 1].T
+        )
+        total = total.index_add(
+            0, token, (row @ w_out[expert].T).float() * every_weight[token, slot, None]
+        )
     total.backward(everyone(upstream).float())
-    tokens_here, experts_here = (slice(rank * count, (rank + 1) * count) for count in (tokens, len(layer.w_in)))
+    tokens_here, experts_here = (
+        slice(rank * count, (rank + 1) * count) for count in (tokens, len(layer.w_in))
+    )
     layer.router.zero_grad()
     again = x.detach().requires_grad_()
     layer.route(again).weights.backward(every_weight.grad[tokens_here])
@@ -50,7 +77,9 @@ def worker(hidden: int, ffn: int, experts: int, top_k: int, tokens: int, dtype: 
         "w_out": w_out.grad[experts_here],
         "router": layer.router.weight.grad,
     }
-    return {name: relative(found[name], expected[name]) for name in found}, (measured(layer, x, upstream) if times else {})
+    return {name: relative(found[name], expected[name]) for name in found}, (
+        measured(layer, x, upstream) if times else {}
+    )
 
 
 def everyone(mine: torch.Tensor) -> torch.Tensor:
@@ -66,7 +95,9 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def measured(layer: interlace.nn.MoE, x: torch.Tensor, upstream: torch.Tensor) -> dict[str, float]:
-    """Mean microseconds of ten calls, fused and unfused, forward alone and with the backward pass; of this rank's GPU."""
+    """Mean microseconds of ten calls, fused and unfused, forward alone and with the backward pass;
+    of this rank's GPU.
+    """
     found = {}
     for impl in ("fused", "unfused"):
         layer.impl = impl
@@ -99,7 +130,9 @@ def main(
     top_k: Annotated[int, typer.Option(help="Experts a token.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 12,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "float32",
-    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     times: Annotated[bool, typer.Option("--times", help="Measure as well, on GPUs.")] = False,
 ) -> None:
@@ -109,9 +142,14 @@ def main(
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
     limit = {"float32": 1e-5}.get(dtype, 0.03)
     for rank, (errors, clocked) in enumerate(
-        interlace.launch(worker, ranks, hidden, ffn, experts, top_k, tokens, dtype, times, backend=backend)
+        interlace.launch(
+            worker, ranks, hidden, ffn, experts, top_k, tokens, dtype, times, backend=backend
+        )
     ):
-        print(f"rank {rank}: relative errors", ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        print(
+            f"rank {rank}: relative errors",
+            ", ".join(f"{name} {error:.1e}" for name, error in errors.items()),
+        )
         for name, microseconds in clocked.items():
             print(f"rank {rank}: {name}: {microseconds:.0f} us")
         assert max(errors.values()) < limit, errors

@@ -1,11 +1,14 @@
-"""A Llama-shaped model, its linear layers shared out over the ranks, against the same model on one device.
+"""A Llama-shaped model, its linear layers shared out over the ranks, against the same model on one
+device.
 
-Without arguments it runs a tiny model on two ranks and checks itself, with and without sequence parallelism: loss, logits and
-every gradient must be as near to a model of higher precision as the single-device model is. On GPUs, with the sizes of a layer of
-Llama 3 70B:
+Without arguments it runs a tiny model on two ranks and checks itself, with and without sequence
+parallelism: loss, logits and every gradient must be as near to a model of higher precision as the
+single-device model is. On GPUs, with the sizes of a layer of Llama 3 70B:
 
-    python examples/tensor_parallel_llama.py --world-size 4 --dtype bfloat16 --layers 2 --width 8192 --heads 64 --kv-heads 8 \
-        --hidden 28672 --vocabulary 32000 --sequence 4096 --batch 1 --steps 20 --impl fused --impl unfused
+    python examples/tensor_parallel_llama.py --world-size 4 --dtype bfloat16 --layers 2 --width 8192
+    --heads 64 --kv-heads 8 \
+        --hidden 28672 --vocabulary 32000 --sequence 4096 --batch 1 --steps 20 --impl fused --impl
+        unfused
     torchrun --nproc-per-node 4 examples/tensor_parallel_llama.py --dtype bfloat16 ...
 """
 
@@ -53,35 +56,49 @@ class Settings:
     seed: int = 0
 
 
-# The model: S positions of B sequences, sequence first, so that a share of the positions is one piece of memory.
+# The model: S positions of B sequences, sequence first, so that a share of the positions is one
+# piece of memory.
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of ``[S, B, heads, D]``, in float32 at least (Su et al., arXiv:2104.09864)."""
+    """Rotary position embedding of ``[S, B, heads, D]``, in float32 at least (Su et al.,
+    arXiv:2104.09864).
+    """
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
     frequencies = 500_000.0 ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angles = torch.arange(x.shape[0], device=x.device, dtype=dtype)[:, None, None, None] * frequencies
+    angles = (
+        torch.arange(x.shape[0], device=x.device, dtype=dtype)[:, None, None, None] * frequencies
+    )
     cos, sin = angles.cos(), angles.sin()
     first, second = x.to(dtype).chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and value head. ``[S, B, width] -> [S, B, width]``."""
+    """Causal self-attention; several query heads share a key and value head. ``[S, B, width] -> [S,
+    B, width]``.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.size = settings.width // settings.heads
         # Queries, keys and values in one product.
-        self.parts = [settings.heads * self.size, settings.kv_heads * self.size, settings.kv_heads * self.size]
+        self.parts = [
+            settings.heads * self.size,
+            settings.kv_heads * self.size,
+            settings.kv_heads * self.size,
+        ]
         self.projection: nn.Module = nn.Linear(settings.width, sum(self.parts), bias=False)
         self.output: nn.Module = nn.Linear(settings.width, settings.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.projection(x)
         ranks = sum(self.parts) // y.shape[-1]  # y has this rank's heads
-        q, k, v = (part.unflatten(-1, (-1, self.size)) for part in y.split([part // ranks for part in self.parts], -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.size))
+            for part in y.split([part // ranks for part in self.parts], -1)
+        )
         q, k, v = (t.permute(1, 2, 0, 3) for t in (rotate(q), rotate(k), v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.output(mixed.permute(2, 0, 1, 3).flatten(-2))
@@ -106,7 +123,9 @@ class Block(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (
+            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
+        )
         self.attention, self.mlp = Attention(settings), SwiGLU(settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +161,9 @@ def parallelise(model: Llama, sequence_parallel: bool) -> Llama:
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         attention.projection = column(attention.projection, attention.parts, sequence_parallel)
-        attention.output = RowParallelLinear.from_linear(attention.output, sequence_parallel=sequence_parallel)
+        attention.output = RowParallelLinear.from_linear(
+            attention.output, sequence_parallel=sequence_parallel
+        )
         mlp.gate_up = column(mlp.gate_up, mlp.parts, sequence_parallel)
         mlp.down = RowParallelLinear.from_linear(mlp.down, sequence_parallel=sequence_parallel)
     model.head = column(model.head, None, sequence_parallel)
@@ -150,8 +171,12 @@ def parallelise(model: Llama, sequence_parallel: bool) -> Llama:
     return model
 
 
-def column(linear: nn.Linear, parts: list[int] | None, sequence_parallel: bool) -> ColumnParallelLinear:
-    return ColumnParallelLinear.from_linear(linear, parts=parts, sequence_parallel=sequence_parallel)
+def column(
+    linear: nn.Linear, parts: list[int] | None, sequence_parallel: bool
+) -> ColumnParallelLinear:
+    return ColumnParallelLinear.from_linear(
+        linear, parts=parts, sequence_parallel=sequence_parallel
+    )
 
 
 def parallel_layers(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
@@ -161,16 +186,22 @@ def parallel_layers(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
 
 
 def sum_replicated_gradients(model: Llama) -> None:
-    """Under sequence parallelism, what every rank holds (norms, the embedding) saw this rank's positions only."""
+    """Under sequence parallelism, what every rank holds (norms, the embedding) saw this rank's
+    positions only.
+    """
     if model.sequence_parallel:
-        sharded = {id(parameter) for _, layer in parallel_layers(model) for parameter in layer.parameters()}
+        sharded = {
+            id(parameter) for _, layer in parallel_layers(model) for parameter in layer.parameters()
+        }
         for parameter in model.parameters():
             if id(parameter) not in sharded and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits whose last dimension is sharded over the ranks; the same on every rank."""
+    """Mean cross-entropy of logits whose last dimension is sharded over the ranks; the same on
+    every rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits_shard: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -184,7 +215,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         chosen = torch.where(here, wide.gather(1, place)[:, 0], 0.0)
         sums = torch.stack([powers.sum(-1), chosen])
         dist.all_reduce(sums)
-        gradient = (powers / sums[0][:, None]).scatter_add(1, place, -here[:, None].to(wide.dtype)) / len(targets)
+        gradient = (powers / sums[0][:, None]).scatter_add(
+            1, place, -here[:, None].to(wide.dtype)
+        ) / len(targets)
         ctx.save_for_backward(gradient.to(logits_shard.dtype))
         return (sums[0].log() + largest - sums[1]).mean()
 
@@ -193,7 +226,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * grads[0], None
 
 
-def loss_of(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_of(
+    model: Llama, tokens: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and logits ``[S B, vocabulary]`` or this rank's columns of them."""
     logits = model(tokens).flatten(0, -2)
     if isinstance(model.head, ParallelLinear):
@@ -208,7 +243,11 @@ def step(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str,
     loss, logits = loss_of(model, tokens, targets)
     loss.backward()
     sum_replicated_gradients(model)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return {"loss": loss.detach(), "logits": logits.detach(), **gradients}
 
 
@@ -216,15 +255,29 @@ def step(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str,
 
 
 def compare(settings: Settings) -> dict[str, Any]:
-    """Every rank runs this: for each way to run the model its errors, and the median time of a step on this rank."""
+    """Every rank runs this: for each way to run the model its errors, and the median time of a step
+    on this rank.
+    """
     device = interlace.group_of().device
     torch.manual_seed(settings.seed)  # the same model and data on every rank
     single = Llama(settings).to(device, DTYPES[settings.dtype])
-    tokens, targets = torch.randint(settings.vocabulary, (2, settings.sequence, settings.batch)).to(device)
+    tokens, targets = torch.randint(settings.vocabulary, (2, settings.sequence, settings.batch)).to(
+        device
+    )
     # What rounding costs on one device is what it may cost on several.
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
-    exact = {name: value.clone() for name, value in step(copy.deepcopy(single).to(higher), tokens, targets).items()}
-    runs = [("one device", "", errors_of(step(single, tokens, targets), exact), milliseconds(single, tokens, targets, settings))]
+    exact = {
+        name: value.clone()
+        for name, value in step(copy.deepcopy(single).to(higher), tokens, targets).items()
+    }
+    runs = [
+        (
+            "one device",
+            "",
+            errors_of(step(single, tokens, targets), exact),
+            milliseconds(single, tokens, targets, settings),
+        )
+    ]
     single.zero_grad()
     for sequence_parallel in (False, True):
         model = parallelise(copy.deepcopy(single), sequence_parallel)
@@ -250,10 +303,14 @@ def shards_of(full: dict[str, torch.Tensor], model: Llama) -> dict[str, torch.Te
 def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors, of each tensor's norm."""
     assert found.keys() == wanted.keys()
-    return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    return {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+    }
 
 
-def milliseconds(model: Llama, tokens: torch.Tensor, targets: torch.Tensor, settings: Settings) -> float:
+def milliseconds(
+    model: Llama, tokens: torch.Tensor, targets: torch.Tensor, settings: Settings
+) -> float:
     """Median time of a step that starts on all ranks at once."""
     times = []
     for _ in range(settings.steps):
@@ -267,9 +324,15 @@ def milliseconds(model: Llama, tokens: torch.Tensor, targets: torch.Tensor, sett
 
 
 def report(results: list[dict[str, Any]], settings: Settings) -> None:
-    """A row for each way to run the model, of its worst rank; fails if one is further off than rounding explains."""
+    """A row for each way to run the model, of its worst rank; fails if one is further off than
+    rounding explains.
+    """
     by_way = list(zip(*(result["runs"] for result in results), strict=True))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{len(results)} ranks, {settings.dtype}; relative errors")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{len(results)} ranks, {settings.dtype}; relative errors",
+    )
     for heading in ("model", "impl", "loss", "logits", "gradients", "step ms"):
         table.add_column(heading, justify="left" if heading in ("model", "impl") else "right")
     allowed: dict[str, float] = {}
@@ -278,17 +341,27 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
         errors = {key: max(rank[2][key] for rank in ranks) for key in ranks[0][2]}
         gradients = max(error for key, error in errors.items() if key not in ("loss", "logits"))
         slowest = max(rank[3] for rank in ranks)
-        table.add_row(name, impl, *(f"{e:.1e}" for e in (errors["loss"], errors["logits"], gradients)), f"{slowest:.1f}")
+        table.add_row(
+            name,
+            impl,
+            *(f"{e:.1e}" for e in (errors["loss"], errors["logits"], gradients)),
+            f"{slowest:.1f}",
+        )
         if not allowed:  # the single device comes first
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
         wrong = {key: error for key, error in errors.items() if error > allowed[key]}
-        assert not wrong, f"{name}, {impl}: {wrong}, where the single device allows {[allowed[key] for key in wrong]}"
+        assert not wrong, (
+            f"{name}, {impl}: {wrong}, where the single device allows "
+            f"{[allowed[key] for key in wrong]}"
+        )
     if is_first_rank():
         console = Console(highlight=False)
         console.print(table)
         if results[0]["device"] == "cpu":
-            console.print("Times on the CPU, where kernels run in an interpreter, say nothing about speed.")
+            console.print(
+                "Times on the CPU, where kernels run in an interpreter, say nothing about speed."
+            )
 
 
 def is_first_rank() -> bool:
@@ -297,18 +370,26 @@ def is_first_rank() -> bool:
 
 
 def main(
-    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Settings.layers,
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads; the ranks must divide them.")] = Settings.kv_heads,
+    kv_heads: Annotated[
+        int, typer.Option(help="Key and value heads; the ranks must divide them.")
+    ] = Settings.kv_heads,
     hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
     vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = Settings.vocabulary,
-    sequence: Annotated[int, typer.Option(help="Positions; the ranks must divide them.")] = Settings.sequence,
+    sequence: Annotated[
+        int, typer.Option(help="Positions; the ranks must divide them.")
+    ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
-    impl: Annotated[list[str] | None, typer.Option(help="auto, fused or unfused; several times for several.")] = None,
+    impl: Annotated[
+        list[str] | None, typer.Option(help="auto, fused or unfused; several times for several.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
     seed: Annotated[int, typer.Option(help="Of parameters and tokens.")] = Settings.seed,
 ) -> None:
@@ -317,18 +398,28 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
     if width % heads or (width // heads) % 2 or heads % kv_heads:
-        raise typer.BadParameter("--heads must divide --width into even sizes, and --kv-heads must divide --heads.")
-    for name, size in (("kv-heads", kv_heads), ("hidden", hidden), ("vocabulary", vocabulary), ("sequence", sequence)):
+        raise typer.BadParameter(
+            "--heads must divide --width into even sizes, and --kv-heads must divide --heads."
+        )
+    for name, size in (
+        ("kv-heads", kv_heads),
+        ("hidden", hidden),
+        ("vocabulary", vocabulary),
+        ("sequence", sequence),
+    ):
         if size % ranks:
             raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
     settings = Settings(
-        layers=layers, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence,
-        batch=batch, dtype=dtype, impls=tuple(impl or Settings.impls), steps=steps, seed=seed,
+        layers=layers, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden,
+        vocabulary=vocabulary, sequence=sequence, batch=batch, dtype=dtype,
+        impls=tuple(impl or Settings.impls), steps=steps, seed=seed,
     )  # fmt: skip
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"Error: {error.line}", style="bold red", markup=False
+        )
         raise typer.Exit(1) from None
 
 

@@ -1,10 +1,12 @@
-"""Train a DLRM: tables shared out over ranks, pooling and communication in one kernel, forward and backward.
+"""Train a DLRM: tables shared out over ranks, pooling and communication in one kernel, forward and
+backward.
 
-Without arguments it trains a small model on made-up clicks for some seconds and checks itself: the loss falls, and a fused run
-and an unfused run learn the same. With Criteo's files, on GPUs:
+Without arguments it trains a small model on made-up clicks for some seconds and checks itself: the
+loss falls, and a fused run and an unfused run learn the same. With Criteo's files, on GPUs:
 
-    python examples/train_dlrm.py --data train.txt --world-size 4 --batch 8192 --rows 1000000 --width 64 --checkpoint runs/a
-    torchrun --nproc-per-node 4 examples/train_dlrm.py --data train.txt --batch 8192 ...
+    python examples/train_dlrm.py --data train.txt --world-size 4 --batch 8192 --rows 1000000
+    --width 64 --checkpoint runs/a torchrun --nproc-per-node 4 examples/train_dlrm.py --data
+    train.txt --batch 8192 ...
 """
 
 from __future__ import annotations
@@ -74,16 +76,29 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
     }
     if not settings.data:
         source, judge = (
-            SyntheticClicks(samples, seed=settings.seed + i, model_seed=settings.seed, cardinality=settings.cardinality)
-            for i, samples in enumerate((settings.samples, max(settings.batch, settings.samples // 8)))
+            SyntheticClicks(
+                samples,
+                seed=settings.seed + i,
+                model_seed=settings.seed,
+                cardinality=settings.cardinality,
+            )
+            for i, samples in enumerate(
+                (settings.samples, max(settings.batch, settings.samples // 8))
+            )
         )
-        return BatchStream(source, settings.batch, **cut), BatchStream(judge, settings.batch, last="pad", **cut)
+        return BatchStream(source, settings.batch, **cut), BatchStream(
+            judge, settings.batch, last="pad", **cut
+        )
     files = CriteoFiles(settings.data, strict=settings.strict)
     if settings.held_out:
         judges = CriteoFiles(settings.held_out, strict=settings.strict)
-        return BatchStream(files, settings.batch, **cut), BatchStream(judges, settings.batch, last="pad", **cut)
+        return BatchStream(files, settings.batch, **cut), BatchStream(
+            judges, settings.batch, last="pad", **cut
+        )
     cut["held_out_every"] = HELD_OUT_EVERY
-    return BatchStream(files, settings.batch, **cut), BatchStream(files, settings.batch, held_out=True, last="pad", **cut)
+    return BatchStream(files, settings.batch, **cut), BatchStream(
+        files, settings.batch, held_out=True, last="pad", **cut
+    )
 
 
 def build(settings: Settings) -> Trainer:
@@ -109,14 +124,20 @@ def build(settings: Settings) -> Trainer:
         seed=settings.seed,
     )
     model.embeddings.impl = settings.impl
-    return Trainer(model, torch.optim.Adagrad(model.dense.parameters(), settings.dense_learning_rate))
+    return Trainer(
+        model, torch.optim.Adagrad(model.dense.parameters(), settings.dense_learning_rate)
+    )
 
 
 def train(settings: Settings) -> dict[str, Any]:
     """Every rank runs this; the result is the same on all of them."""
     console = Console(quiet=settings.quiet or dist.get_rank() != 0, highlight=False)
     trainer = build(settings)
-    if settings.resume and settings.checkpoint and (found := latest_checkpoint(Path(settings.checkpoint))):
+    if (
+        settings.resume
+        and settings.checkpoint
+        and (found := latest_checkpoint(Path(settings.checkpoint)))
+    ):
         trainer.load(found)
         console.print(f"Resumed after {trainer.steps} steps, from {found}")
     console.print(trainer.model.embeddings.plan)
@@ -124,24 +145,39 @@ def train(settings: Settings) -> dict[str, Any]:
     batches = itertools.chain.from_iterable(itertools.repeat(learning, settings.epochs))
     losses: list[torch.Tensor] = []
     with progress(console) as bar:
-        task = bar.add_task("training", total=settings.steps, completed=trainer.steps, loss=math.nan)
+        task = bar.add_task(
+            "training", total=settings.steps, completed=trainer.steps, loss=math.nan
+        )
         # A run that is resumed reads what it has learnt already, and throws it away.
         for batch in itertools.islice(batches, trainer.steps, settings.steps):
             losses.append(trainer.step(batch.to(trainer.device)))
             if trainer.steps % 10 == 0:
                 bar.update(task, completed=trainer.steps, loss=float(losses[-1]))
-            if settings.checkpoint and settings.checkpoint_every and trainer.steps % settings.checkpoint_every == 0:
+            if (
+                settings.checkpoint
+                and settings.checkpoint_every
+                and trainer.steps % settings.checkpoint_every == 0
+            ):
                 trainer.save(Path(settings.checkpoint))
         bar.update(task, completed=trainer.steps)
     if settings.checkpoint:
         console.print(f"Saved {trainer.save(Path(settings.checkpoint))}")
     judged = trainer.evaluate(judging)
-    result: dict[str, Any] = {"losses": trainer.mean_over_ranks(losses), **dataclasses.asdict(judged), "steps": trainer.steps}
+    result: dict[str, Any] = {
+        "losses": trainer.mean_over_ranks(losses),
+        **dataclasses.asdict(judged),
+        "steps": trainer.steps,
+    }
     if result["losses"]:
         some = max(1, min(5, len(losses) // 2))
         first, last = mean(result["losses"][:some]), mean(result["losses"][-some:])
-        console.print(f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and the last {some})")
-    console.print(f"Held out: {judged.samples} samples, loss {judged.loss:.4f}, AUC {judged.auc:.4f}")
+        console.print(
+            f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and the "
+            f"last {some})"
+        )
+    console.print(
+        f"Held out: {judged.samples} samples, loss {judged.loss:.4f}, AUC {judged.auc:.4f}"
+    )
     if settings.times:
         result["times"] = report_times(console, trainer, next(iter(learning)))
     return result
@@ -160,13 +196,23 @@ def report_times(console: Console, trainer: Trainer, batch: Any) -> dict[str, An
             f"exposed communication {found.exposed_ms:.2f} ms"
         )
     if trainer.device.type == "cpu":
-        console.print("These times are of Triton's interpreter on the CPU and say nothing about speed.", style="yellow")
+        console.print(
+            "These times are of Triton's interpreter on the CPU and say nothing about speed.",
+            style="yellow",
+        )
     return times
 
 
 def progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4f}"))
-    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=console.quiet)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+    )
+    return Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=console.quiet
+    )
 
 
 def mean(values: list[float]) -> float:
@@ -176,22 +222,34 @@ def mean(values: list[float]) -> float:
 def train_twice(settings: Settings, fused_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every rank runs this: all steps unfused, and the first few of them with the fused kernels."""
     unfused = train(dataclasses.replace(settings, impl="unfused"))
-    return unfused, train(dataclasses.replace(settings, impl="fused", steps=fused_steps, samples=fused_steps * settings.batch))
+    return unfused, train(
+        dataclasses.replace(
+            settings, impl="fused", steps=fused_steps, samples=fused_steps * settings.batch
+        )
+    )
 
 
 def check_itself(world_size: int, backend: str) -> None:
-    """A small model learns, and learns the same with the fused kernels. On the CPU these run in an interpreter, so few steps do."""
+    """A small model learns, and learns the same with the fused kernels. On the CPU these run in an
+    interpreter, so few steps do.
+    """
     small = Settings(
-        samples=960, batch=32, tables=4, cardinality=4, rows=16, width=4, bottom=(8,), top=(16,), learning_rate=0.1,
-        dense_learning_rate=0.1, quiet=True,
+        samples=960, batch=32, tables=4, cardinality=4, rows=16, width=4, bottom=(8,), top=(16,),
+        learning_rate=0.1, dense_learning_rate=0.1, quiet=True,
     )  # fmt: skip
     unfused, fused = interlace.launch(train_twice, world_size, small, 4, backend=backend)[0]
     first, last = mean(unfused["losses"][:5]), mean(unfused["losses"][-5:])
     difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=False))
     if is_first_rank():
-        print(f"{unfused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}; ", end="")
+        print(
+            f"{unfused['steps']} steps on {world_size} ranks: loss {first:.4f} -> {last:.4f}; ",
+            end="",
+        )
         print(f"held out: loss {unfused['loss']:.4f}, AUC {unfused['auc']:.4f}")
-        print(f"{fused['steps']} of them with the fused kernels: losses differ by at most {difference:.1e}")
+        print(
+            f"{fused['steps']} of them with the fused kernels: losses differ by at most "
+            f"{difference:.1e}"
+        )
     assert last < 0.8 * first
     assert unfused["auc"] > 0.55
     assert len(fused["losses"]) == 4
@@ -208,38 +266,66 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main(
-    data: Annotated[list[Path] | None, typer.Option(help="A file in Criteo's format; several times for several files.")] = None,
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help=f"A file to judge by; default: every {HELD_OUT_EVERY}th batch of --data.")
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file in Criteo's format; several times for several files."),
     ] = None,
-    synthetic: Annotated[int | None, typer.Option(help="Train on so many made-up samples instead of --data.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")] = False,
-    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"A file to judge by; default: every {HELD_OUT_EVERY}th batch of --data."
+        ),
+    ] = None,
+    synthetic: Annotated[
+        int | None, typer.Option(help="Train on so many made-up samples instead of --data.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")
+    ] = False,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     impl: Annotated[str, typer.Option(help="auto, fused or unfused.")] = "auto",
     batch: Annotated[int, typer.Option(help="Samples of a global batch.")] = 64,
     steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
     epochs: Annotated[int, typer.Option(help="Times to go through the data.")] = 1,
     tables: Annotated[int, typer.Option(help="Categorical features to use, 1 to 26.")] = 26,
-    rows: Annotated[int, typer.Option(help="Rows of each table, to which categories are hashed.")] = 1000,
+    rows: Annotated[
+        int, typer.Option(help="Rows of each table, to which categories are hashed.")
+    ] = 1000,
     width: Annotated[int, typer.Option(help="Width of an embedding.")] = 16,
     lookups: Annotated[int, typer.Option(help="Lookups a bag; 1 is Criteo's own.")] = 1,
-    jagged: Annotated[bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")] = False,
+    jagged: Annotated[
+        bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")
+    ] = False,
     mode: Annotated[str, typer.Option(help="sum or mean of a bag.")] = "sum",
     bottom: Annotated[str, typer.Option(help="Hidden widths of the bottom MLP.")] = "64,32",
     top: Annotated[str, typer.Option(help="Hidden widths of the top MLP.")] = "64,32",
-    update: Annotated[str, typer.Option(help="The tables' optimizer: rowwise_adagrad or sgd.")] = "rowwise_adagrad",
+    update: Annotated[
+        str, typer.Option(help="The tables' optimizer: rowwise_adagrad or sgd.")
+    ] = "rowwise_adagrad",
     learning_rate: Annotated[float, typer.Option(help="Of the tables.")] = 0.05,
     dense_learning_rate: Annotated[float, typer.Option(help="Of the MLPs.")] = 0.05,
     cardinality: Annotated[int, typer.Option(help="Categories of a made-up feature.")] = 200,
     seed: Annotated[int, typer.Option(help="Of the first weights and of the made-up samples.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
+    ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Also write one every so many steps.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")] = False,
-    times: Annotated[bool, typer.Option("--times", help="Measure where a step's time goes, fused and unfused.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write losses, AUC and times to a file.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
+    ] = False,
+    times: Annotated[
+        bool, typer.Option("--times", help="Measure where a step's time goes, fused and unfused.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write losses, AUC and times to a file.")
+    ] = None,
 ) -> None:
-    """Train a DLRM on Criteo's click logs or on made-up clicks; without --data and --synthetic, check itself."""
+    """Train a DLRM on Criteo's click logs or on made-up clicks; without --data and --synthetic,
+    check itself.
+    """
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
     try:
         if not data and synthetic is None:
@@ -274,10 +360,14 @@ def main(
         )
         result = interlace.launch(train, ranks, settings, backend=backend)[0]
     except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"Error: {error.line}", style="bold red", markup=False
+        )
         raise typer.Exit(1) from None
     if json_file is not None and is_first_rank():
-        json_file.write_text(json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

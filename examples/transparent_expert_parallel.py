@@ -1,13 +1,17 @@
-"""Mixtral's layer of experts, expert-parallel by plain ``all_to_all_single``, fused by ``torch.compile`` without an edit.
+"""Mixtral's layer of experts, expert-parallel by plain ``all_to_all_single``, fused by
+``torch.compile`` without an edit.
 
-Each rank holds some of the experts and brings its own tokens. An expert takes at most a fixed number of tokens from each rank, as
-in the Switch Transformer, so that the splits of both exchanges are even; a token beyond it goes without that expert.
+Each rank holds some of the experts and brings its own tokens. An expert takes at most a fixed
+number of tokens from each rank, as in the Switch Transformer, so that the splits of both exchanges
+are even; a token beyond it goes without that expert.
 
-Without arguments it runs a tiny layer on two ranks and checks itself: output and every gradient of the compiled layer must be as
-near to the layer in higher precision as the eager one is. It prints which collectives were fused. On GPUs, with Mixtral's sizes,
-and times of a step, forward and backward:
+Without arguments it runs a tiny layer on two ranks and checks itself: output and every gradient of
+the compiled layer must be as near to the layer in higher precision as the eager one is. It prints
+which collectives were fused. On GPUs, with Mixtral's sizes, and times of a step, forward and
+backward:
 
-    python examples/transparent_expert_parallel.py --world-size 4 --dtype bfloat16 --hidden 4096 --ffn 14336 --experts 8 \
+    python examples/transparent_expert_parallel.py --world-size 4 --dtype bfloat16 --hidden 4096
+    --ffn 14336 --experts 8 \
         --tokens 4096 --times
     torchrun --nproc-per-node 4 examples/transparent_expert_parallel.py --dtype bfloat16 ...
 """
@@ -68,7 +72,9 @@ class Settings:
 
 
 class MoE(nn.Module):
-    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or two; ``[tokens, hidden]`` in and out."""
+    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or two;
+    ``[tokens, hidden]`` in and out.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -82,15 +88,22 @@ class MoE(nn.Module):
         self.w2 = nn.Parameter(torch.randn(here, settings.hidden, settings.ffn) / settings.ffn**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        top_k, capacity, last = self.settings.top_k, self.settings.capacity, self.settings.experts * self.settings.capacity
+        top_k, capacity, last = (
+            self.settings.top_k,
+            self.settings.capacity,
+            self.settings.experts * self.settings.capacity,
+        )
         scores = self.router(x.to(self.router.weight.dtype)).softmax(-1)
         weights, chosen = scores.topk(top_k)
         weights = weights / weights.sum(-1, keepdim=True)
-        # A row for each token of each expert; one more, which is not sent, for those that find no room.
+        # A row for each token of each expert; one more, which is not sent, for those that find no
+        # room.
         named = (chosen.view(-1, 1) == torch.arange(self.settings.experts, device=x.device)).long()
         earlier = ((named.cumsum(0) - 1) * named).sum(-1)
         row = torch.where(earlier < capacity, chosen.flatten() * capacity + earlier, last)
-        sent = x.new_zeros(last + 1, x.shape[1]).index_copy(0, row, x.repeat_interleave(top_k, 0))[:last]
+        sent = x.new_zeros(last + 1, x.shape[1]).index_copy(0, row, x.repeat_interleave(top_k, 0))[
+            :last
+        ]
         back = self.exchange(self.experts(self.exchange(sent)))
         weights = weights * (row < last).view_as(weights)
         results = back.index_select(0, row.clamp(max=last - 1)).view(*weights.shape, -1)
@@ -103,7 +116,11 @@ class MoE(nn.Module):
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
         """``[rank * expert * capacity, hidden]``, and the same."""
-        rows = rows.view(self.ranks, -1, self.settings.capacity, rows.shape[1]).transpose(0, 1).flatten(1, 2)
+        rows = (
+            rows.view(self.ranks, -1, self.settings.capacity, rows.shape[1])
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
         products = [torch.bmm(rows, w.transpose(1, 2)) for w in self.w13]
         gate, up = products if self.settings.separate else products[0].chunk(2, -1)
         rows = torch.bmm(F.silu(gate) * up, self.w2.transpose(1, 2))
@@ -114,7 +131,9 @@ class MoE(nn.Module):
 
 
 def step(call: Callable[..., Any], layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Forward and backward, of half the sum of squares as loss; this rank's output and gradients by name."""
+    """Forward and backward, of half the sum of squares as loss; this rank's output and gradients by
+    name.
+    """
     layer.zero_grad()
     x = x.detach().requires_grad_()
     y = call(x)
@@ -125,14 +144,19 @@ def step(call: Callable[..., Any], layer: MoE, x: torch.Tensor) -> dict[str, tor
 
 def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors, of each tensor's norm."""
-    return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    return {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+    }
 
 
 def compare(settings: Settings) -> dict[str, Any]:
-    """Every rank runs this: what was found in the layer, and errors and times of each way to run it."""
+    """Every rank runs this: what was found in the layer, and errors and times of each way to run
+    it.
+    """
     device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
     if settings.times:
-        torch._inductor.config.force_disable_caches = True  # what comes from Inductor's cache is not recorded
+        # What comes from Inductor's cache is not recorded
+        torch._inductor.config.force_disable_caches = True
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     layer = MoE(settings).to(device, dtype)
     layer.router.float()  # rounding would send tokens elsewhere
@@ -150,7 +174,8 @@ def compare(settings: Settings) -> dict[str, Any]:
             except torch._dynamo.exc.TorchDynamoException as error:
                 if name != ASYNCHRONOUS:
                     raise
-                if dist.get_rank() == 0:  # another project's pass; the others are still to be compared
+                # Another project's pass; the others are still to be compared
+                if dist.get_rank() == 0:
                     print(f"{name} does not compile this layer: {type(error).__name__}", flush=True)
                 continue
             measured = settings.times and device.type == "cuda"
@@ -159,22 +184,30 @@ def compare(settings: Settings) -> dict[str, Any]:
 
 
 def ways_to_run(settings: Settings) -> dict[str, Callable[[MoE], Callable[..., Any]]]:
-    """Eager first, which the others are measured by. Inductor takes a while to compile: only where it is asked for."""
+    """Eager first, which the others are measured by. Inductor takes a while to compile: only where
+    it is asked for.
+    """
     if not settings.times:
         return {
             "eager": lambda layer: layer,
-            "interlace, pass alone": lambda layer: torch.compile(layer, backend=interlace.compile.eager_backend, fullgraph=True),
+            "interlace, pass alone": lambda layer: torch.compile(
+                layer, backend=interlace.compile.eager_backend, fullgraph=True
+            ),
         }
     return {
         "eager": lambda layer: layer,
         "Inductor": lambda layer: torch.compile(layer, fullgraph=True),
         ASYNCHRONOUS: asynchronous,
-        "interlace": lambda layer: torch.compile(layer, backend=interlace.compile.backend, fullgraph=True),
+        "interlace": lambda layer: torch.compile(
+            layer, backend=interlace.compile.backend, fullgraph=True
+        ),
     }
 
 
 def asynchronous(layer: MoE) -> Callable[..., Any]:
-    """PyTorch's own fusion of products with gathers and scatters, through symmetric memory; it has none of all-to-alls."""
+    """PyTorch's own fusion of products with gathers and scatters, through symmetric memory; it has
+    none of all-to-alls.
+    """
     if torch.cuda.is_available():
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -183,21 +216,43 @@ def asynchronous(layer: MoE) -> Callable[..., Any]:
     return torch.compile(layer, fullgraph=True, options={"_micro_pipeline_tp": True})
 
 
-def times_of(call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings) -> list[str]:
-    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue it."""
+def times_of(
+    call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings
+) -> list[str]:
+    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue
+    it.
+    """
     x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    found = [milliseconds(measure_step(each, samples=settings.steps)) for each in (lambda: call(x), lambda: step(call, layer, x))]
-    return [*found, f"{host_us(lambda _: step(call, layer, x), device=x.device, calls=2) / 1e3:.2f}"]
+    found = [
+        milliseconds(measure_step(each, samples=settings.steps))
+        for each in (lambda: call(x), lambda: step(call, layer, x))
+    ]
+    return [
+        *found,
+        f"{host_us(lambda _: step(call, layer, x), device=x.device, calls=2) / 1e3:.2f}",
+    ]
 
 
 def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
-    """What was fused, and a row for each way to run the layer, of its worst rank; fails if one is further off than rounding."""
+    """What was fused, and a row for each way to run the layer, of its worst rank; fails if one is
+    further off than rounding.
+    """
     console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    console.print(f"[bold]{settings.experts} experts, {len(ranks)} ranks, {settings.capacity} tokens each, {settings.dtype}[/bold]")
+    console.print(
+        f"[bold]{settings.experts} experts, {len(ranks)} ranks, {settings.capacity} tokens each, "
+        f"{settings.dtype}[/bold]"
+    )
     for finding in ranks[0]["findings"]:
         console.print(f"  {str(finding).split(': the cpu backend')[0]}", markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
-    for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms", "host ms"):
+    for heading in (
+        "way",
+        "error of output",
+        "worst of gradients",
+        "forward ms",
+        "step ms",
+        "host ms",
+    ):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     allowed: dict[str, float] = {}
     failures = []
@@ -210,14 +265,21 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
         wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
-        failures += [f"{name}: {key} {error:.1e}, allowed {allowed[key]:.1e}" for key, error in wrong.items()]
+        failures += [
+            f"{name}: {key} {error:.1e}, allowed {allowed[key]:.1e}" for key, error in wrong.items()
+        ]
     console.print(table)
     assert not failures, failures
     if ranks[0]["device"] == "cpu":  # where every pair that can be fused is
         fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"]]
         back = "bmm_all_to_all" if settings.experts > len(ranks) else "gemm_all_to_all"
         gradient = "bmm_sum_all_to_all" if settings.separate else back
-        expected = [("forward", "all_to_all_bmm"), ("forward", back), ("backward", "all_to_all_bmm"), ("backward", gradient)]
+        expected = [
+            ("forward", "all_to_all_bmm"),
+            ("forward", back),
+            ("backward", "all_to_all_bmm"),
+            ("backward", gradient),
+        ]
         assert fused == expected, fused
 
 
@@ -227,17 +289,27 @@ def milliseconds(time: Timing) -> str:
 
 
 def main(
-    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     hidden: Annotated[int, typer.Option(help="Width of a token.")] = Settings.hidden,
     ffn: Annotated[int, typer.Option(help="Width of an expert's inner layer.")] = Settings.ffn,
-    experts: Annotated[int, typer.Option(help="Experts of all ranks, which must divide them.")] = Settings.experts,
+    experts: Annotated[
+        int, typer.Option(help="Experts of all ranks, which must divide them.")
+    ] = Settings.experts,
     top_k: Annotated[int, typer.Option(help="Experts a token.")] = Settings.top_k,
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = Settings.tokens,
-    capacity_factor: Annotated[float, typer.Option(help="Room for an expert's even share of tokens, times this.")] = 1.25,
+    capacity_factor: Annotated[
+        float, typer.Option(help="Room for an expert's even share of tokens, times this.")
+    ] = 1.25,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
-    separate: Annotated[bool, typer.Option("--separate", help="w1 and w3 as two products.")] = Settings.separate,
-    times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")] = Settings.times,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="w1 and w3 as two products.")
+    ] = Settings.separate,
+    times: Annotated[
+        bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
+    ] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
 ) -> None:
     """Compile an expert-parallel layer with the fusing pass and compare it with eager execution."""
@@ -249,12 +321,18 @@ def main(
     if not 1 <= top_k <= experts:
         raise typer.BadParameter(f"--top-k must be from 1 to {experts} experts; got {top_k}.")
     if min(hidden, ffn, tokens, steps) < 1 or not 0 < capacity_factor < math.inf:
-        raise typer.BadParameter("--hidden, --ffn, --tokens, --steps and --capacity-factor must be positive.")
-    settings = Settings(hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps)
+        raise typer.BadParameter(
+            "--hidden, --ffn, --tokens, --steps and --capacity-factor must be positive."
+        )
+    settings = Settings(
+        hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps
+    )
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"Error: {error.line}", style="bold red", markup=False
+        )
         raise typer.Exit(1) from None
 
 

@@ -1,10 +1,13 @@
-"""A Llama block, tensor-parallel by PyTorch's own ``parallelize_module``, fused by ``torch.compile`` without an edit.
+"""A Llama block, tensor-parallel by PyTorch's own ``parallelize_module``, fused by
+``torch.compile`` without an edit.
 
-Without arguments it runs a tiny block on two ranks and checks itself, with and without sequence parallelism: output and every
-gradient of the compiled block must be as near to the block in higher precision as the eager one is. It prints which collectives
-were fused. On GPUs, with the sizes of Llama 3 70B, and times of a step, forward and backward:
+Without arguments it runs a tiny block on two ranks and checks itself, with and without sequence
+parallelism: output and every gradient of the compiled block must be as near to the block in higher
+precision as the eager one is. It prints which collectives were fused. On GPUs, with the sizes of
+Llama 3 70B, and times of a step, forward and backward:
 
-    python examples/transparent_tensor_parallel.py --world-size 4 --dtype bfloat16 --width 8192 --heads 64 --kv-heads 8 \
+    python examples/transparent_tensor_parallel.py --world-size 4 --dtype bfloat16 --width 8192
+    --heads 64 --kv-heads 8 \
         --hidden 28672 --sequence 4096 --batch 1 --times
     torchrun --nproc-per-node 4 examples/transparent_tensor_parallel.py --dtype bfloat16 ...
 """
@@ -46,7 +49,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 ASYNCHRONOUS = "Inductor, async-TP"
 _CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, perhaps all of the step."
-PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}  # with sequence parallelism, too
+PLANS = {
+    "both": (False, True),
+    "tensor": (False,),
+    "sequence": (True,),
+}  # with sequence parallelism, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,9 @@ class Settings:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and value head. ``[B, S, width] -> [B, S, width]``."""
+    """Causal self-attention; several query heads share a key and value head. ``[B, S, width] -> [B,
+    S, width]``.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -80,7 +89,9 @@ class Attention(nn.Module):
         self.wo = nn.Linear(settings.heads * self.size, settings.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
@@ -90,7 +101,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(settings.width, settings.hidden, bias=False) for _ in range(2))
+        self.w1, self.w3 = (
+            nn.Linear(settings.width, settings.hidden, bias=False) for _ in range(2)
+        )
         self.w2 = nn.Linear(settings.hidden, settings.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +115,9 @@ class Block(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (
+            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
+        )
         self.attention, self.mlp = Attention(settings), SwiGLU(settings)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +126,9 @@ class Block(nn.Module):
 
 
 def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Block:
-    """PyTorch's plan for it: column-parallel in, row-parallel out; activations in between whole, or sharded along the sequence."""
+    """PyTorch's plan for it: column-parallel in, row-parallel out; activations in between whole, or
+    sharded along the sequence.
+    """
     out = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
     plan |= {f"mlp.w{name}": ColwiseParallel() for name in "13"}
@@ -134,25 +151,34 @@ def step(call: Callable[..., Any], block: Block, x: torch.Tensor) -> dict[str, t
     y.square().mean().backward()
     assert x.grad is not None
     gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
-    return {"output": y.detach(), "x": x.grad} | {name: getattr(grad, "_local_tensor", grad) for name, grad in gradients.items()}
+    return {"output": y.detach(), "x": x.grad} | {
+        name: getattr(grad, "_local_tensor", grad) for name, grad in gradients.items()
+    }
 
 
 def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors, of each tensor's norm."""
-    return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    return {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+    }
 
 
 def compare(settings: Settings) -> list[dict[str, Any]]:
-    """Every rank runs this: for each plan what was found in the block, and errors and times of each way to run it."""
+    """Every rank runs this: for each plan what was found in the block, and errors and times of each
+    way to run it.
+    """
     device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
     if settings.times:
-        torch._inductor.config.force_disable_caches = True  # what comes from Inductor's cache is not recorded
+        # What comes from Inductor's cache is not recorded
+        torch._inductor.config.force_disable_caches = True
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     results = []
     for sequence_parallel in PLANS[settings.plan]:
         torch.manual_seed(0)  # the same block and data on every rank
         block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
-        x = torch.randn(settings.batch, settings.sequence, settings.width, device=device, dtype=dtype)
+        x = torch.randn(
+            settings.batch, settings.sequence, settings.width, device=device, dtype=dtype
+        )
         if sequence_parallel:
             x = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
         exact_block = copy.deepcopy(block).to(higher)
@@ -167,27 +193,50 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
                 except torch._dynamo.exc.TorchDynamoException as error:
                     if name != ASYNCHRONOUS:
                         raise
-                    if dist.get_rank() == 0:  # another project's pass; the others are still to be compared
-                        print(f"{name} does not compile this block: {type(error).__name__}", flush=True)
+                    # Another project's pass; the others are still to be compared
+                    if dist.get_rank() == 0:
+                        print(
+                            f"{name} does not compile this block: {type(error).__name__}",
+                            flush=True,
+                        )
                     continue
                 measured = settings.times and device.type == "cuda"
-                ways.append((name, errors_of(found, exact), times_of(call, block, x, settings) if measured else []))
-        results.append({"sequence_parallel": sequence_parallel, "findings": findings, "ways": ways, "device": device.type})
+                ways.append(
+                    (
+                        name,
+                        errors_of(found, exact),
+                        times_of(call, block, x, settings) if measured else [],
+                    )
+                )
+        results.append(
+            {
+                "sequence_parallel": sequence_parallel,
+                "findings": findings,
+                "ways": ways,
+                "device": device.type,
+            }
+        )
     return results
 
 
 def ways_to_run(settings: Settings) -> dict[str, Callable[[Block], Callable[..., Any]]]:
-    """Eager first, which the others are measured by. Inductor takes a while to compile: only where there is something to time."""
+    """Eager first, which the others are measured by. Inductor takes a while to compile: only where
+    there is something to time.
+    """
     if not settings.times:
         return {
             "eager": lambda block: block,
-            "interlace, pass alone": lambda block: torch.compile(block, backend=interlace.compile.eager_backend, fullgraph=True),
+            "interlace, pass alone": lambda block: torch.compile(
+                block, backend=interlace.compile.eager_backend, fullgraph=True
+            ),
         }
     return {
         "eager": lambda block: block,
         "Inductor": lambda block: torch.compile(block, fullgraph=True),
         ASYNCHRONOUS: asynchronous,
-        "interlace": lambda block: torch.compile(block, backend=interlace.compile.backend, fullgraph=True),
+        "interlace": lambda block: torch.compile(
+            block, backend=interlace.compile.backend, fullgraph=True
+        ),
     }
 
 
@@ -201,15 +250,27 @@ def asynchronous(block: Block) -> Callable[..., Any]:
     return torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
 
 
-def times_of(call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings) -> list[str]:
-    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue it."""
+def times_of(
+    call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings
+) -> list[str]:
+    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue
+    it.
+    """
     x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    found = [milliseconds(measure_step(each, samples=settings.steps)) for each in (lambda: call(x), lambda: step(call, block, x))]
-    return [*found, f"{host_us(lambda _: step(call, block, x), device=x.device, calls=2) / 1e3:.2f}"]
+    found = [
+        milliseconds(measure_step(each, samples=settings.steps))
+        for each in (lambda: call(x), lambda: step(call, block, x))
+    ]
+    return [
+        *found,
+        f"{host_us(lambda _: step(call, block, x), device=x.device, calls=2) / 1e3:.2f}",
+    ]
 
 
 def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
-    """What was fused, and a row for each way to run the block, of its worst rank; fails if one is further off than rounding."""
+    """What was fused, and a row for each way to run the block, of its worst rank; fails if one is
+    further off than rounding.
+    """
     console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
     for plan in zip(*ranks, strict=True):
         name = "tensor + sequence parallel" if plan[0]["sequence_parallel"] else "tensor parallel"
@@ -217,24 +278,38 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
         for finding in plan[0]["findings"]:
             console.print(f"  {described(finding)}", markup=False)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
-        for heading in ("way", "error of output", "worst of gradients", "forward ms", "step ms", "host ms"):
+        for heading in (
+            "way",
+            "error of output",
+            "worst of gradients",
+            "forward ms",
+            "step ms",
+            "host ms",
+        ):
             table.add_column(heading, justify="left" if heading == "way" else "right")
         allowed: dict[str, float] = {}
         failures = []
         for ways in zip(*(rank["ways"] for rank in plan), strict=True):
             errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
             gradients = max(error for key, error in errors.items() if key != "output")
-            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2])  # times are the slowest rank's
+            table.add_row(
+                ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2]
+            )  # times are the slowest rank's
             if not allowed:  # eager comes first
                 eps = torch.finfo(DTYPES[settings.dtype]).eps
                 allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
             wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
-            failures += [f"{name}, {ways[0][0]}: {key} {error:.1e}, allowed {allowed[key]:.1e}" for key, error in wrong.items()]
+            failures += [
+                f"{name}, {ways[0][0]}: {key} {error:.1e}, allowed {allowed[key]:.1e}"
+                for key, error in wrong.items()
+            ]
         console.print(table)
         assert not failures, failures
         if plan[0]["device"] == "cpu":  # where every pair that can be fused is
             fused = sum(finding.operator is not None for finding in plan[0]["findings"])
-            assert fused == (8 if plan[0]["sequence_parallel"] else 7), f"{name}: {fused} pairs were fused"
+            assert fused == (8 if plan[0]["sequence_parallel"] else 7), (
+                f"{name}: {fused} pairs were fused"
+            )
 
 
 def milliseconds(time: Timing) -> str:
@@ -249,20 +324,32 @@ def described(finding: Finding) -> str:
 
 
 def main(
-    world_size: Annotated[int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads; the ranks must divide them.")] = Settings.kv_heads,
+    kv_heads: Annotated[
+        int, typer.Option(help="Key and value heads; the ranks must divide them.")
+    ] = Settings.kv_heads,
     hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
-    sequence: Annotated[int, typer.Option(help="Positions; the ranks must divide them.")] = Settings.sequence,
+    sequence: Annotated[
+        int, typer.Option(help="Positions; the ranks must divide them.")
+    ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
-    times: Annotated[bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")] = Settings.times,
+    times: Annotated[
+        bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
+    ] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-    plan: Annotated[str, typer.Option(help="tensor: activations whole between layers; sequence: sharded; both.")] = Settings.plan,
+    plan: Annotated[
+        str, typer.Option(help="tensor: activations whole between layers; sequence: sharded; both.")
+    ] = Settings.plan,
 ) -> None:
-    """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager execution."""
+    """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager
+    execution.
+    """
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
@@ -277,7 +364,9 @@ def main(
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"Error: {error.line}", style="bold red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"Error: {error.line}", style="bold red", markup=False
+        )
         raise typer.Exit(1) from None
 
 

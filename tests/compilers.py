@@ -1,4 +1,5 @@
-"""Compile every kernel for every target, beside the other tests; the cases are in ``tests/test_compile_targets.py``.
+"""Compile every kernel for every target, beside the other tests; the cases are in
+``tests/test_compile_targets.py``.
 
 What has compiled once is not compiled again: for each case a file whose name is a hash of the
 kernel's source with all that it calls, the case's types and constants, Triton's version, the target
@@ -41,7 +42,9 @@ class Compiler:
     process: subprocess.Popen[bytes] | None
 
     def check(self, target: str) -> None:
-        """Wait until all is compiled; fail with what was said about a target if something did not compile for it."""
+        """Wait until all is compiled; fail with what was said about a target if something did not
+        compile for it.
+        """
         end = time.monotonic() + 1100
         while not (self.folder / "failures.json").exists():
             assert time.monotonic() < end, (self.folder / "log").read_text()[-4000:]
@@ -50,7 +53,9 @@ class Compiler:
 
 
 def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
-    """A command that runs this file, and its environment: where TRITON_INTERPRET is set, a kernel is a Python function."""
+    """A command that runs this file, and its environment: where TRITON_INTERPRET is set, a kernel
+    is a Python function.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return [sys.executable, "-m", "tests.compilers", *map(str, arguments)], environment
 
@@ -58,7 +63,9 @@ def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
 def cases() -> list[str]:
     """The kernel and target of every case, from a process of its own."""
     command, environment = _command()
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=300
+    )
     return done.stdout.splitlines()
 
 
@@ -77,7 +84,12 @@ def start(folder: Path, compiled: Path) -> Compiler:
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty: compile, not load
     environment["TRITON_DUMP_PTXAS_LOG"] = "1"
     with (folder / "log").open("w") as log:
-        return Compiler(folder, subprocess.Popen(["nice", "-n", "5", *command], env=environment, stdout=log, stderr=log))
+        return Compiler(
+            folder,
+            subprocess.Popen(
+                ["nice", "-n", "5", *command], env=environment, stdout=log, stderr=log
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +102,13 @@ class _Task:
     def source(self) -> Any:
         from triton.compiler import ASTSource
 
-        constants = {name: value for name, value in self.constants.items() if name in self.kernel.arg_names}
-        signature = {name: "constexpr" if name in constants else self.types[name] for name in self.kernel.arg_names}
+        constants = {
+            name: value for name, value in self.constants.items() if name in self.kernel.arg_names
+        }
+        signature = {
+            name: "constexpr" if name in constants else self.types[name]
+            for name in self.kernel.arg_names
+        }
         return ASTSource(self.kernel, signature, constants)
 
     @property
@@ -124,14 +141,23 @@ class _Task:
 
 
 def _tasks() -> Iterator[_Task]:
-    """Every case for one target: what is wrong with a case is rarely wrong on one GPU only. Else one per kernel."""
+    """Every case for one target: what is wrong with a case is rarely wrong on one GPU only. Else
+    one per kernel.
+    """
     from tests.test_compile_targets import cases_of, kernels
 
     for target in TARGETS:
         for kernel in kernels():
-            tasks = [_Task(kernel, types, constants, target) for types, constants in cases_of(kernel.__name__)]
+            tasks = [
+                _Task(kernel, types, constants, target)
+                for types, constants in cases_of(kernel.__name__)
+            ]
             if TARGETS[target][0] != "cuda":  # descriptors are NVIDIA's
-                tasks = [task for task in tasks if not any("tensordesc" in kind for kind in task.types.values())]
+                tasks = [
+                    task
+                    for task in tasks
+                    if not any("tensordesc" in kind for kind in task.types.values())
+                ]
             yield from tasks if target == THOROUGH else tasks[:1]
 
 
@@ -166,12 +192,16 @@ def compile_all(compiled: Path) -> dict[str, list[str]]:
                 (compiled / keys[index]).touch()
             else:
                 found[task.target].append(failure)
-            print(task.kernel.__name__, task.target, "failed" if failure else "compiled", flush=True)
+            print(
+                task.kernel.__name__, task.target, "failed" if failure else "compiled", flush=True
+            )
     return found
 
 
 def main(compiled: Path, failures: Path) -> None:
-    """Write the failures by target to ``failures`` when all is compiled, or when that has failed as a whole."""
+    """Write the failures by target to ``failures`` when all is compiled, or when that has failed as
+    a whole.
+    """
     try:
         found = compile_all(compiled)
     except BaseException:

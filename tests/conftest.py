@@ -13,16 +13,24 @@ from tests import compilers
 from tests.pool import Pool, pools
 
 # Examples run in other processes and take a while; the same ones every time.
-hypothesis.settings.register_profile("interlace", deadline=None, derandomize=True, database=None, max_examples=25)
+hypothesis.settings.register_profile(
+    "interlace", deadline=None, derandomize=True, database=None, max_examples=25
+)
 hypothesis.settings.load_profile("interlace")
 
 
 @pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[compilers.Compiler]:
-    """The process that compiles every kernel that has changed: one, if tests run in several processes."""
+def compiler(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[compilers.Compiler]:
+    """The process that compiles every kernel that has changed: one, if tests run in several
+    processes.
+    """
     folder = tmp_path_factory.getbasetemp()
     several = "PYTEST_XDIST_WORKER" in os.environ
-    started = compilers.start((folder.parent if several else folder) / "compiler", pytestconfig.cache.mkdir("compiled"))
+    started = compilers.start(
+        (folder.parent if several else folder) / "compiler", pytestconfig.cache.mkdir("compiled")
+    )
     yield started
     if started.process is not None:
         if not several:
@@ -32,8 +40,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Conf
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_meanwhile(request: pytest.FixtureRequest) -> None:
-    """Start to compile before the first test: it takes a minute, and the other tests leave enough time."""
-    if any("compiler" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+    """Start to compile before the first test: it takes a minute, and the other tests leave enough
+    time.
+    """
+    if any(
+        "compiler" in item.fixturenames
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+    ):
         request.getfixturevalue("compiler")
 
 
@@ -47,7 +61,9 @@ def quick_launches() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark one case of every test file as quick: those that its author has marked, or else the first one."""
+    """Mark one case of every test file as quick: those that its author has marked, or else the
+    first one.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("gpu") is None:
@@ -58,7 +74,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ranks", type=int, help="ranks of a GPU test; default: one per GPU, at least two and at most four")
+    parser.addoption(
+        "--ranks",
+        type=int,
+        help="ranks of a GPU test; default: one per GPU, at least two and at most four",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Ranks for tests: processes that are started once per world size and then run any number of functions."""
+"""Ranks for tests: processes that are started once per world size and then run any number of
+functions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from typing import Any
 import pytest
 
 TIMEOUT_S = 180.0
-"""Seconds that a function may take. Other jobs may have all cores, and the ranks may still have to start."""
+"""Seconds that a function may take. Other jobs may have all cores, and the ranks may still have to
+start.
+"""
 
 _ENVIRONMENTS = {
     "cpu": {
@@ -58,10 +62,13 @@ class Pool:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
         """``function(*args)`` on every rank; its results in rank order.
 
-        After a failure the processes are replaced: ranks that stopped at different points no longer agree.
+        After a failure the processes are replaced: ranks that stopped at different points no longer
+            agree.
         """
         if not self._processes:
             self._start()
@@ -103,7 +110,10 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise RankFailure(f"{name}: ranks {sorted(waiting.values())} did not end in time.\n{self._stacks()}")
+                raise RankFailure(
+                    f"{name}: ranks {sorted(waiting.values())} did not end in "
+                    f"time.\n{self._stacks()}"
+                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -111,7 +121,9 @@ class Pool:
                     succeeded, results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     self._processes[rank].join(5)
-                    raise RankFailure(f"{name}: rank {rank} died (exit code {self._processes[rank].exitcode}).") from None
+                    raise RankFailure(
+                        f"{name}: rank {rank} died (exit code {self._processes[rank].exitcode})."
+                    ) from None
                 if not succeeded:
                     raise RankFailure(f"{name}: rank {rank} failed first.\n{results[rank]}")
         return [results[rank] for rank in range(self.world_size)]
@@ -123,7 +135,10 @@ class Pool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # the signal handler writes; nothing tells when it is done
         files = (Path(self._folder.name) / f"stack-{rank}" for rank in range(self.world_size))
-        return "\n".join(f"--- rank {rank}\n{file.read_text() if file.exists() else ''}" for rank, file in enumerate(files))
+        return "\n".join(
+            f"--- rank {rank}\n{file.read_text() if file.exists() else ''}"
+            for rank, file in enumerate(files)
+        )
 
 
 @contextlib.contextmanager
@@ -136,7 +151,9 @@ def _environment_of(backend: str) -> Iterator[None]:
 
 
 def fork_server() -> Any:
-    """Processes of the cpu backend, forked from one that has imported what they need: that takes seconds."""
+    """Processes of the cpu backend, forked from one that has imported what they need: that takes
+    seconds.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     with _environment_of("cpu"), pytest.MonkeyPatch.context() as patch:
@@ -147,7 +164,9 @@ def fork_server() -> Any:
 
 @contextlib.contextmanager
 def pools(backend: str) -> Iterator[Callable[[int], Pool]]:
-    """A function that returns the pool of a world size, the same one each time; all are closed at the end."""
+    """A function that returns the pool of a world size, the same one each time; all are closed at
+    the end.
+    """
     started: dict[int, Pool] = {}
 
     def pool(world_size: int) -> Pool:
@@ -167,13 +186,16 @@ def _serve(connection: Connection, backend: str, rank: int, world_size: int, fol
 
         torch.set_num_threads(1)
         if backend == "cpu":
-            # Memory that nobody wrote is NaN (integers: the largest number), so that no test passes because it happened to
-            # be zero. This is what fills it; use_deterministic_algorithms would import the whole of Inductor.
+            # Memory that nobody wrote is NaN (integers: the largest number), so that no test passes
+            # because it happened to be zero. This is what fills it; use_deterministic_algorithms
+            # would import the whole of Inductor.
             torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = True
         local_rank = rank if backend == "cpu" else rank % torch.cuda.device_count()
         store = f"file://{folder}/store"
-        init_process_group(backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank)
+        init_process_group(
+            backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank
+        )
         while True:
             try:
                 message = connection.recv_bytes()

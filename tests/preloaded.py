@@ -1,4 +1,6 @@
-"""What ranks of tests on the CPU import, for the process that they are forked from; see ``tests/pool.py``."""
+"""What ranks of tests on the CPU import, for the process that they are forked from; see
+``tests/pool.py``.
+"""
 
 import importlib
 import pkgutil

@@ -1,4 +1,6 @@
-"""Launches and whole programs whose processes are forked rather than started: see ``tests/preloaded.py``."""
+"""Launches and whole programs whose processes are forked rather than started: see
+``tests/preloaded.py``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _from_server(fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) 
     return _start_processes(_in_environment, arguments, **options | {"start_method": "forkserver"})
 
 
-def _in_environment(rank: int, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _in_environment(
+    rank: int, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
     fn(rank, *args)
@@ -51,7 +55,9 @@ class Ended:
 
 
 def run_program(path: Path, *arguments: object, folder: Path) -> Ended:
-    """Run a Python program on the CPU backend, in a process of its own; ``folder`` is where its output is kept."""
+    """Run a Python program on the CPU backend, in a process of its own; ``folder`` is where its
+    output is kept.
+    """
     outputs = [folder / "stdout", folder / "stderr"]
     argv = [str(path), *map(str, arguments)]
     process = fork_server().Process(target=_run, args=(argv, [str(output) for output in outputs]))

@@ -1,7 +1,8 @@
-"""Every kernel of every operator compiles for every GPU that is supported, and for one of them in every way, without a GPU.
+"""Every kernel of every operator compiles for every GPU that is supported, and for one of them in
+every way, without a GPU.
 
-In processes of their own, without TRITON_INTERPRET: there a kernel would be a Python function. A kernel without a case
-here fails the test.
+In processes of their own, without TRITON_INTERPRET: there a kernel would be a Python function. A
+kernel without a case here fails the test.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 
 
 def cases_of(kernel):
-    """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at least once."""
+    """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at
+    least once.
+    """
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
@@ -28,19 +31,32 @@ def cases_of(kernel):
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gemm_all_reduce": _products,
-        "gemm_all_to_all": lambda: [case for batch in (1, 2) for case in _products({"BATCH": batch})],
+        "gemm_all_to_all": lambda: [
+            case for batch in (1, 2) for case in _products({"BATCH": batch})
+        ],
         "gemm_reduce_scatter": _products,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
-        "meet": lambda: [(_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}), (_MEETING, {"WORLD_SIZE": 4, "sound": None})],
+        "meet": lambda: [
+            (_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}),
+            (_MEETING, {"WORLD_SIZE": 4, "sound": None}),
+        ],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
-        "multiply_and_sum": lambda: [case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})],
+        "multiply_and_sum": lambda: [
+            case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})
+        ],
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [
-            (_FETCHING | {"whole": kind, "cells": "i32"}, {"WORLD_SIZE": 8}) for kind in ("*bf16", "*fp8e4nv")
+            (_FETCHING | {"whole": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
+            for kind in ("*bf16", "*fp8e4nv")
         ],
-        "settle_products": lambda: [(_FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"}, {"BLOCK": 4096})],
+        "settle_products": lambda: [
+            (
+                _FETCHING | dict.fromkeys(("blocks", "cells"), "i32") | {"y": "*bf16"},
+                {"BLOCK": 4096},
+            )
+        ],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
@@ -56,7 +72,17 @@ _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32",
 
 def _stage_rows():
     """Rows, this rank's own as well or instead; float8 with scales."""
-    names = ("rows", "K", "x_stride", "x_scale_stride", "inner_groups", "own_first", "own_rows", "own_share", "own_distance")
+    names = (
+        "rows",
+        "K",
+        "x_stride",
+        "x_scale_stride",
+        "inner_groups",
+        "own_first",
+        "own_rows",
+        "own_share",
+        "own_distance",
+    )
     addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
     types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
     blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 4, "COLS": 1024}
@@ -67,10 +93,21 @@ def _stage_rows():
 
 def _spread_rows():
     """The same rows to all, and others to each."""
-    addresses, sizes = ("landing_address", "half_bytes"), ("share", "distance", "K", "x_stride", "whole_stride")
-    types = _MEETING | {"routes": "*i64"} | dict.fromkeys(addresses, "i64") | dict.fromkeys(sizes, "i32")
+    addresses, sizes = (
+        ("landing_address", "half_bytes"),
+        ("share", "distance", "K", "x_stride", "whole_stride"),
+    )
+    types = (
+        _MEETING
+        | {"routes": "*i64"}
+        | dict.fromkeys(addresses, "i64")
+        | dict.fromkeys(sizes, "i32")
+    )
     for dtype, each in (("*bf16", False), ("*fp32", True)):
-        yield types | {"x": dtype, "whole": dtype}, {"WORLD_SIZE": 4, "EACH": each, "ROWS": 4, "COLS": 1024}
+        yield (
+            types | {"x": dtype, "whole": dtype},
+            {"WORLD_SIZE": 4, "EACH": each, "ROWS": 4, "COLS": 1024},
+        )
 
 
 def _collect():
@@ -78,10 +115,17 @@ def _collect():
     import triton.language as tl
 
     addresses = dict.fromkeys(("slots", "result", "landing"), "i64")
-    types = _MEETING | addresses | dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
+    types = (
+        _MEETING
+        | addresses
+        | dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
+    )
     options = {"WORLD_SIZE": 4, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024, "sound": None}
     for how, flag in (("copy", True), ("sum", True), ("sum_for_all", False), ("sum_for_all", True)):
-        yield types, options | {"HOW": how, "IN_PLACE": flag and how == "sum_for_all", "CAPTURED": flag}
+        yield (
+            types,
+            options | {"HOW": how, "IN_PLACE": flag and how == "sum_for_all", "CAPTURED": flag},
+        )
     yield types | {"sound": "*i32"}, {name: value for name, value in options.items() if name != "sound"} | {
         "HOW": "copy", "IN_PLACE": False, "CAPTURED": False, "DTYPE": tl.float32,
     }  # fmt: skip
@@ -96,20 +140,69 @@ _EMBEDDING_TYPES = {
 
 
 def _embedding_all_to_all_forward():
-    """Each protocol and order, table and output dtype, kind of index; whole and partly filled vectors; one rank."""
+    """Each protocol and order, table and output dtype, kind of index; whole and partly filled
+    vectors; one rank.
+    """
     import triton.language as tl
 
     def case(protocol, index, dtype, out, width, whole, align, bags, unroll, **more):
-        types = _EMBEDDING_TYPES | {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
-        sizes = {"BAGS": bags, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "SLICE_BLOCKS": 8, "WORLD_SIZE": 4}
-        flags = {"PROTOCOL": protocol, "ORDER": "interleaved", "MEAN": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
+        types = _EMBEDDING_TYPES | {
+            "indices": f"*{index}",
+            "offsets": f"*{index}",
+            "weights": "*fp32",
+        }
+        sizes = {
+            "BAGS": bags,
+            "WIDTH": width,
+            "UNROLL": unroll,
+            "ALIGN": align,
+            "SLICE_BLOCKS": 8,
+            "WORLD_SIZE": 4,
+        }
+        flags = {
+            "PROTOCOL": protocol,
+            "ORDER": "interleaved",
+            "MEAN": False,
+            "DTYPE": dtype,
+            "OUT": out,
+            "WHOLE": whole,
+        }
         return types, {"tiles": None} | flags | sizes | more
 
     yield case("direct", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
-    yield case("direct", "i32", tl.float16, tl.float32, 128, False, 1, 8, 2, ORDER="local_first", WORLD_SIZE=3)
-    yield case("direct", "i64", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 8, MEAN=True, weights=None, WORLD_SIZE=1)
-    yield case("sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8)
-    types, constants = case("tiles", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
+    yield case(
+        "direct",
+        "i32",
+        tl.float16,
+        tl.float32,
+        128,
+        False,
+        1,
+        8,
+        2,
+        ORDER="local_first",
+        WORLD_SIZE=3,
+    )
+    yield case(
+        "direct",
+        "i64",
+        tl.bfloat16,
+        tl.bfloat16,
+        2048,
+        True,
+        8,
+        1,
+        8,
+        MEAN=True,
+        weights=None,
+        WORLD_SIZE=1,
+    )
+    yield case(
+        "sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8
+    )
+    types, constants = case(
+        "tiles", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None
+    )
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
 
@@ -118,57 +211,183 @@ def _embedding_all_to_all_backward():
     """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
     import triton.language as tl
 
-    pointers = dict.fromkeys(("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets", "arrivals"), "*i32")
+    pointers = dict.fromkeys(
+        (
+            "bags",
+            "segments",
+            "runs",
+            "run_bags",
+            "run_segments",
+            "run_count",
+            "tickets",
+            "arrivals",
+        ),
+        "*i32",
+    )
     addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
-    sizes = dict.fromkeys(("tables_most", "most_groups"), "i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    sizes = dict.fromkeys(("tables_most", "most_groups"), "i32") | dict.fromkeys(
+        ("learning_rate", "epsilon"), "fp32"
+    )
     lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
 
     def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):
         types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"run_keys": f"*{key}"}
-        blocks = {"RUNS": runs, "WIDTH": width, "UNROLL": unroll, "ALIGN": align, "ROWS": 8, "BLOCKS": 4, "PIECE": width}
-        flags = {"PUSHERS": 64, "UPDATE": update, "BY_SEGMENT": False, "DTYPE": dtype, "OUT": out, "WHOLE": whole}
-        return types, flags | blocks | {"RUN_LOOKUPS": 128, "TICKET": 4, "WORLD_SIZE": 4, "tiles": None} | more
+        blocks = {
+            "RUNS": runs,
+            "WIDTH": width,
+            "UNROLL": unroll,
+            "ALIGN": align,
+            "ROWS": 8,
+            "BLOCKS": 4,
+            "PIECE": width,
+        }
+        flags = {
+            "PUSHERS": 64,
+            "UPDATE": update,
+            "BY_SEGMENT": False,
+            "DTYPE": dtype,
+            "OUT": out,
+            "WHOLE": whole,
+        }
+        return types, flags | blocks | {
+            "RUN_LOOKUPS": 128,
+            "TICKET": 4,
+            "WORLD_SIZE": 4,
+            "tiles": None,
+        } | more
 
     yield case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 4, 2, scale=None)
-    types, constants = case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 2, 1, scale=None)
+    types, constants = case(
+        "adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 2, 1, scale=None
+    )
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 8, 256]>"}, constants
     yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
-    yield case("store", "i32", tl.bfloat16, tl.bfloat16, 2048, True, 8, 1, 4, BY_SEGMENT=True, scale=None, WORLD_SIZE=8, ROWS=1)
-    yield case("store", "i32", tl.float32, tl.float16, 64, False, 8, 4, 1, scale=None, WORLD_SIZE=1, PUSHERS=0)
+    yield case(
+        "store",
+        "i32",
+        tl.bfloat16,
+        tl.bfloat16,
+        2048,
+        True,
+        8,
+        1,
+        4,
+        BY_SEGMENT=True,
+        scale=None,
+        WORLD_SIZE=8,
+        ROWS=1,
+    )
+    yield case(
+        "store",
+        "i32",
+        tl.float32,
+        tl.float16,
+        64,
+        False,
+        8,
+        4,
+        1,
+        scale=None,
+        WORLD_SIZE=1,
+        PUSHERS=0,
+    )
 
 
 def _products(more=None):
     """Descriptors, whole tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
     import triton.language as tl
 
-    names = ("slot_address", "half_bytes", "outputs", "buffers", "buffer_bytes", "gathered_address", "y_address", "signals")
-    sizes = ("call", "taken", "per_source", "most_rows", "own_rows", "M", "N", "row_groups", "inner_groups", "spread_ns")
+    names = (
+        "slot_address",
+        "half_bytes",
+        "outputs",
+        "buffers",
+        "buffer_bytes",
+        "gathered_address",
+        "y_address",
+        "signals",
+    )
+    sizes = (
+        "call",
+        "taken",
+        "per_source",
+        "most_rows",
+        "own_rows",
+        "M",
+        "N",
+        "row_groups",
+        "inner_groups",
+        "spread_ns",
+    )
     sizes += ("rows", "piece_rows", "product_rows")
     strides = ("x_stride", "w_stride", "x_scale_stride", "w_scale_stride")
-    types = {**dict.fromkeys((*names, "scale_offset"), "i64"), **dict.fromkeys((*sizes, *strides, "K"), "i32"), "routes": "*i64"}
-    types |= {"epochs": "*i32", "notes": "*i32", "ctx": "*i64", **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32")}
-    blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "INTERLEAVE": 8, "ALIGN": 8, "WORLD_SIZE": 4}
-    flags = {"OUT": tl.bfloat16, "PRECISION": "ieee", "EVEN": True, "TILES": True, "DESCRIPTORS": True, "W_ALONG_K": True}
+    types = {
+        **dict.fromkeys((*names, "scale_offset"), "i64"),
+        **dict.fromkeys((*sizes, *strides, "K"), "i32"),
+        "routes": "*i64",
+    }
+    types |= {
+        "epochs": "*i32",
+        "notes": "*i32",
+        "ctx": "*i64",
+        **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
+    }
+    blocks = {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "BLOCK_K": 64,
+        "GROUP_M": 8,
+        "INTERLEAVE": 8,
+        "ALIGN": 8,
+        "WORLD_SIZE": 4,
+    }
+    flags = {
+        "OUT": tl.bfloat16,
+        "PRECISION": "ieee",
+        "EVEN": True,
+        "TILES": True,
+        "DESCRIPTORS": True,
+        "W_ALONG_K": True,
+    }
     plain = flags | blocks | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
     def described(dtype):
         outside = dict.fromkeys(("slots", "results"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
         inside = dict.fromkeys(("x", "w", "whole"), f"tensordesc<{dtype}[64, 64]>")
-        whole = {"gathered": f"tensordesc<{dtype}[1, 1, 64, 64]>", "result": "tensordesc<bf16[64, 64]>"}
+        whole = {
+            "gathered": f"tensordesc<{dtype}[1, 1, 64, 64]>",
+            "result": "tensordesc<bf16[64, 64]>",
+        }
         return types | inside | outside | whole | {"tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
 
     yield described("bf16"), plain | unscaled | {"bias": None}
     yield described("fp8e4nv"), plain | {"bias": None, "WORLD_SIZE": 3}
     pointers = types | dict.fromkeys(("x", "w", "whole", "bias"), "*fp16")
-    less = {"OUT": tl.float16, "EVEN": False, "TILES": False, "DESCRIPTORS": False, "W_ALONG_K": False, "WORLD_SIZE": 8}
-    yield pointers, plain | unscaled | less | dict.fromkeys(("tiles", "slots", "results", "gathered", "result"))
+    less = {
+        "OUT": tl.float16,
+        "EVEN": False,
+        "TILES": False,
+        "DESCRIPTORS": False,
+        "W_ALONG_K": False,
+        "WORLD_SIZE": 8,
+    }
+    yield (
+        pointers,
+        plain
+        | unscaled
+        | less
+        | dict.fromkeys(("tiles", "slots", "results", "gathered", "result")),
+    )
 
 
 def _counted_product():
     """As the products that travel; the output is this rank's."""
-    more = {"counters_address": "i64", **dict.fromkeys(("me", "pieces", "rows", "part_stride", "y_stride"), "i32")}
+    more = {
+        "counters_address": "i64",
+        **dict.fromkeys(("me", "pieces", "rows", "part_stride", "y_stride"), "i32"),
+    }
     for types, constants in _products():
         tiles = {"tiles": "tensordesc<bf16[1, 64, 64]>"} if constants["TILES"] else {}
         yield types | more | tiles, constants | {"OWN_BIAS": constants["DESCRIPTORS"]}
@@ -176,7 +395,14 @@ def _counted_product():
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
-    sizes = {"BLOCK_N": block_n, "BLOCK_B": block_b, "BLOCK_K": block_k, "EVEN": even, "EVEN_K": even, "PRECISION": "ieee"}
+    sizes = {
+        "BLOCK_N": block_n,
+        "BLOCK_B": block_b,
+        "BLOCK_K": block_k,
+        "EVEN": even,
+        "EVEN_K": even,
+        "PRECISION": "ieee",
+    }
     return _TYPES | tensors, sizes | more
 
 
@@ -184,14 +410,22 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("bf16", 4, 1, 512, True, ONE_TILE=True, VALUES=1, WORLD_SIZE=4)
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8)
     yield _gemv_all_reduce("fp16", 32, 16, 128, False, ONE_TILE=True, VALUES=2, WORLD_SIZE=2)
-    types, constants = _gemv_all_reduce("bf16", 32, 2, 128, True, ONE_TILE=False, VALUES=2, WORLD_SIZE=1)
+    types, constants = _gemv_all_reduce(
+        "bf16", 32, 2, 128, True, ONE_TILE=False, VALUES=2, WORLD_SIZE=1
+    )
     yield types, constants | {"bias": None}
 
 
 def _gemv_all_reduce_two_phase():
-    yield _gemv_all_reduce("bf16", 64, 16, 128, True, ONE_TILE=True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16)
-    yield _gemv_all_reduce("fp32", 16, 64, 64, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8)
-    types, constants = _gemv_all_reduce("fp16", 16, 1, 256, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2)
+    yield _gemv_all_reduce(
+        "bf16", 64, 16, 128, True, ONE_TILE=True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16
+    )
+    yield _gemv_all_reduce(
+        "fp32", 16, 64, 64, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8
+    )
+    types, constants = _gemv_all_reduce(
+        "fp16", 16, 1, 256, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2
+    )
     yield types, constants | {"bias": None}
 
 
@@ -201,7 +435,8 @@ _MOE_TYPES = {
     **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
     **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
     **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
-    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"), "epochs": "*i32", "ctx": "*i64",
+    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"),
+    "epochs": "*i32", "ctx": "*i64",
 }  # fmt: skip
 _MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
 
@@ -230,32 +465,74 @@ def _mixture_of_experts_products(kernel):
         weight = "256, 64" if transposed else "64, 256"
         out = "128, 128" if transposed else "128, 256"
         types = _MOE_TYPES | {
-            "x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>", "b_tiles": f"tensordesc<bf16[{weight}]>",
-            "out_tiles": f"tensordesc<bf16[{out}]>", "kept_tiles": f"tensordesc<bf16[{out}]>",
-            "put_tiles": "tensordesc<bf16[1, 128, 256]>",
+            "x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>",
+            "b_tiles": f"tensordesc<bf16[{weight}]>", "out_tiles": f"tensordesc<bf16[{out}]>",
+            "kept_tiles": f"tensordesc<bf16[{out}]>", "put_tiles": "tensordesc<bf16[1, 128, 256]>",
         }  # fmt: skip
         if kernel == "grouped_gemm_gradient":
-            types |= {"a_tiles": "tensordesc<bf16[64, 128]>", "b_tiles": "tensordesc<bf16[64, 256]>"}
+            types |= {
+                "a_tiles": "tensordesc<bf16[64, 128]>",
+                "b_tiles": "tensordesc<bf16[64, 256]>",
+            }
             types |= {"out_tiles": "tensordesc<bf16[128, 256]>"}
-        flags = {"DTYPE": tl.bfloat16, "TILES": True, "PRECISION": "ieee", "BM": 128, "BN": 256, "BK": 64, "TRANSPOSED": transposed}
+        flags = {
+            "DTYPE": tl.bfloat16,
+            "TILES": True,
+            "PRECISION": "ieee",
+            "BM": 128,
+            "BN": 256,
+            "BK": 64,
+            "TRANSPOSED": transposed,
+        }
         flags |= {"num_warps": 8}
-        flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": keep}
+        flags |= {
+            "ACTIVATE": transposed,
+            "MEET": not transposed,
+            "SCALED": not transposed,
+            "KEEP": keep,
+        }
         flags |= {"EVEN": transposed}
         more = {} if keep else {"kept_tiles": None}
-        yield types, flags | lanes | pushes | more | ({"scales": None, "met": None} if transposed else {"grants": None})
+        yield (
+            types,
+            flags
+            | lanes
+            | pushes
+            | more
+            | ({"scales": None, "met": None} if transposed else {"grants": None}),
+        )
     none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
     for transposed in [kernel == "dispatch_grouped_gemm"]:
-        flags = {"DTYPE": tl.float32, "TILES": False, "PRECISION": "ieee", "BM": 64, "BN": 64, "BK": 32, "TRANSPOSED": transposed}
-        flags |= {"ACTIVATE": transposed, "MEET": not transposed, "SCALED": not transposed, "KEEP": transposed}
+        flags = {
+            "DTYPE": tl.float32,
+            "TILES": False,
+            "PRECISION": "ieee",
+            "BM": 64,
+            "BN": 64,
+            "BK": 32,
+            "TRANSPOSED": transposed,
+        }
+        flags |= {
+            "ACTIVATE": transposed,
+            "MEET": not transposed,
+            "SCALED": not transposed,
+            "KEEP": transposed,
+        }
         flags |= {"EVEN": False}
         yield (
             _MOE_TYPES | {"x": "*fp32"},
-            flags | lanes | pushes | none | ({"scales": None, "met": None} if transposed else {"grants": None}),
+            flags
+            | lanes
+            | pushes
+            | none
+            | ({"scales": None, "met": None} if transposed else {"grants": None}),
         )
 
 
 def kernels():
-    """Every kernel that is launched: a public JITFunction that takes a context, or asks for its program's index."""
+    """Every kernel that is launched: a public JITFunction that takes a context, or asks for its
+    program's index.
+    """
     import importlib.util
     import pkgutil
 
@@ -263,13 +540,23 @@ def kernels():
 
     import interlace.ops
 
-    packages = [package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg]
-    operators = [f"ops.{name}.kernel" for name in packages if importlib.util.find_spec(f"interlace.ops.{name}.kernel")]
+    packages = [
+        package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg
+    ]
+    operators = [
+        f"ops.{name}.kernel"
+        for name in packages
+        if importlib.util.find_spec(f"interlace.ops.{name}.kernel")
+    ]
     for name in [*operators, "mapped.kernel", "products.counted", "products.staged"]:
         module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
-            if local and not name.startswith("_") and ("ctx" in value.arg_names or "tl.program_id(" in value.src):
+            if (
+                local
+                and not name.startswith("_")
+                and ("ctx" in value.arg_names or "tl.program_id(" in value.src)
+            ):
                 yield value
 
 

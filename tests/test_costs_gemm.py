@@ -1,11 +1,19 @@
-"""Costs of the operators around a matrix product, by hand: x [8, 4], w [6, 4], two bytes an element, four ranks."""
+"""Costs of the operators around a matrix product, by hand: x [8, 4], w [6, 4], two bytes an
+element, four ranks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from interlace.costs import all_gather_gemm, all_to_all_bmm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter
+from interlace.costs import (
+    all_gather_gemm,
+    all_to_all_bmm,
+    gemm_all_reduce,
+    gemm_all_to_all,
+    gemm_reduce_scatter,
+)
 from interlace.costs.gemm import ProductCost, leaving
 
 SIZES: dict[str, Any] = {"rows": 8, "columns": 6, "inner": 4, "itemsize": 2}
@@ -16,7 +24,9 @@ OUTPUT = 8 * 6 * 2
 
 def test_all_to_all() -> None:
     """Six of eight rows leave."""
-    assert gemm_all_to_all.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY, 6 * 6 * 2, 0, OUTPUT)
+    assert gemm_all_to_all.fused(**SIZES, world_size=4) == ProductCost(
+        FLOPS, MEMORY, 6 * 6 * 2, 0, OUTPUT
+    )
 
 
 def test_reduce_scatter() -> None:
@@ -24,23 +34,38 @@ def test_reduce_scatter() -> None:
     cost = gemm_reduce_scatter.fused(**SIZES, world_size=4)
     assert cost == ProductCost(FLOPS, MEMORY, 6 * 6 * 2, OUTPUT + OUTPUT // 4, OUTPUT)
     wide = gemm_reduce_scatter.fused(**SIZES, world_size=4, part_itemsize=4)
-    assert (wide.link_bytes, wide.size, wide.memory_bytes) == (6 * 6 * 4, 8 * 6 * 4, MEMORY + OUTPUT)
+    assert (wide.link_bytes, wide.size, wide.memory_bytes) == (
+        6 * 6 * 4,
+        8 * 6 * 4,
+        MEMORY + OUTPUT,
+    )
 
 
 def test_all_reduce() -> None:
-    """As reduce-scatter, and the sums of two rows go to three ranks; six rows of sums are written here."""
-    scatter, cost = gemm_reduce_scatter.fused(**SIZES, world_size=4), gemm_all_reduce.fused(**SIZES, world_size=4)
+    """As reduce-scatter, and the sums of two rows go to three ranks; six rows of sums are written
+    here.
+    """
+    scatter, cost = (
+        gemm_reduce_scatter.fused(**SIZES, world_size=4),
+        gemm_all_reduce.fused(**SIZES, world_size=4),
+    )
     assert cost.link_bytes == scatter.link_bytes + 3 * 2 * 6 * 2
     assert cost.receive_bytes == scatter.receive_bytes + 6 * 6 * 2
 
 
 def test_all_gather() -> None:
-    """Two rows of x go to three ranks; six come, are written, and read with the others: 8 bytes each, which travel as 16."""
-    assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(FLOPS, MEMORY + 6 * 16, 6 * 16, 0, 8 * 16)
+    """Two rows of x go to three ranks; six come, are written, and read with the others: 8 bytes
+    each, which travel as 16.
+    """
+    assert all_gather_gemm.fused(**SIZES, world_size=4) == ProductCost(
+        FLOPS, MEMORY + 6 * 16, 6 * 16, 0, 8 * 16
+    )
 
 
 def test_a_batch_after_an_all_to_all() -> None:
-    """Two of three products' eight rows are here; six of each come, are written, and read: 8 bytes each, which travel as 16."""
+    """Two of three products' eight rows are here; six of each come, are written, and read: 8 bytes
+    each, which travel as 16.
+    """
     cost = all_to_all_bmm.fused(batch=3, **SIZES, world_size=4)
     assert cost == ProductCost(3 * FLOPS, 3 * (MEMORY + 6 * 16), 3 * 6 * 16, 0, 3 * 8 * 16)
     assert all_to_all_bmm.fused(batch=3, **SIZES, world_size=1).link_bytes == 0
@@ -53,23 +78,35 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_rows_that_are_not_split_evenly() -> None:
-    """Rank 1 has three of eight rows, or gives three of eight to itself; even splits given as lists change nothing."""
+    """Rank 1 has three of eight rows, or gives three of eight to itself; even splits given as lists
+    change nothing.
+    """
     sizes = SIZES | {"world_size": 4, "rank": 1}
     sent = gemm_all_to_all.fused(**sizes, input_splits=[4, 3, 0, 1], output_splits=[0, 3, 2, 0])
     assert sent == ProductCost(FLOPS, MEMORY - 3 * 6 * 2, 5 * 6 * 2, 0, OUTPUT)
     owned = gemm_reduce_scatter.fused(**sizes, splits=[4, 3, 0, 1])
     slots = 4 * 3 * 6 * 2
-    assert owned == ProductCost(FLOPS, MEMORY - OUTPUT + slots, 5 * 6 * 2, slots + 3 * 6 * 2, OUTPUT)
+    assert owned == ProductCost(
+        FLOPS, MEMORY - OUTPUT + slots, 5 * 6 * 2, slots + 3 * 6 * 2, OUTPUT
+    )
     gathered = all_gather_gemm.fused(**sizes, splits=[4, 3, 0, 1])
     assert gathered == ProductCost(FLOPS, MEMORY + 5 * 16, 3 * 3 * 16, 0, 8 * 16)
     even = [2, 2, 2, 2]
-    assert gemm_all_to_all.fused(**sizes, input_splits=even, output_splits=even) == gemm_all_to_all.fused(**sizes)
+    assert gemm_all_to_all.fused(
+        **sizes, input_splits=even, output_splits=even
+    ) == gemm_all_to_all.fused(**sizes)
     for operator in (gemm_reduce_scatter, all_gather_gemm):
         assert operator.fused(**sizes, splits=even) == operator.fused(**sizes)
     # In all, what leaves some rank arrives at another.
     splits = [4, 3, 0, 1]
     received = sum((8 - count) * 16 for count in splits)
-    assert sum(all_gather_gemm.fused(**sizes | {"rank": rank}, splits=splits).link_bytes for rank in range(4)) == received
+    assert (
+        sum(
+            all_gather_gemm.fused(**sizes | {"rank": rank}, splits=splits).link_bytes
+            for rank in range(4)
+        )
+        == received
+    )
 
 
 def test_results_of_another_width_than_operands() -> None:
@@ -80,7 +117,9 @@ def test_results_of_another_width_than_operands() -> None:
         cost, wide = operator.fused(**narrow), operator.fused(**SIZES, world_size=4)
         assert cost == dataclasses.replace(wide, memory_bytes=wide.memory_bytes - operands)
     # There, the operand travels.
-    assert all_gather_gemm.fused(**narrow) == ProductCost(FLOPS, operands + OUTPUT + 6 * 16, 6 * 16, 0, 8 * 16)
+    assert all_gather_gemm.fused(**narrow) == ProductCost(
+        FLOPS, operands + OUTPUT + 6 * 16, 6 * 16, 0, 8 * 16
+    )
 
 
 def test_uneven_shares_are_rounded_up() -> None:

@@ -9,7 +9,13 @@ import pytest
 def _modules_after(code):
     """Of torch, triton and numpy, those that are loaded after ``code`` in a new interpreter."""
     report = "\nimport sys; print(*[m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code + report], check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code + report],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     return set(done.stdout.split())
 
 
@@ -18,7 +24,10 @@ def _modules_after(code):
     [
         "import interlace",
         "import interlace; interlace.PeerTimeoutError; dir(interlace)",
-        "import interlace.costs.gemv_all_reduce, interlace.costs.embedding_all_to_all, interlace.costs.machine",
+        (
+            "import interlace.costs.gemv_all_reduce, interlace.costs.embedding_all_to_all, "
+            "interlace.costs.machine"
+        ),
         "import interlace.units, interlace.errors",
     ],
 )
@@ -31,8 +40,10 @@ def test_the_simulator_needs_neither_torch_nor_triton():
     """It must run where there is no torch: all its modules, and a run."""
     code = (
         "import importlib, pkgutil, interlace.sim as sim; "
-        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, 'interlace.sim.')]; "
-        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', nodes=4).simulate().total_ns"
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, "
+        "'interlace.sim.')]; "
+        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', "
+        "nodes=4).simulate().total_ns"
     )
     assert _modules_after(code) == {"numpy"}
 
@@ -41,12 +52,19 @@ WITHOUT_TRITON = [
     "import interlace; interlace.launch, interlace.empty_symmetric",
     "import interlace; interlace.embedding_all_to_all; interlace.models",
     "import interlace.nn",
-    "import interlace; interlace.gemv_all_reduce; import torch; torch.ops.interlace.gemv_all_reduce.default",
+    (
+        "import interlace; interlace.gemv_all_reduce; import torch; "
+        "torch.ops.interlace.gemv_all_reduce.default"
+    ),
     # Its gradient is the other operator.
-    "import interlace; interlace.gemm_reduce_scatter; import torch; torch.ops.interlace.all_gather_gemm.default",
+    "import interlace; interlace.gemm_reduce_scatter; import torch; "
+    "torch.ops.interlace.all_gather_gemm.default",
     "import interlace; interlace.embedding_all_to_all, interlace.optim.SGD; import torch; "
     "torch.ops.interlace.embedding_all_to_all.default",
-    "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), torch.empty(5, 4, device='meta'))",
+    (
+        "import interlace, torch; interlace.gemv_all_reduce(torch.empty(4, device='meta'), "
+        "torch.empty(5, 4, device='meta'))"
+    ),
 ]
 
 _EACH_WITHOUT_TRITON = """
@@ -61,7 +79,8 @@ for code in sys.argv[1:]:
 
 
 def test_operators_are_registered_without_triton():
-    """Triton reads TRITON_INTERPRET when it is imported: before the first call nobody knows what it must be.
+    """Triton reads TRITON_INTERPRET when it is imported: before the first call nobody knows what it
+    must be.
 
     Each in a process of its own, forked from one that has imported torch.
     """
@@ -78,5 +97,7 @@ def test_every_public_name_can_be_had():
 def test_an_unknown_name_is_an_attribute_error():
     import interlace
 
-    with pytest.raises(AttributeError, match=r"^module 'interlace' has no attribute 'gemm_all_the_things'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'interlace' has no attribute 'gemm_all_the_things'$"
+    ):
         _ = interlace.gemm_all_the_things

@@ -9,11 +9,14 @@ import interlace
 from interlace import tuning
 
 TABLES = sorted(
-    file.name for file in (importlib.resources.files("interlace.tuning") / "tables").iterdir() if file.name.endswith(".json")
+    file.name
+    for file in (importlib.resources.files("interlace.tuning") / "tables").iterdir()
+    if file.name.endswith(".json")
 )
 H200 = "NVIDIA H200"
 
-# Each operator's configuration, if it has a kernel of its own, and the sizes by which its entries are found.
+# Each operator's configuration, if it has a kernel of its own, and the sizes by which its entries
+# are found.
 PRODUCT = ("rows", "columns", "inner")
 OTHERS = {
     "all_gather_gemm": ("mapped", "split"),
@@ -25,12 +28,18 @@ OPERATORS = {
     "all_gather_gemm": (interlace.AllGatherGemmConfig, PRODUCT),
     "all_to_all_bmm": (None, PRODUCT),
     "bmm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
-    "embedding_all_to_all": (interlace.EmbeddingAllToAllConfig, ("tables", "width", "batch", "pooling_factor")),
+    "embedding_all_to_all": (
+        interlace.EmbeddingAllToAllConfig,
+        ("tables", "width", "batch", "pooling_factor"),
+    ),
     "gemm_all_reduce": (interlace.GemmAllReduceConfig, PRODUCT),
     "gemm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
     "gemm_reduce_scatter": (interlace.GemmReduceScatterConfig, PRODUCT),
     "gemv_all_reduce": (interlace.GemvAllReduceConfig, ("tokens", "rows", "columns")),
-    "mixture_of_experts": (interlace.MixtureOfExpertsConfig, ("tokens", "hidden", "ffn", "experts", "top_k")),
+    "mixture_of_experts": (
+        interlace.MixtureOfExpertsConfig,
+        ("tokens", "hidden", "ffn", "experts", "top_k"),
+    ),
 }
 
 
@@ -46,20 +55,30 @@ def nearest(**sizes):
 def test_every_entry_of_a_table_can_be_run(name):
     """A configuration that does not parse would fail in the first call that finds it."""
     operator, _, gpu = name.removesuffix(".json").partition(".")
-    table = json.loads((importlib.resources.files("interlace.tuning") / "tables" / name).read_text(encoding="utf-8"))
+    table = json.loads(
+        (importlib.resources.files("interlace.tuning") / "tables" / name).read_text(
+            encoding="utf-8"
+        )
+    )
     assert table["operator"] == operator
     assert {device.lower().replace(" ", "_") for device in table["machine"]["gpus"]} == {gpu}
     config_type, sizes = OPERATORS[operator]
     for entry in table["entries"]:
-        assert entry["config"] == ("" if config_type is None else str(config_type.parse(entry["config"])))
+        assert entry["config"] == (
+            "" if config_type is None else str(config_type.parse(entry["config"]))
+        )
         assert entry["impl"] in ("fused", "unfused", *OTHERS.get(operator, ()))
-        place = tuning.Point(entry["world_size"], entry["dtype"], {name: entry[name] for name in sizes})
+        place = tuning.Point(
+            entry["world_size"], entry["dtype"], {name: entry[name] for name in sizes}
+        )
         found = tuning.nearest(operator, table["machine"]["gpus"][0], place)
         assert (found.impl, found.config) == (entry["impl"], entry["config"])
 
 
 def test_what_is_faster_than_the_pair():
-    """Of 32 products of 960 rows cuBLAS in parts is, and the fused kernel is not; of few rows neither."""
+    """Of 32 products of 960 rows cuBLAS in parts is, and the fused kernel is not; of few rows
+    neither.
+    """
 
     def faster(rows, inner):
         place = tuning.Point(2, "bfloat16", {"rows": 32 * rows, "columns": 2048, "inner": inner})
@@ -75,7 +94,9 @@ def test_a_size_between_takes_the_nearer_entry():
 
 
 def test_other_regimes_find_nothing():
-    """More than a factor of four away, another dtype width, or another GPU: a default is better than a wrong lesson."""
+    """More than a factor of four away, another dtype width, or another GPU: a default is better
+    than a wrong lesson.
+    """
     assert nearest(rows=8192 * 64) is None
     assert nearest(dtype="float32") is None
     assert nearest(dtype="float8_e4m3fn") is None
@@ -87,8 +108,16 @@ def test_another_dtype_of_the_same_width_and_another_number_of_ranks_borrow():
     assert nearest(world_size=8).config == nearest().config
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if name.startswith("embedding_all_to_all.")])
+@pytest.mark.parametrize(
+    "name", [name for name in TABLES if name.startswith("embedding_all_to_all.")]
+)
 def test_ranks_may_choose_other_entries_for_an_embedding(name):
-    """The nearest entry depends on a rank's own pooling factor, so entries' protocols must understand each other."""
-    entries = json.loads((importlib.resources.files("interlace.tuning") / "tables" / name).read_text())["entries"]
-    assert {interlace.EmbeddingAllToAllConfig.parse(entry["config"]).protocol for entry in entries} <= {"direct", "tiles"}
+    """The nearest entry depends on a rank's own pooling factor, so entries' protocols must
+    understand each other.
+    """
+    entries = json.loads(
+        (importlib.resources.files("interlace.tuning") / "tables" / name).read_text()
+    )["entries"]
+    assert {
+        interlace.EmbeddingAllToAllConfig.parse(entry["config"]).protocol for entry in entries
+    } <= {"direct", "tiles"}

@@ -36,15 +36,21 @@ class ArgumentError(InterlaceError, ValueError):
 
 
 class DataError(InterlaceError, ValueError):
-    """A file's contents break its format. The message names the file and, where there is one, the line."""
+    """A file's contents break its format. The message names the file and, where there is one, the
+    line.
+    """
 
 
 class ConfigError(ArgumentError):
-    """A configuration file, a trace or a parameter of a model breaks a rule; names the file and the key."""
+    """A configuration file, a trace or a parameter of a model breaks a rule; names the file and the
+    key.
+    """
 
 
 class UnphysicalError(InterlaceError):
-    """A simulated result lies under its physical lower bound: the model, or the mode that was asked for, is wrong."""
+    """A simulated result lies under its physical lower bound: the model, or the mode that was asked
+    for, is wrong.
+    """
 
 
 class RankMismatchError(InterlaceError):
@@ -80,7 +86,9 @@ class LaunchError(InterlaceError):
     @property
     def line(self) -> str:
         """The message in one line; of a traceback the line that says what the rank raised."""
-        first, *others = [line for line in str(self).splitlines() if line.strip()] or [type(self).__name__]
+        first, *others = [line for line in str(self).splitlines() if line.strip()] or [
+            type(self).__name__
+        ]
         if not others:
             return first
         # What was raised comes after the last frame, and may go on for many lines.
@@ -94,8 +102,8 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     """A peer did not do its part before the group's deadline.
 
     The group is broken from then on: its epochs no longer agree, so every later call on it raises
-    this error again instead of computing nonsense. Call :func:`interlace.recover` on every rank, or, if one is
-    dead, destroy the process group and build a new one.
+    this error again instead of computing nonsense. Call :func:`interlace.recover` on every rank,
+    or, if one is dead, destroy the process group and build a new one.
 
     Attributes:
         operator: name of the operator that waited.
@@ -121,8 +129,14 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         deadline_s: float,
     ) -> None:
         who = f"rank {peer}" if peer >= 0 else "a peer"
-        where = f"slice {slice}, epoch {wanted}, and saw epoch {seen}" if wanted else "in the exchange on the host"
-        why = "made a different call" if different_call else "is late, dead, or made a different call"
+        where = (
+            f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
+            if wanted
+            else "in the exchange on the host"
+        )
+        why = (
+            "made a different call" if different_call else "is late, dead, or made a different call"
+        )
         super().__init__(
             f"{operator}: rank {rank} waited {deadline_s:g} s for {who} ({where}). "
             f"The peer {why}; this group is broken now. "
@@ -142,8 +156,9 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
 class MiscountError(InterlaceError):
     """A kernel has counted fewer, or more, tiles than its triggered transfers were told.
 
-    Copies may have begun before their piece was complete. The group is broken from then on, and peers raise
-    :class:`PeerTimeoutError`, since this rank does not tell them that its output is there.
+    Copies may have begun before their piece was complete. The group is broken from then on, and
+    peers raise :class:`PeerTimeoutError`, since this rank does not tell them that its output is
+    there.
 
     Attributes:
         rank: the rank whose kernel it was.
@@ -154,8 +169,10 @@ class MiscountError(InterlaceError):
 
     def __init__(self, *, rank: int, piece: int, wanted: int, seen: int) -> None:
         super().__init__(
-            f"triggered transfers: the kernel on rank {rank} must count every tile of a piece once; got {seen} for the {wanted} of "
-            f"piece {piece}. This group is broken now. Check the tiles that were given, and that the kernel counts its last one."
+            f"triggered transfers: the kernel on rank {rank} must count every tile of a piece "
+            f"once; got {seen} for the {wanted} of "
+            f"piece {piece}. This group is broken now. Check the tiles that were given, and that "
+            "the kernel counts its last one."
         )
         self.rank = rank
         self.piece = piece
@@ -164,7 +181,8 @@ class MiscountError(InterlaceError):
 
 
 class ProtocolError(InterlaceError):
-    """A program does something wrong in one of the schedules that :func:`interlace.testing.explore` tried.
+    """A program does something wrong in one of the schedules that :func:`interlace.testing.explore`
+    tried.
 
     Attributes:
         kind: ``"wrong result"``, ``"deadlock"``, ``"race"``, ``"two writers"`` or ``"error"``.

@@ -1,4 +1,6 @@
-"""Updates of embedding tables that are fused into the backward pass of :func:`interlace.embedding_all_to_all`."""
+"""Updates of embedding tables that are fused into the backward pass of
+:func:`interlace.embedding_all_to_all`.
+"""
 
 from interlace.ops.embedding_all_to_all.update import SGD, RowWiseAdagrad
 

@@ -1,4 +1,6 @@
-"""Units and how they are printed. GB is 1e9 bytes and GiB is 2**30; times are nanoseconds unless named."""
+"""Units and how they are printed. GB is 1e9 bytes and GiB is 2**30; times are nanoseconds unless
+named.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ for module in ("torch", "triton", "matplotlib", "numpy"):
         (("sim", "validate"), "those of the package"),
     ],
 )
-def test_help_shows_defaults_in_words(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], default: str) -> None:
+def test_help_shows_defaults_in_words(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], default: str
+) -> None:
     """In brackets, which are markup unless they are escaped."""
     monkeypatch.setenv("COLUMNS", "200")
     done = run(*command, "--help")
@@ -61,12 +63,16 @@ def test_help_shows_defaults_in_words(monkeypatch: pytest.MonkeyPatch, command: 
 
 
 def test_module_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "interlace", "--version"], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "interlace", "--version"], check=True, capture_output=True, text=True
+    )
     assert done.stdout == f"interlace {interlace.__version__}\n"
 
 
 def test_ranks_do_not_import_the_terminal() -> None:
-    modules = ", ".join(f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks"))
+    modules = ", ".join(
+        f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks")
+    )
     code = f"import sys, {modules}; assert not {{'rich', 'typer'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -78,7 +84,12 @@ def test_doctor(tmp_path: Path) -> None:
     document = json.loads(file.read_text(encoding="utf-8"))
     checks = {row["check"]: row for row in document["checks"]}
     assert document["usable"][0] == "cpu"
-    assert checks["backend cpu"]["status"] == checks["torch"]["status"] == checks["shared memory"]["status"] == "ok"
+    assert (
+        checks["backend cpu"]["status"]
+        == checks["torch"]["status"]
+        == checks["shared memory"]["status"]
+        == "ok"
+    )
     assert document["machine"]["torch"] == torch.__version__
     assert {row["status"] for row in document["checks"]} <= {"ok", "missing", "not here"}
     assert all(row["action"] for row in document["checks"] if row["status"] == "missing")
@@ -86,7 +97,9 @@ def test_doctor(tmp_path: Path) -> None:
 
 def test_doctor_knows_which_numpy_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"triton": "3.6.0", "numpy": "2.4.1"}
-    monkeypatch.setattr("interlace.cli.machine.package_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(
+        "interlace.cli.machine.package_version", lambda name: versions.get(name, "")
+    )
     rows = {row.check: row for row in doctor.check_all()}
     assert rows["numpy"].status == rows["backend cpu"].status == "missing"
     assert "numpy<2.4" in rows["numpy"].action
@@ -96,7 +109,10 @@ def test_doctor_knows_which_numpy_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_fails_where_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [doctor.Row("torch", "missing", "not installed", "pip install torch")]
-    verdicts = [doctor.Row(f"backend {name}", "missing", "not usable for want of: torch") for name in ("cpu", "cuda")]
+    verdicts = [
+        doctor.Row(f"backend {name}", "missing", "not usable for want of: torch")
+        for name in ("cpu", "cuda")
+    ]
     monkeypatch.setattr(doctor, "check_all", lambda: [*rows, *verdicts])
     done = run("doctor")
     assert done.exit_code == 1
@@ -111,16 +127,24 @@ def test_demo(tmp_path: Path) -> None:
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document["passed"]
     assert document["machine"]["torch"] == torch.__version__
-    assert [model["name"] for model in document["models"]] == ["Llama-3-8B", "Qwen2.5-32B", "Llama-3-70B"]
+    assert [model["name"] for model in document["models"]] == [
+        "Llama-3-8B",
+        "Qwen2.5-32B",
+        "Llama-3-70B",
+    ]
     for model in document["models"]:
         assert 0 < model["error"] < model["tolerance"] < 0.01
         for rank in model["ranks"]:
             assert rank["counted"] == rank["predicted"]
-            assert rank["counted"]["bytes"] == 8 * model["rows_run"]  # a packed word an output, to one peer
+            assert (
+                rank["counted"]["bytes"] == 8 * model["rows_run"]
+            )  # a packed word an output, to one peer
     _check_dlrm(document["dlrm"])
     mapped = document["mapped"]
     assert mapped["passed"]
-    assert [rank["bytes"] for rank in mapped["ranks"]] == [512 * 1024 * 4] * 2  # the half that is for the other rank
+    assert [rank["bytes"] for rank in mapped["ranks"]] == [
+        512 * 1024 * 4
+    ] * 2  # the half that is for the other rank
     recorded = document["models"][-1]["ranks"]
     for rank in recorded:
         for kind in ("fused", "unfused"):
@@ -135,17 +159,22 @@ def test_demo(tmp_path: Path) -> None:
 
 
 def _check_dlrm(found: dict[str, Any]) -> None:
-    """The recommendation model learnt something, the same with and without fusion, and sent what was predicted."""
+    """The recommendation model learnt something, the same with and without fusion, and sent what
+    was predicted.
+    """
     assert found["passed"]
     assert found["loss"][1] < found["loss"][0]
     assert found["difference"] <= found["tolerance"]
     assert len(found["ranks"][0]["fused_losses"]) == found["sizes"]["fused_steps"]
     for rank in found["ranks"]:
-        # Two tables of 8 columns a rank: vectors of the other rank's 16 samples, their gradients, and one grant.
+        # Two tables of 8 columns a rank: vectors of the other rank's 16 samples, their gradients,
+        # and one grant.
         assert rank["counted"] == rank["predicted"] == 2 * 16 * 2 * 8 * 4 + 4
 
 
-def _document(error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2) -> dict[str, Any]:
+def _document(
+    error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2
+) -> dict[str, Any]:
     from interlace.cli.demo import MODELS, _judge
 
     ranks: list[dict[str, Any]] = [
@@ -156,7 +185,12 @@ def _document(error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: 
             "predicted": {"puts": 2, "bytes": 64, "signals": 0},
             "counted": {"puts": puts, "bytes": 64, "signals": 0},
             "fused": {"start": 0.0, "end": 1.0, "puts": [(0.1, 1 - rank, 32), (0.9, 1 - rank, 32)]},
-            "unfused": {"start": 2.0, "computed": 2.5, "end": 3.0, "puts": [(2.6, 1 - rank, 32), (2.9, 1 - rank, 32)]},
+            "unfused": {
+                "start": 2.0,
+                "computed": 2.5,
+                "end": 3.0,
+                "puts": [(2.6, 1 - rank, 32), (2.9, 1 - rank, 32)],
+            },
             "times_us": {"fused": 10.0, "unfused": 15.0, "compute alone": 9.0},
         }
         for rank in range(2)
@@ -181,7 +215,9 @@ def _document(error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: 
         ({"puts": 3}, "rank 0 sent"),
     ],
 )
-def test_demo_does_not_pass_what_is_wrong(fault: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_does_not_pass_what_is_wrong(
+    fault: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from rich.console import Console
 
     from interlace.cli.demo import _show
@@ -209,9 +245,18 @@ def test_picture_as_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--backend", "tpu"], "Error: demo: --backend must be auto, cpu or cuda; got 'tpu'."),
-        (["demo", "--plot", "no/such/folder/x.png"], "Error: demo: --plot must name a file in a folder that exists"),
-        (["bench", "gemv_all_reduce", "--tokens", "1,x"], "Error: --tokens must be positive numbers"),
+        (
+            ["demo", "--backend", "tpu"],
+            "Error: demo: --backend must be auto, cpu or cuda; got 'tpu'.",
+        ),
+        (
+            ["demo", "--plot", "no/such/folder/x.png"],
+            "Error: demo: --plot must name a file in a folder that exists",
+        ),
+        (
+            ["bench", "gemv_all_reduce", "--tokens", "1,x"],
+            "Error: --tokens must be positive numbers",
+        ),
         (["bench", "gemv_all_reduce", "--shape", "12"], "Error: --shape must be NxK"),
         (["bench", "gemv_all_reduce", "--dtype", "int8"], "Error: --dtype must be one of bfloat16"),
         (["bench", "table", "no-such-file.json"], "Error: no-such-file.json must be a JSON file"),
@@ -225,7 +270,9 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("command", [["bench", "gemv_all_reduce"], ["tune", "gemv_all_reduce", "--table", "t.json"]])
+@pytest.mark.parametrize(
+    "command", [["bench", "gemv_all_reduce"], ["tune", "gemv_all_reduce", "--table", "t.json"]]
+)
 def test_measuring_needs_a_gpu(command: list[str]) -> None:
     done = run(*command)
     assert done.exit_code == 1
@@ -233,8 +280,12 @@ def test_measuring_needs_a_gpu(command: list[str]) -> None:
     assert "interlace doctor" in done.output
 
 
-@pytest.mark.parametrize("command", [["bench", "gemv_all_reduce"], ["tune", "gemm_all_reduce", "--table", "t.json"]])
-def test_measuring_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command", [["bench", "gemv_all_reduce"], ["tune", "gemm_all_reduce", "--table", "t.json"]]
+)
+def test_measuring_needs_a_gpu_for_each_rank(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     done = run(*command, "--world-size", "4")
     assert done.exit_code == 1
@@ -250,7 +301,11 @@ def test_debug_shows_the_traceback() -> None:
 def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     from interlace.cli.console import print_error
 
-    print_error(interlace.LaunchError("launch: rank 1 failed.\n\nTraceback:\n  File x\nValueError: no [such] thing\n", 1))
+    print_error(
+        interlace.LaunchError(
+            "launch: rank 1 failed.\n\nTraceback:\n  File x\nValueError: no [such] thing\n", 1
+        )
+    )
     first, hint = capsys.readouterr().err.splitlines()
     assert first == "Error: launch: rank 1 failed: ValueError: no [such] thing"
     assert "--debug" in hint
@@ -258,7 +313,9 @@ def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) ->
 
 def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA checks, over a machine made up here: two GPUs, of which one cannot reach the other."""
-    properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, major=9, minor=0)
+    properties = SimpleNamespace(
+        name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, major=9, minor=0
+    )
     fakes: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 2,
@@ -280,7 +337,9 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["backend cuda"].status == "missing"
     assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
     assert "tuned tables" in rows
-    assert rows["ranks per GPU"].meaning.startswith("8 + 8 of 8 fit: ranks can share a GPU by time slices")
+    assert rows["ranks per GPU"].meaning.startswith(
+        "8 + 8 of 8 fit: ranks can share a GPU by time slices"
+    )
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])

@@ -16,7 +16,14 @@ from interlace.cli import tuned
 from interlace.cli.app import app
 from interlace.errors import ArgumentError
 
-MACHINE = {"gpus": ["NVIDIA H200"] * 4, "driver": "570.1", "cuda": "13.0", "torch": "2.13.0", "triton": "3.9.0", "nccl": "2.30.3"}
+MACHINE = {
+    "gpus": ["NVIDIA H200"] * 4,
+    "driver": "570.1",
+    "cuda": "13.0",
+    "torch": "2.13.0",
+    "triton": "3.9.0",
+    "nccl": "2.30.3",
+}
 
 
 def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str, Any]:
@@ -32,7 +39,14 @@ def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str,
         "our exchange alone": 5.0,
     }
     values = {
-        name: {"median_us": us, "p10_us": us - 0.5, "p90_us": us + 1, "skew_us": 0.25, "samples": 15} for name, us in times.items()
+        name: {
+            "median_us": us,
+            "p10_us": us - 0.5,
+            "p90_us": us + 1,
+            "skew_us": 0.25,
+            "samples": 15,
+        }
+        for name, us in times.items()
     }
     return {
         "tokens": 1,
@@ -60,7 +74,9 @@ def test_summary_takes_the_fastest_of_each_kind() -> None:
 
 def test_summary_needs_every_kind() -> None:
     times = {name: time for name, time in result()["times"].items() if " + " not in name}
-    with pytest.raises(ArgumentError, match="must have an unfused pair among its times; got fused, "):
+    with pytest.raises(
+        ArgumentError, match="must have an unfused pair among its times; got fused, "
+    ):
         report.summarise(result(times=times))
 
 
@@ -70,7 +86,9 @@ def test_table_shows_every_time() -> None:
     text = console.export_text()
     assert "gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks" in text
     lines = {
-        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in text.splitlines() if "│" in line
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
+        for line in text.splitlines()
+        if "│" in line
     }
     assert list(lines)[:2] == ["fused", "cuBLAS + torch one-shot"]
     assert lines["fused"] == ["12.00", "11.50 - 13.00", "0.25", ""]
@@ -82,25 +100,45 @@ def test_table_shows_every_time() -> None:
 
 def test_markdown(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    document = {"machine": MACHINE, "command": "interlace bench", "date": "2026-11-20T15:00:00+00:00"}
-    file.write_text(json.dumps({**document, "results": [result(), result(tokens=2, world_size=2)]}), encoding="utf-8")
+    document = {
+        "machine": MACHINE,
+        "command": "interlace bench",
+        "date": "2026-11-20T15:00:00+00:00",
+    }
+    file.write_text(
+        json.dumps({**document, "results": [result(), result(tokens=2, world_size=2)]}),
+        encoding="utf-8",
+    )
     done = CliRunner().invoke(app, ["bench", "table", str(file), str(file)])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert lines[2] == (
-        "| 1 x 8192 x 2048 | 4 | bfloat16 | **12.0** | 24.0 (cuBLAS + torch one-shot) | -50 % | 10.0 | 1.20 | 8.0 | fused |"
+        "| 1 x 8192 x 2048 | 4 | bfloat16 | **12.0** | 24.0 (cuBLAS + torch one-shot) | -50 % | "
+        "10.0 | 1.20 | 8.0 | fused |"
     )
     assert lines[3].startswith("| 2 x 8192 x 2048 | 2 |")
     assert {line.count("|") for line in lines[:6]} == {11}
-    assert lines[6:] == ["", "4 x NVIDIA H200, driver 570.1, CUDA 13.0, PyTorch 2.13.0, Triton 3.9.0, NCCL 2.30.3, 2026-11-20."]
+    assert lines[6:] == [
+        "",
+        (
+            "4 x NVIDIA H200, driver 570.1, CUDA 13.0, PyTorch 2.13.0, Triton 3.9.0, NCCL 2.30.3, "
+            "2026-11-20."
+        ),
+    ]
 
 
 def test_markdown_shows_the_fastest_of_several_implementations() -> None:
     times = result()["times"]
-    times |= {"split": {**times["fused"], "median_us": 11.0}, "mapped": {**times["fused"], "median_us": 13.0}}
+    times |= {
+        "split": {**times["fused"], "median_us": 11.0},
+        "mapped": {**times["fused"], "median_us": 13.0},
+    }
     text = report.markdown([{"machine": MACHINE, "results": [result(times=times)]}])
     assert "| Interlace us | best unfused us | Interlace is |" in text
-    assert "| **11.0** (split) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | split |" in text
+    assert (
+        "| **11.0** (split) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | split |"
+        in text
+    )
 
 
 def test_of_two_as_fast_the_one_that_the_host_enqueues_sooner() -> None:
@@ -134,14 +172,18 @@ def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:
         "unfused_us": 24.0,
         "unfused": "cuBLAS + torch one-shot",
     }
-    assert tuned.entry(result(fused=26.0))["impl"] == "fused"  # torch's one-shot pair is not what impl="unfused" runs
+    assert (
+        tuned.entry(result(fused=26.0))["impl"] == "fused"
+    )  # torch's one-shot pair is not what impl="unfused" runs
     assert tuned.entry(result(fused=26.0, nccl=25.0))["impl"] == "unfused"
 
 
 def test_tables_merge_by_point(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     assert tuned.read(file, "gemv_all_reduce") is None
-    first = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result(tokens=2)), tuned.entry(result())])
+    first = tuned.merge(
+        None, "gemv_all_reduce", MACHINE, [tuned.entry(result(tokens=2)), tuned.entry(result())]
+    )
     assert [entry["tokens"] for entry in first["entries"]] == [1, 2]
     file.write_text(json.dumps(first), encoding="utf-8")
     newer = {**MACHINE, "driver": "580.1"}
@@ -151,13 +193,19 @@ def test_tables_merge_by_point(tmp_path: Path) -> None:
         newer,
         [tuned.entry(result(fused=11.0)), tuned.entry(result(tokens=4))],
     )
-    assert [(entry["tokens"], entry["fused_us"]) for entry in second["entries"]] == [(1, 11.0), (2, 12.0), (4, 12.0)]
+    assert [(entry["tokens"], entry["fused_us"]) for entry in second["entries"]] == [
+        (1, 11.0),
+        (2, 12.0),
+        (4, 12.0),
+    ]
     assert second["machine"]["driver"] == "580.1"
 
 
 def test_tables_of_other_machines_and_operators_are_refused(tmp_path: Path) -> None:
     table = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result())])
-    with pytest.raises(ArgumentError, match="one kind of GPU; got NVIDIA B200 for a table of NVIDIA H200"):
+    with pytest.raises(
+        ArgumentError, match="one kind of GPU; got NVIDIA B200 for a table of NVIDIA H200"
+    ):
         tuned.merge(table, "gemv_all_reduce", {"gpus": ["NVIDIA B200"]}, [])
     file = tmp_path / "table.json"
     file.write_text(json.dumps(table), encoding="utf-8")
@@ -165,7 +213,9 @@ def test_tables_of_other_machines_and_operators_are_refused(tmp_path: Path) -> N
         tuned.read(file, "gemm_all_reduce")
 
 
-def test_written_tables_are_what_tuning_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_tables_are_what_tuning_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     (tmp_path / "tables").mkdir()
     table = tuned.merge(None, "gemv_all_reduce", MACHINE, [tuned.entry(result())])
@@ -174,7 +224,9 @@ def test_written_tables_are_what_tuning_reads(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     tuning._table.cache_clear()
     try:
-        point = tuning.Point(world_size=4, dtype="bfloat16", sizes={"tokens": 1, "rows": 8192, "columns": 2048})
+        point = tuning.Point(
+            world_size=4, dtype="bfloat16", sizes={"tokens": 1, "rows": 8192, "columns": 2048}
+        )
         found = tuning.nearest("gemv_all_reduce", "NVIDIA H200", point)
     finally:
         tuning._table.cache_clear()
@@ -188,11 +240,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Two GPUs that are not there, and ranks that answer without them; what the ranks were asked."""
     asked: list[tuple[Any, ...]] = []
 
-    def ranks(console: Console, what: str, steps: int, worker: Any, world_size: int, *arguments: Any, backend: str) -> Any:
+    def ranks(
+        console: Console,
+        what: str,
+        steps: int,
+        worker: Any,
+        world_size: int,
+        *arguments: Any,
+        backend: str,
+    ) -> Any:
         work, dtype, tune, header, _ = arguments
         assert header["machine"] == MACHINE
         asked.append((steps, world_size, work, dtype, tune, backend))
-        return [[result(tokens=tokens, rows=rows, columns=columns) for tokens, rows, columns in work]] * world_size
+        return [
+            [result(tokens=tokens, rows=rows, columns=columns) for tokens, rows, columns in work]
+        ] * world_size
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
@@ -202,10 +264,24 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    command = ["bench", "gemv_all_reduce", "--tokens", "1,4", "--shape", "64x32", "--shape", "16x8", "--json", str(file), "--tune"]
+    command = [
+        "bench",
+        "gemv_all_reduce",
+        "--tokens",
+        "1,4",
+        "--shape",
+        "64x32",
+        "--shape",
+        "16x8",
+        "--json",
+        str(file),
+        "--tune",
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert measured == [(4, 2, [(1, 64, 32), (4, 64, 32), (1, 16, 8), (4, 16, 8)], "bfloat16", True, "cuda")]
+    assert measured == [
+        (4, 2, [(1, 64, 32), (4, 64, 32), (1, 16, 8), (4, 16, 8)], "bfloat16", True, "cuda")
+    ]
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document.keys() == {"machine", "command", "date", "results"}
     assert document["machine"] == MACHINE
@@ -216,7 +292,19 @@ def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path
 def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     for tokens in ("1,2", "2,4"):
-        done = CliRunner().invoke(app, ["tune", "gemv_all_reduce", "--tokens", tokens, "--shape", "64x32", "--table", str(file)])
+        done = CliRunner().invoke(
+            app,
+            [
+                "tune",
+                "gemv_all_reduce",
+                "--tokens",
+                tokens,
+                "--shape",
+                "64x32",
+                "--table",
+                str(file),
+            ],
+        )
         assert done.exit_code == 0, done.output
     table = json.loads(file.read_text(encoding="utf-8"))
     assert table["operator"] == "gemv_all_reduce"
@@ -238,14 +326,25 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     file = tmp_path / "results.json"
     with pytest.raises(ArgumentError, match="second shape"):
-        bench_ranks.run_rank(str(tmp_path), [(1, 64, 32), (2, 64, 32)], "bfloat16", False, {"machine": MACHINE}, str(file))
-    assert report.markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |") == 1
+        bench_ranks.run_rank(
+            str(tmp_path),
+            [(1, 64, 32), (2, 64, 32)],
+            "bfloat16",
+            False,
+            {"machine": MACHINE},
+            str(file),
+        )
+    assert (
+        report.markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |")
+        == 1
+    )
 
 
 def _study(order: str, percent: int) -> dict[str, Any]:
     return {
         "occupancy_percent": percent, "order": order, "programs": 20 * percent,
-        "median_us": 1400.0 - 5 * percent, "p10_us": 1390.0 - 5 * percent, "p90_us": 1420.0 - 5 * percent, "skew_us": 12.0,
+        "median_us": 1400.0 - 5 * percent, "p10_us": 1390.0 - 5 * percent,
+        "p90_us": 1420.0 - 5 * percent, "skew_us": 12.0,
     }  # fmt: skip
 
 
@@ -253,13 +352,29 @@ def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Shapes as they are asked for, the table, and a picture."""
     asked: list[Any] = []
 
-    def ranks(console: Console, what: str, steps: int, worker: Any, world_size: int, *arguments: Any, backend: str) -> Any:
+    def ranks(
+        console: Console,
+        what: str,
+        steps: int,
+        worker: Any,
+        world_size: int,
+        *arguments: Any,
+        backend: str,
+    ) -> Any:
         work, dtype, kind, _, _ = arguments
         asked.append((work, dtype, kind))
         points = [
-            _study(order, percent) for percent in (25, 50, 75, 100) for order in ("interleaved", "remote_first", "local_first")
+            _study(order, percent)
+            for percent in (25, 50, 75, 100)
+            for order in ("interleaved", "remote_first", "local_first")
         ]
-        found = {"shape": "2 x 9 x 8, B = 6, L = 1", "dtype": dtype, "world_size": 2, "config": "direct", "resident_programs": 2000}
+        found = {
+            "shape": "2 x 9 x 8, B = 6, L = 1",
+            "dtype": dtype,
+            "world_size": 2,
+            "config": "direct",
+            "resident_programs": 2000,
+        }
         return [[{**found, "points": points} for _ in work]] * world_size
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -305,9 +420,25 @@ def test_bad_options_of_embeddings(options: list[str], message: str) -> None:
 
 def test_embedding_results_make_tables_and_entries(tmp_path: Path) -> None:
     sizes = {"tables": 64, "width": 256, "batch": 4096, "pooling_factor": 32}
-    named = {"operator": "embedding_all_to_all", "shape": "64 x 200000 x 256, B = 4096, L = 20", **sizes}
-    times = dict.fromkeys(("fused", "F.embedding_bag + NCCL + unpack", "our bags + NCCL", "our bags alone", "NCCL alone"), 100.0)
-    measured = {name: {"median_us": time, "p10_us": time, "p90_us": time, "skew_us": 1.0} for name, time in times.items()}
+    named = {
+        "operator": "embedding_all_to_all",
+        "shape": "64 x 200000 x 256, B = 4096, L = 20",
+        **sizes,
+    }
+    times = dict.fromkeys(
+        (
+            "fused",
+            "F.embedding_bag + NCCL + unpack",
+            "our bags + NCCL",
+            "our bags alone",
+            "NCCL alone",
+        ),
+        100.0,
+    )
+    measured = {
+        name: {"median_us": time, "p10_us": time, "p90_us": time, "skew_us": 1.0}
+        for name, time in times.items()
+    }
     found = {**result(), **named, "times": measured}
     assert report.shape(found) == named["shape"]
     assert "| shape a rank |" in report.markdown([{"machine": MACHINE, "results": [found]}])

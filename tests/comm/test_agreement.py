@@ -1,4 +1,6 @@
-"""No rank decides by what it alone knows whether ranks exchange something: agreement on the host, and its memory."""
+"""No rank decides by what it alone knows whether ranks exchange something: agreement on the host,
+and its memory.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ def test_own_values_under_a_name_must_not_change() -> None:
     with pytest.raises(ArgumentError) as caught:
         group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})
     assert str(caught.value) == (
-        "look up: calls named 'users' must always have the same widths on this rank; got (4, 16), and (4, 8) before. "
+        "look up: calls named 'users' must always have the same widths on this rank; got (4, 16), "
+        "and (4, 8) before. "
         "Give other tables another name, on every rank."
     )
-    assert group.gather("look up", "users", {"dtype": "float16"}, {"widths": (4, 16)})[0]["widths"] == (4, 16)
+    assert group.gather("look up", "users", {"dtype": "float16"}, {"widths": (4, 16)})[0][
+        "widths"
+    ] == (4, 16)
     group.release()
-    assert group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})[0]["widths"] == (4, 16)
+    assert group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})[0][
+        "widths"
+    ] == (4, 16)
 
 
 def test_answers_that_are_refused_are_not_remembered() -> None:
@@ -60,17 +67,31 @@ def test_answers_that_are_refused_are_not_remembered() -> None:
 # Embedding exchanges
 
 
-def _look_up(call: Call, name: str, *, trains: bool = False, group: Any = None, **more: Any) -> dict[str, Any]:
+def _look_up(
+    call: Call, name: str, *, trains: bool = False, group: Any = None, **more: Any
+) -> dict[str, Any]:
     """One call on this rank: the output, and the gradients of its tables if any rank trains them."""
     rank = dist.get_rank(group)
     tables = [table.requires_grad_(trains) for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
     y = interlace.embedding_all_to_all(
-        tables, indices, offsets, batch_size=call.batch, output_dtype=call.out, name=name, group=group, config=call.config, **more
+        tables,
+        indices,
+        offsets,
+        batch_size=call.batch,
+        output_dtype=call.out,
+        name=name,
+        group=group,
+        config=call.config,
+        **more,
     )
     if y.requires_grad:
         y.backward(upstream(call, rank))
-    return {"y": y.detach().clone(), "grads": [table.grad for table in tables], "backward": y.requires_grad}
+    return {
+        "y": y.detach().clone(),
+        "grads": [table.grad for table in tables],
+        "backward": y.requires_grad,
+    }
 
 
 def _check_look_up(call: Call, results: list[dict[str, Any]], trainers: tuple[bool, ...]) -> None:
@@ -84,12 +105,17 @@ def _check_look_up(call: Call, results: list[dict[str, Any]], trainers: tuple[bo
 
 
 def _two_modules(calls: list[Call], names: list[str]) -> list[list[dict[str, Any]]]:
-    return [[_look_up(call, name, trains=True) for call, name in zip(calls, names, strict=True)] for _ in range(2)]
+    return [
+        [_look_up(call, name, trains=True) for call, name in zip(calls, names, strict=True)]
+        for _ in range(2)
+    ]
 
 
 @pytest.mark.parametrize("names", [["", ""], ["A", "B"], ["", "B"]])
 def test_two_modules_whose_tables_look_alike_on_one_rank(ranks: Any, names: list[str]) -> None:
-    """Rank 1 holds tables of the same widths in both. It must ask again in the second call, since rank 0 does."""
+    """Rank 1 holds tables of the same widths in both. It must ask again in the second call, since
+    rank 0 does.
+    """
     calls = [Call(((16,), (4, 4)), 4), Call(((20,), (4, 4)), 4, seed=1)]
     results = ranks(2).run(_two_modules, calls, names)
     for turn in range(2):
@@ -112,7 +138,8 @@ def test_other_tables_under_a_name_are_refused_at_once(ranks: Any) -> None:
     (_, (kind, message)), (_, (late, _)) = ranks(2).run(_other_tables)
     assert (kind, late) == ("ArgumentError", "PeerTimeoutError")
     assert message == (
-        "embedding_all_to_all: calls named 'tables' must always have the same widths on this rank; got (20,), and (16,) before. "
+        "embedding_all_to_all: calls named 'tables' must always have the same widths on this "
+        "rank; got (20,), and (16,) before. "
         "Give other tables another name, on every rank."
     )
 
@@ -125,9 +152,16 @@ def _freeze(call: Call, turns: list[tuple[bool, ...]]) -> list[dict[str, Any]]:
     return [_look_up(call, f"frozen {turns[0]}", trains=trainers[rank]) for trainers in turns]
 
 
-@pytest.mark.parametrize("turns", [_FREEZING, [(False, False), *_FREEZING], [(False, True), (False, True), (False, False)]])
-def test_tables_are_frozen_and_unfrozen_on_one_rank(ranks: Any, turns: list[tuple[bool, ...]]) -> None:
-    """Whether a table requires a gradient is known on its rank only; a rank without tables sees no change at all."""
+@pytest.mark.parametrize(
+    "turns",
+    [_FREEZING, [(False, False), *_FREEZING], [(False, True), (False, True), (False, False)]],
+)
+def test_tables_are_frozen_and_unfrozen_on_one_rank(
+    ranks: Any, turns: list[tuple[bool, ...]]
+) -> None:
+    """Whether a table requires a gradient is known on its rank only; a rank without tables sees no
+    change at all.
+    """
     for call in (Call(((4, 6), (8,)), 4), Call(((4, 6), (), ()), 4)):
         trainers = turns if call.widths[1] else [(first, False, False) for first, _ in turns]
         results = ranks(len(call.widths)).run(_freeze, call, trainers)
@@ -136,7 +170,9 @@ def test_tables_are_frozen_and_unfrozen_on_one_rank(ranks: Any, turns: list[tupl
 
 
 def _evaluate_between(call: Call) -> list[Any]:
-    """Training, evaluation without gradients, and training again; then the same with the evaluation first."""
+    """Training, evaluation without gradients, and training again; then the same with the evaluation
+    first.
+    """
     found = []
     for name in ("train first", "evaluate first"):
         for trains in (True, False, True)[name == "evaluate first" :]:
@@ -146,14 +182,22 @@ def _evaluate_between(call: Call) -> list[Any]:
 
 
 def test_evaluation_between_training_steps(ranks: Any) -> None:
-    assert ranks(2).run(_evaluate_between, Call(((4,), ()), 4)) == [[True, False, True, False, True]] * 2
+    assert (
+        ranks(2).run(_evaluate_between, Call(((4,), ()), 4))
+        == [[True, False, True, False, True]] * 2
+    )
 
 
 def _copies() -> list[float]:
-    """Two modules of one plan, one of another plan, and one of the first plan that is frozen; called in turn."""
+    """Two modules of one plan, one of another plan, and one of the first plan that is frozen;
+    called in turn.
+    """
     plain = (EmbeddingTable("a", 9, 4), EmbeddingTable("b", 7, 4))
     other = (EmbeddingTable("a", 9, 4), EmbeddingTable("b", 7, 12))
-    modules = [ShardedEmbeddingBags(tables, seed=i) for i, tables in enumerate((plain, plain, other, plain))]
+    modules = [
+        ShardedEmbeddingBags(tables, seed=i)
+        for i, tables in enumerate((plain, plain, other, plain))
+    ]
     modules[3].requires_grad_(dist.get_rank() == 0)
     wholes = [weights_of(module) for module in modules]
     errors = []
@@ -185,7 +229,9 @@ def _compiled(call: Call, name: str, fullgraph: bool) -> list[Any]:
 
     @torch.compile(fullgraph=fullgraph, backend="eager", dynamic=False)
     def step(factor: int) -> torch.Tensor:
-        y = interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, name=name, config=call.config)
+        y = interlace.embedding_all_to_all(
+            tables, indices, offsets, batch_size=call.batch, name=name, config=call.config
+        )
         return y * factor
 
     found = []
@@ -198,8 +244,12 @@ def _compiled(call: Call, name: str, fullgraph: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "fullgraph"), [("compiled and named", True), ("", False)])
-def test_a_rank_that_compiles_again_asks_nobody_alone(ranks: Any, name: str, fullgraph: bool) -> None:
-    """A call with a name is a constant of the graph; one without a name is between two graphs, and asks every time."""
+def test_a_rank_that_compiles_again_asks_nobody_alone(
+    ranks: Any, name: str, fullgraph: bool
+) -> None:
+    """A call with a name is a constant of the graph; one without a name is between two graphs, and
+    asks every time.
+    """
     call = Call(((4,), (8,)), 4)
     results = ranks(2).run(_compiled, call, name, fullgraph, timeout_s=120)
     for turn in range(4):
@@ -216,7 +266,10 @@ def _unnamed_in_one_graph() -> str:
 
 def test_one_graph_needs_a_name(ranks: Any) -> None:
     for message in ranks(2).run(_unnamed_in_one_graph, timeout_s=120):
-        assert "embedding_all_to_all without a name asks the other ranks in every call; pass name=..." in message
+        assert (
+            "embedding_all_to_all without a name asks the other ranks in every call; pass name=..."
+            in message
+        )
 
 
 def _unfrozen_after_compiling() -> Any:
@@ -228,7 +281,14 @@ def _unfrozen_after_compiling() -> Any:
 
     def step() -> torch.Tensor:
         return interlace.embedding_all_to_all(
-            tables, indices, offsets, batch_size=4, name="late", config=call.config, group=process_group, check_indices=False
+            tables,
+            indices,
+            offsets,
+            batch_size=4,
+            name="late",
+            config=call.config,
+            group=process_group,
+            check_indices=False,
         )
 
     torch.compile(step, fullgraph=True, backend="eager")()
@@ -242,8 +302,10 @@ def test_what_a_graph_has_settled_cannot_change(ranks: Any) -> None:
     assert ranks(2).run(_unfrozen_after_compiling, timeout_s=120) == [
         (
             "ArgumentError",
-            "embedding_all_to_all: tables named 'late' must require gradients on some rank when a graph with them is first "
-            "compiled, or never; got ones that do now. Unfreeze them before, or give the call another name on every rank.",
+            "embedding_all_to_all: tables named 'late' must require gradients on some rank when a "
+            "graph with them is first "
+            "compiled, or never; got ones that do now. Unfreeze them before, or give the call "
+            "another name on every rank.",
         ),
         None,
     ]
@@ -254,7 +316,9 @@ def test_what_a_graph_has_settled_cannot_change(ranks: Any) -> None:
 
 @dataclasses.dataclass
 class _Program:
-    """Random calls, the same on every rank, whose local arguments coincide on some ranks and not on others."""
+    """Random calls, the same on every rank, whose local arguments coincide on some ranks and not on
+    others.
+    """
 
     seed: int
     world_size: int
@@ -262,8 +326,20 @@ class _Program:
 
     def steps(self) -> list[tuple[str, Any]]:
         choose = random.Random(self.seed)
-        kinds = ["embedding", "embedding", "named", "named", "all_to_all", "all_gather", "even", "bags", "release"]
-        return [(kind, self._arguments(kind, choose)) for kind in choose.choices(kinds, k=self.length)]
+        kinds = [
+            "embedding",
+            "embedding",
+            "named",
+            "named",
+            "all_to_all",
+            "all_gather",
+            "even",
+            "bags",
+            "release",
+        ]
+        return [
+            (kind, self._arguments(kind, choose)) for kind in choose.choices(kinds, k=self.length)
+        ]
 
     def _arguments(self, kind: str, choose: random.Random) -> Any:
         ranks, second = range(self.world_size), choose.random() < 0.3
@@ -271,7 +347,11 @@ class _Program:
             widths = [choose.choice([(4,), (4, 4), (12,), ()]) for _ in ranks]
             widths[choose.randrange(self.world_size)] = choose.choice([(4,), (16,)])
             trainers = tuple(bool(each) and choose.random() < 0.5 for each in widths)
-            return Call(tuple(widths), 3 + choose.randrange(2), seed=choose.randrange(100)), trainers, second
+            return (
+                Call(tuple(widths), 3 + choose.randrange(2), seed=choose.randrange(100)),
+                trainers,
+                second,
+            )
         if kind == "bags":
             return choose.randrange(2), choose.randrange(100)
         if kind == "release":
@@ -283,10 +363,14 @@ class _Program:
         """On a rank: what went wrong in each step, by how much."""
         groups = [dist.new_group(), dist.new_group()]
         tables = (EmbeddingTable("a", 9, 4), EmbeddingTable("b", 7, 8))
-        bags = [ShardedEmbeddingBags(tables[:count], group=groups[0], seed=count) for count in (1, 2)]
+        bags = [
+            ShardedEmbeddingBags(tables[:count], group=groups[0], seed=count) for count in (1, 2)
+        ]
         return [self._step(kind, arguments, groups, bags) for kind, arguments in self.steps()]
 
-    def _step(self, kind: str, arguments: Any, groups: list[Any], bags: list[ShardedEmbeddingBags]) -> Any:
+    def _step(
+        self, kind: str, arguments: Any, groups: list[Any], bags: list[ShardedEmbeddingBags]
+    ) -> Any:
         rank = dist.get_rank()
         if kind == "release":
             interlace.group_of(groups[arguments]).release()
@@ -315,14 +399,21 @@ class _Program:
             xs, ws = [draw(sum(each), 5) for each in counts], [draw(6, 5) for _ in ranks]
             receives = [each[rank] for each in counts]
             y = interlace.gemm_all_to_all(
-                xs[rank], ws[rank], input_splits=counts[rank], output_splits=receives, group=groups[second], impl="fused"
+                xs[rank],
+                ws[rank],
+                input_splits=counts[rank],
+                output_splits=receives,
+                group=groups[second],
+                impl="fused",
             )
             parts = [(xs[source] @ ws[source].T).split(counts[source])[rank] for source in ranks]
             return float((y - torch.cat(parts)).abs().sum())
         rows = counts if kind == "all_gather" else [2] * self.world_size
         xs, ws = [draw(count, 5) for count in rows], [draw(6, 5) for _ in ranks]
         splits = rows if kind == "all_gather" else None
-        y = interlace.all_gather_gemm(xs[rank], ws[rank], splits=splits, group=groups[second], impl="fused")
+        y = interlace.all_gather_gemm(
+            xs[rank], ws[rank], splits=splits, group=groups[second], impl="fused"
+        )
         return float((y - torch.cat(xs) @ ws[rank].T).abs().sum())
 
 
@@ -363,16 +454,26 @@ def _together() -> Any:
 def test_what_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
     outcomes = ranks(2).run(_together)
     assert outcomes[1] == (("BackendError", "the driver refuses."), False)
-    assert outcomes[0] == (("BackendError", "mapping must succeed on every rank; got on rank 1: the driver refuses."), False)
+    assert outcomes[0] == (
+        ("BackendError", "mapping must succeed on every rank; got on rank 1: the driver refuses."),
+        False,
+    )
 
 
 def _grow_without_memory() -> Any:
     """A workspace of which one rank cannot make its part, and the same call again once it can."""
     group = interlace.group_of(dist.new_group())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "ones", _fails_on_rank_1(torch.ones, torch.OutOfMemoryError("there is no more")))
+        patch.setattr(
+            torch, "ones", _fails_on_rank_1(torch.ones, torch.OutOfMemoryError("there is no more"))
+        )
         error = error_of(group.workspace, "multiply", 1 << 14)
-    return error[0], "growing the memory of multiply" in error[1], group.workspace("multiply", 1 << 14).half_bytes, group.broken
+    return (
+        error[0],
+        "growing the memory of multiply" in error[1],
+        group.workspace("multiply", 1 << 14).half_bytes,
+        group.broken,
+    )
 
 
 def test_a_workspace_that_cannot_grow_on_one_rank_grows_on_none(ranks: Any) -> None:
@@ -391,7 +492,9 @@ def _raises(*_: Any, **__: Any) -> None:
 
 
 def _interrupt(where: str) -> Any:
-    """An interrupt on every rank: within an exchange, between two launches, or before the first one."""
+    """An interrupt on every rank: within an exchange, between two launches, or before the first
+    one.
+    """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     call = Call(((4,), (8,)), 4)
@@ -419,13 +522,16 @@ def _launch_nothing() -> None:
     Launch(Kernel(), (1,), (), {})()
 
 
-@pytest.mark.parametrize(("where", "step"), [("exchange", "multiply"), ("launches", "an operator's launches")])
+@pytest.mark.parametrize(
+    ("where", "step"), [("exchange", "multiply"), ("launches", "an operator's launches")]
+)
 def test_a_call_that_is_interrupted_breaks_the_group(ranks: Any, where: str, step: str) -> None:
     for broken, error in ranks(2).run(_interrupt, where):
         assert broken
         assert error[:2] == (
             "GroupError",
-            "a call must not be interrupted once its kernels may run, as ranks then no longer agree; got _Interrupted in "
+            "a call must not be interrupted once its kernels may run, as ranks then no longer "
+            "agree; got _Interrupted in "
             f"{step}. This group is broken now. Call interlace.recover on every rank.",
         )
 

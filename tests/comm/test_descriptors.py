@@ -69,12 +69,16 @@ def _allocate(folder: str) -> tuple[str, int]:
     [
         pytest.param(None, id="same user"),
         pytest.param(
-            65534, id="other user", marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+            65534,
+            id="other user",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user"),
         ),
     ],
 )
 def test_strangers_hold_up_nobody(ranks, user):
-    """A stranger of the same user gets connections, which are closed; one of another user gets none."""
+    """A stranger of the same user gets connections, which are closed; one of another user gets
+    none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # as /tmp, where anybody may look
         held = _allocations_in_a_flood(ranks, folder, user)
@@ -84,7 +88,9 @@ def test_strangers_hold_up_nobody(ranks, user):
 def _allocations_in_a_flood(ranks, folder, user):
     assert ranks(2).run(_allocate, folder) == [("", 0)] * 2
     here, there = multiprocessing.Pipe()
-    stranger = multiprocessing.get_context("spawn").Process(target=_flood, args=(folder, user, there), daemon=True)
+    stranger = multiprocessing.get_context("spawn").Process(
+        target=_flood, args=(folder, user, there), daemon=True
+    )
     stranger.start()
     try:
         assert here.recv() == (os.getuid() if user is None else user)
@@ -116,7 +122,14 @@ def test_only_one_message_of_each_peer_counts():
         passing = descriptors.Passing(0, addresses, listener, held)
         result = thread.submit(passing.run, time.monotonic() + 30.0)
         answers = []
-        for rank, token, count in [(0, 0, 1), (2, 0, 1), (1, 1, 1), (1, 0, 0), (1, 0, 1), (1, 0, 1)]:
+        for rank, token, count in [
+            (0, 0, 1),
+            (2, 0, 1),
+            (1, 1, 1),
+            (1, 0, 0),
+            (1, 0, 1),
+            (1, 0, 1),
+        ]:
             fds = [os.memfd_create("of rank 1") for _ in range(count)]
             with _connected(here) as sender:
                 socket.send_fds(sender, [descriptors.header(rank, tokens[token])], fds)
@@ -168,12 +181,17 @@ def test_a_rank_that_takes_no_descriptors_is_named_at_the_deadline(ranks):
 
 
 def test_a_directory_that_is_not_there(tmp_path):
-    with pytest.raises(interlace.BackendError, match=r"must reach rank 3 through a Unix socket in .*nowhere.*\(TMPDIR\)"):
+    with pytest.raises(
+        interlace.BackendError,
+        match=r"must reach rank 3 through a Unix socket in .*nowhere.*\(TMPDIR\)",
+    ):
         descriptors.connect(str(tmp_path / "nowhere"), 3)
 
 
 def test_the_socket_of_a_long_directory(tmp_path, monkeypatch):
-    """The path of a socket has 107 bytes; the directory for temporary files may be deeper than that."""
+    """The path of a socket has 107 bytes; the directory for temporary files may be deeper than
+    that.
+    """
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))

@@ -1,4 +1,6 @@
-"""Which GPUs a group may have, and the order of its calls on one. The GPUs are made up; tests/gpu has real ones."""
+"""Which GPUs a group may have, and the order of its calls on one. The GPUs are made up; tests/gpu
+has real ones.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,29 @@ from interlace.comm import group as module
 from interlace.comm.group import Group
 
 
-def _group(monkeypatch: pytest.MonkeyPatch, visible: list[str], current: int = 0, rank: int = 0) -> Any:
-    """A group of cuda:``current``, in a process that sees the GPUs ``visible``; the third and fourth have no links."""
+def _group(
+    monkeypatch: pytest.MonkeyPatch, visible: list[str], current: int = 0, rank: int = 0
+) -> Any:
+    """A group of cuda:``current``, in a process that sees the GPUs ``visible``; the third and
+    fourth have no links.
+    """
     properties = [SimpleNamespace(uuid=uuid) for uuid in visible]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index])
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b and "c" not in (visible[a], visible[b]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: properties[torch.device(device).index]
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "can_device_access_peer",
+        lambda a, b: a != b and "c" not in (visible[a], visible[b]),
+    )
     group = object.__new__(Group)
-    group.device, group.backend, group.rank, group.world_size = torch.device("cuda", current), "cuda", rank, 4
+    group.device, group.backend, group.rank, group.world_size = (
+        torch.device("cuda", current),
+        "cuda",
+        rank,
+        4,
+    )
     group._deadline_s, group.ranks_per_gpu = 30.0, 1
     return group
 
@@ -36,7 +53,9 @@ def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank sees its own GPU only, as cuda:0; the driver says whether it can map the other's memory."""
+    """Every rank sees its own GPU only, as cuda:0; the driver says whether it can map the other's
+    memory.
+    """
     group = _group(monkeypatch, ["b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -46,18 +65,28 @@ def test_gpus_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gpus_without_links(monkeypatch: pytest.MonkeyPatch) -> None:
     group = _group(monkeypatch, ["c", "a"], current=1)
-    with pytest.raises(GroupError, match=r"cuda:1 cannot reach cuda:0 of rank 2\. `interlace doctor` shows the links"):
+    with pytest.raises(
+        GroupError,
+        match=r"cuda:1 cannot reach cuda:0 of rank 2\. `interlace doctor` shows the links",
+    ):
         group._check_gpus(["a", "a", "c"])
 
 
 @pytest.mark.parametrize(("setting", "deadline_s"), [("", 90.0), ("30", 30.0)])
-def test_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch, setting: str, deadline_s: float) -> None:
+def test_ranks_that_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, setting: str, deadline_s: float
+) -> None:
     monkeypatch.setenv("INTERLACE_DEADLINE_S", setting)
     group = _group(monkeypatch, ["a", "b"])
-    with pytest.warns(UserWarning, match=r"^4 ranks share 2 GPUs by time slices\. Results are right; times mean nothing\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^4 ranks share 2 GPUs by time slices\. Results are right; times mean nothing\.$",
+    ):
         group._check_gpus(["a", "b", "a", "a"])
     assert (group.ranks_per_gpu, group.deadline_s) == (3, deadline_s)
-    with pytest.raises(BackendError, match=r"^a measurement must have a GPU for each rank; got 3 ranks on one\."):
+    with pytest.raises(
+        BackendError, match=r"^a measurement must have a GPU for each rank; got 3 ranks on one\."
+    ):
         group.require_own_gpus("a measurement")
 
 
@@ -117,7 +146,9 @@ def test_calls_of_one_graph_follow_one_another(monkeypatch: pytest.MonkeyPatch) 
     assert calls.call(0, b) == [a, c]
 
 
-def test_calls_that_run_follow_one_another_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_run_follow_one_another_beside_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls, a, b, c = _Calls(monkeypatch), _Stream(), _Stream(), _Stream()
     calls.call(0, a)
     b.graph = 1
@@ -131,7 +162,10 @@ def test_a_call_cannot_follow_one_whose_stream_is_captured(monkeypatch: pytest.M
     calls, a, b = _Calls(monkeypatch), _Stream(), _Stream()
     calls.call(0, a)
     a.graph = 1
-    with pytest.raises(WorkspaceError, match=r"^calls on one GPU must be ordered; got one while the stream of the last one"):
+    with pytest.raises(
+        WorkspaceError,
+        match=r"^calls on one GPU must be ordered; got one while the stream of the last one",
+    ):
         calls.call(1, b)
 
 

@@ -28,14 +28,19 @@ def _different_exchanges():
 
 def test_different_exchanges_do_not_mix(ranks):
     message = (
-        "ranks must make the same calls in the same order; got 'question 0' on rank 0, 'question 1' on rank 1. "
+        "ranks must make the same calls in the same order; got 'question 0' on rank 0, 'question "
+        "1' on rank 1. "
         "Look for a call that depends on the rank."
     )
-    assert [error[:2] for error in ranks(2).run(_different_exchanges)] == [("RankMismatchError", message)] * 2
+    assert [error[:2] for error in ranks(2).run(_different_exchanges)] == [
+        ("RankMismatchError", message)
+    ] * 2
 
 
 def test_marks_of_calls():
-    """One for each call, none of them zero, none equal to those of the 126 calls before, all above the epoch's bits."""
+    """One for each call, none of them zero, none equal to those of the 126 calls before, all above
+    the epoch's bits.
+    """
     group = group_module.Group(None, torch.device("cpu"))
     marks = [group.agree("multiply", columns=columns) for columns in range(300)]
     assert [group.agree("multiply", columns=columns) for columns in range(300)] == marks
@@ -62,7 +67,9 @@ def test_an_exchange_that_a_rank_misses_ends_at_the_deadline(ranks):
         if rank != 1:
             kind, message, fields = error
             assert kind == "PeerTimeoutError"
-            assert message.startswith(f"roll call: rank {rank} waited 3 s for rank 1 (in the exchange on the host).")
+            assert message.startswith(
+                f"roll call: rank {rank} waited 3 s for rank 1 (in the exchange on the host)."
+            )
             assert (fields["rank"], fields["peer"], fields["deadline_s"]) == (rank, 1, 3.0)
 
 
@@ -103,14 +110,18 @@ def test_deadlines_that_are_none(monkeypatch, text, message):
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6])
 def test_set_deadline_refuses_what_never_or_always_expires(seconds):
     group = group_module.Group(None, torch.device("cpu"))
-    with pytest.raises(ArgumentError, match=r"^a deadline must be above 0 and below a million seconds; got "):
+    with pytest.raises(
+        ArgumentError, match=r"^a deadline must be above 0 and below a million seconds; got "
+    ):
         group.deadline_s = seconds
     assert group.deadline_s == 30.0
 
 
 def test_an_unknown_backend_in_the_environment(monkeypatch):
     monkeypatch.setenv("INTERLACE_BACKEND", "tpu")
-    with pytest.raises(BackendError, match=r"^INTERLACE_BACKEND must be auto, cuda or cpu; got 'tpu'\.$"):
+    with pytest.raises(
+        BackendError, match=r"^INTERLACE_BACKEND must be auto, cuda or cpu; got 'tpu'\.$"
+    ):
         interlace.group_of()
 
 

@@ -29,7 +29,9 @@ DECIDING = [
 
 def test_every_module_and_table_that_decides_is_in_the_digest(tmp_path: Path) -> None:
     copy = tmp_path / "interlace"
-    shutil.copytree(identity.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]"))
+    shutil.copytree(
+        identity.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.py[co]")
+    )
     digest = identity.digest_of.__wrapped__
     before = digest(copy)
     assert before == digest(identity.PACKAGE)

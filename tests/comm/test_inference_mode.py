@@ -1,4 +1,6 @@
-"""A program that evaluates first, in inference mode, and trains afterwards: what is kept from call to call is ordinary."""
+"""A program that evaluates first, in inference mode, and trains afterwards: what is kept from call
+to call is ordinary.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _evaluate_then_train() -> list[str]:
         interlace.embedding_all_to_all([bag], *lookups, group=process_group)
         interlace.gemv_all_reduce(x[:1], w, group=process_group)
         symmetric = interlace.empty_symmetric((4,), dtype=torch.float32, group=process_group)
-        rotating = interlace.mapped.empty_rotating((2 * 64, 1024), dtype=torch.float32, group=process_group)
+        rotating = interlace.mapped.empty_rotating(
+            (2 * 64, 1024), dtype=torch.float32, group=process_group
+        )
         fused = interlace.fuse(torch.mm, "all_to_all", **shape)
         counted = interlace.mapped.TriggeredTransfers(**shape, tiles=0)
         table = on_device(interlace.group_of(process_group), [[1, 2, 3]])

@@ -17,7 +17,9 @@ from tests.pool import fork_server
 
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
-    """Where the ranks' temporary files go; at the end of the test there must be none, and no child process."""
+    """Where the ranks' temporary files go; at the end of the test there must be none, and no child
+    process.
+    """
     fork_server()  # it has a temporary folder, too
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(multiprocessing.active_children())
@@ -65,14 +67,18 @@ def _fail_on_rank_1(folder):
     with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
         file.write(str(os.getpid()))
     if dist.get_rank() == 1:
-        raise ValueError("a very particular failure\n\nfrom user code:\n   File nowhere\nand what to do about it")
+        raise ValueError(
+            "a very particular failure\n\nfrom user code:\n   File nowhere\nand what to do about it"
+        )
     time.sleep(120)
 
 
 @pytest.mark.usefixtures("quick_launches")
 def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pids")
-    with pytest.raises(LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure") as caught:
+    with pytest.raises(
+        LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure"
+    ) as caught:
         interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=100)
     assert caught.value.rank == 1
     assert caught.value.line == "launch: rank 1 failed: ValueError: a very particular failure"
@@ -160,16 +166,34 @@ def test_under_torchrun_nothing_is_started(tmp_path):
 
 _PROGRAMS = {
     "unguarded": (
-        "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, backend='cpu')\n",
-        "LaunchError: launch: rank 0 ended without a result: it could not import the worker. The start of a program must be",
+        (
+            "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, "
+            "backend='cpu')\n"
+        ),
+        (
+            "LaunchError: launch: rank 0 ended without a result: it could not import the worker. "
+            "The start of a program must be"
+        ),
     ),
     "lambda": (
-        "import interlace\nif __name__ == '__main__':\n    interlace.launch(lambda: 1, 1, backend='cpu')\n",
-        "LaunchError: launch: worker must be a function that a new process can import; got <lambda>, which cannot be pickled",
+        (
+            "import interlace\nif __name__ == '__main__':\n    interlace.launch(lambda: 1, 1, "
+            "backend='cpu')\n"
+        ),
+        (
+            "LaunchError: launch: worker must be a function that a new process can import; got "
+            "<lambda>, which cannot be pickled"
+        ),
     ),
     "local": (
-        "import interlace\ndef main():\n    def worker():\n        pass\n    interlace.launch(worker, 1, backend='cpu')\nmain()\n",
-        "LaunchError: launch: worker must be a function that a new process can import; got main.<locals>.worker, which cannot",
+        (
+            "import interlace\ndef main():\n    def worker():\n        pass\n    "
+            "interlace.launch(worker, 1, backend='cpu')\nmain()\n"
+        ),
+        (
+            "LaunchError: launch: worker must be a function that a new process can import; got "
+            "main.<locals>.worker, which cannot"
+        ),
     ),
 }
 
@@ -178,7 +202,9 @@ _PROGRAMS = {
 def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
     source, message = _PROGRAMS[program]
     (tmp_path / "program.py").write_text(source)
-    ended = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"interlace.errors.{message}")
 
@@ -186,15 +212,24 @@ def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
 def test_a_worker_of_standard_input():
     """As of a notebook: there is no file that a new process could import."""
     source = "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, backend='cpu')\n"
-    ended = subprocess.run([sys.executable], input=source, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        [sys.executable], input=source, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 1
-    expected = "got worker of a notebook, an interactive session or standard input. Put it into a file"
+    expected = (
+        "got worker of a notebook, an interactive session or standard input. Put it into a file"
+    )
     assert expected in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "ranks_here", "device", "host"),
-    [(2, 1, 2, 1, None), (1, 3, 4, 0, "interlace-3"), (2, 1, 4, 1, "interlace-3"), (8, 3, None, 3, None)],
+    [
+        (2, 1, 2, 1, None),
+        (1, 3, 4, 0, "interlace-3"),
+        (2, 1, 4, 1, "interlace-3"),
+        (8, 3, None, 3, None),
+    ],
 )
 def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_here, device, host):
     """NCCL takes two ranks on one GPU for those of two hosts, and begins when it is first used."""
@@ -204,11 +239,15 @@ def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_her
     monkeypatch.setenv("NCCL_HOSTID", "as it was")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: started.update(current=chosen.index))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: started.update(settings))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda chosen: started.update(current=chosen.index)
+    )
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **settings: started.update(settings)
+    )
     init_process_group(
-        "cuda", rank=3, world_size=8 if ranks_here is None else ranks_here, init_method="file:///nowhere",
-        local_rank=local_rank, ranks_here=ranks_here,
+        "cuda", rank=3, world_size=8 if ranks_here is None else ranks_here,
+        init_method="file:///nowhere", local_rank=local_rank, ranks_here=ranks_here,
     )  # fmt: skip
     assert started["current"] == device
     assert (started["device_id"] is None) == (host is not None)

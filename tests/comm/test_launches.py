@@ -76,10 +76,15 @@ def test_tensors_differ_by_dtype_and_alignment() -> None:
     for tensor in (aligned, other, memory[start + 1 :], aligned.view(torch.int32), aligned):
         Launch(kernel, (1,), (tensor,), {})()
     assert kernel.compiled == 3
-    assert [arguments[0].data_ptr() for _, arguments in kernel.launched] == [other.data_ptr(), aligned.data_ptr()]
+    assert [arguments[0].data_ptr() for _, arguments in kernel.launched] == [
+        other.data_ptr(),
+        aligned.data_ptr(),
+    ]
 
 
-@pytest.mark.parametrize("change", [{"grid": (2,)}, {"options": {"WIDE": 2}}, {"options": {"WIDE": 1, "num_warps": 8}}])
+@pytest.mark.parametrize(
+    "change", [{"grid": (2,)}, {"options": {"WIDE": 2}}, {"options": {"WIDE": 1, "num_warps": 8}}]
+)
 def test_grids_and_constants(change: dict[str, Any]) -> None:
     kernel = _Kernel("x", "WIDE")
     settings = {"kernel": kernel, "grid": (1,), "arguments": (None,), "options": {"WIDE": 1}}

@@ -32,7 +32,9 @@ def _address_space_gib() -> int:
 
 
 def _groups_come_and_go(release: bool, impl: str) -> tuple[int, int, list[bool]]:
-    """Of four groups, each with an operator's memory: what is mapped, reserved and alive after them."""
+    """Of four groups, each with an operator's memory: what is mapped, reserved and alive after
+    them.
+    """
     interlace.group_of()
     gc.collect()
     mapped, reserved = _mapped_bytes(), _address_space_gib()
@@ -55,7 +57,9 @@ def _groups_come_and_go(release: bool, impl: str) -> tuple[int, int, list[bool]]
 @pytest.mark.parametrize("impl", ["fused", "mapped"])
 @pytest.mark.parametrize("release", [False, True])
 def test_a_group_that_is_gone_leaves_nothing(ranks, release, impl):
-    """A group reserves 128 GiB of addresses for two ranks; 2 GiB allow for what else the process does meanwhile."""
+    """A group reserves 128 GiB of addresses for two ranks; 2 GiB allow for what else the process
+    does meanwhile.
+    """
     for mapped, reserved, alive in ranks(2).run(_groups_come_and_go, release, impl):
         assert alive == [False] * 4
         assert mapped == 0

@@ -15,7 +15,9 @@ from interlace.comm.memory import FreeList
 
 
 def test_free_list_example():
-    """Two spans from the start; the first one's place is used again; neighbours merge into the whole."""
+    """Two spans from the start; the first one's place is used again; neighbours merge into the
+    whole.
+    """
     spans = FreeList(10)
     assert (spans.take(4), spans.take(6)) == (0, 4)
     spans.give(0, 4)
@@ -28,12 +30,19 @@ def test_free_list_example():
 def test_free_list_without_room():
     spans = FreeList(10)
     spans.take(8)
-    with pytest.raises(WorkspaceError, match=r"must fit in the address range reserved for a rank; 3 B more do not\."):
+    with pytest.raises(
+        WorkspaceError,
+        match=r"must fit in the address range reserved for a rank; 3 B more do not\.",
+    ):
         spans.take(3)
     assert spans.take(2) == 8
 
 
-@given(st.lists(st.one_of(st.integers(1, 40), st.sampled_from(["give first", "give last"])), max_size=60))
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 40), st.sampled_from(["give first", "give last"])), max_size=60
+    )
+)
 def test_free_list_spans_never_overlap_and_all_come_back(steps):
     spans, held = FreeList(100), []
     for step in steps:

@@ -1,4 +1,6 @@
-"""What the heap of a GPU asks of the driver, which is made up here: everything that is mapped is unmapped, once."""
+"""What the heap of a GPU asks of the driver, which is made up here: everything that is mapped is
+unmapped, once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _PEERS = 10**6  # descriptors of the other rank begin here
 
 
 class _Driver:
-    """Reservations, mappings and memory, by address and handle; calls fail as in CUDA where they do not fit."""
+    """Reservations, mappings and memory, by address and handle; calls fail as in CUDA where they do
+    not fit.
+    """
 
     def __init__(self) -> None:
         self.reserved: dict[int, int] = {}
@@ -43,7 +47,9 @@ class _Driver:
         return (0,)
 
     def cuMemCreate(self, size: int, *_: Any) -> tuple[int, ...]:
-        own = {handle for handle, count in self.references.items() if count} | set(self.mapped.values())
+        own = {handle for handle, count in self.references.items() if count} | set(
+            self.mapped.values()
+        )
         if len([handle for handle in own if handle < _PEERS]) >= self.room:
             return (2,)
         handle = 1000 + len(self.references)
@@ -89,13 +95,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
     @contextlib.contextmanager
-    def exchanged(_: Any, __: str, fds: list[int], failure: Exception | None) -> Iterator[list[list[int]]]:
+    def exchanged(
+        _: Any, __: str, fds: list[int], failure: Exception | None
+    ) -> Iterator[list[list[int]]]:
         if failure is not None:
             raise failure
         yield [fds, [fd + _PEERS for fd in fds]]
 
     monkeypatch.setattr(memory_cuda, "exchanged_descriptors", exchanged)
-    monkeypatch.setattr(CudaHeap, "_allow", lambda self, address, size: memory_cuda._call(self._cu.cuMemSetAccess()))
+    monkeypatch.setattr(
+        CudaHeap, "_allow", lambda self, address, size: memory_cuda._call(self._cu.cuMemSetAccess())
+    )
     return _Driver()
 
 
@@ -143,7 +153,10 @@ def test_memory_that_nobody_uses_any_more_makes_room(driver: _Driver) -> None:
     heap = _heap(driver)
     driver.room = 1
     block = heap.allocate(MIB)
-    with pytest.raises(WorkspaceError, match=r"2\.1 MB more do not fit on cuda:0\. Free tensors that are no longer needed\.$"):
+    with pytest.raises(
+        WorkspaceError,
+        match=r"2\.1 MB more do not fit on cuda:0\. Free tensors that are no longer needed\.$",
+    ):
         heap.allocate(MIB)
     with releases.releases.put_off():
         del block

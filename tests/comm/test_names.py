@@ -1,4 +1,6 @@
-"""Groups of one process group, and process groups of one name, that must not read each other's keys in the store."""
+"""Groups of one process group, and process groups of one name, that must not read each other's keys
+in the store.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from interlace.comm.group import Group, solo_group
 def _numbered_cpu() -> list[bool]:
     process_group = dist.new_group()
     group = interlace.group_of(process_group, "cpu")
-    same = [interlace.group_of(process_group, name) is group for name in ("cpu:0", torch.device("cpu", 0))]
+    same = [
+        interlace.group_of(process_group, name) is group
+        for name in ("cpu:0", torch.device("cpu", 0))
+    ]
     solo = solo_group(torch.device("cpu")) is solo_group(torch.device("cpu", 0))
     return [*same, solo]
 
@@ -32,12 +37,17 @@ def _two_groups() -> list[list[int]]:
 
 
 def test_groups_of_one_process_group_have_keys_of_their_own(ranks):
-    expected = [[100 * turn + 10 * which + rank for rank in range(2)] for turn, which in enumerate((0, 0, 0, 1, 1, 0, 1))]
+    expected = [
+        [100 * turn + 10 * which + rank for rank in range(2)]
+        for turn, which in enumerate((0, 0, 0, 1, 1, 0, 1))
+    ]
     assert ranks(2).run(_two_groups) == [expected] * 2
 
 
 def _same_name_again() -> list[list[list[int]]]:
-    """A process group whose name and store were another one's before, which ended in the middle of its exchanges."""
+    """A process group whose name and store were another one's before, which ended in the middle of
+    its exchanges.
+    """
     store = dist.PrefixStore("a job", dist.group.WORLD.get_group_store())
     return [_with_store(store, start) for start in (0, 1000)]
 
@@ -55,7 +65,10 @@ class _Named:
 def _with_store(store: dist.Store, start: int) -> list[list[int]]:
     process_group = _Named(store)
     ranks = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size}
-    dist.get_rank, dist.get_world_size = (lambda _: ranks["get_rank"]()), (lambda _: ranks["get_world_size"]())
+    dist.get_rank, dist.get_world_size = (
+        (lambda _: ranks["get_rank"]()),
+        (lambda _: ranks["get_world_size"]()),
+    )
     try:
         group = Group(process_group, torch.device("cpu"))  # type: ignore[arg-type]
     finally:

@@ -1,4 +1,6 @@
-"""Buffers that operators hand out, and what a CUDA graph's capture keeps of them (here without a GPU)."""
+"""Buffers that operators hand out, and what a CUDA graph's capture keeps of them (here without a
+GPU).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ def _tensor(group: Group, output: Output) -> torch.Tensor:
     return output.tensor((1024,), torch.float32, group.device)
 
 
-def test_a_captured_landing_outlives_larger_buffers(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both buffers hold live tensors, so a captured call gets the landing: a graph that is replayed writes there."""
+def test_a_captured_landing_outlives_larger_buffers(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both buffers hold live tensors, so a captured call gets the landing: a graph that is replayed
+    writes there.
+    """
     held = [_tensor(group, group.outputs.take(4096)) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(group, "capture_id", lambda: 7)

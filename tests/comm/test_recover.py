@@ -15,7 +15,9 @@ from tests.errors import error_of
 
 
 class _Program:
-    """Every kind of operator on one process group, its inputs, and the outputs that it keeps from call to call."""
+    """Every kind of operator on one process group, its inputs, and the outputs that it keeps from
+    call to call.
+    """
 
     def __init__(self) -> None:
         require("cpu")
@@ -31,7 +33,10 @@ class _Program:
             return torch.randint(-4, 5, shape, generator=generator).float()
 
         self.x, self.w, self.batch = integers(8 * ranks, 16), integers(32, 16), integers(2, 16, 24)
-        self.table, self.lookups = integers(8, 16), torch.randint(0, 8, (4 * ranks,), generator=generator)
+        self.table, self.lookups = (
+            integers(8, 16),
+            torch.randint(0, 8, (4 * ranks,), generator=generator),
+        )
         experts = torch.randint(0, ranks, (6, 1), generator=generator)
         self.layer = experts, torch.ones(6, 1), integers(1, 16, 2, 16), integers(1, 16, 16)
         shape = {"dtype": torch.float32, "group": self.process_group}
@@ -51,7 +56,9 @@ class _Program:
             found.append(interlace.all_gather_gemm(self.x, self.w, impl=impl, **group))
         for impl in ("fused", "mapped"):
             name = self.process_group.group_name
-            found += torch.ops.interlace.all_to_all_bmm(self.x.new_ones(2 * len(self.x), 16), self.batch, name, impl)
+            found += torch.ops.interlace.all_to_all_bmm(
+                self.x.new_ones(2 * len(self.x), 16), self.batch, name, impl
+            )
         found.append(interlace.gemv_all_reduce(self.x[:2], self.w, impl="fused", **group))
         table = self.table.clone().requires_grad_()
         offsets = torch.arange(len(self.lookups) + 1)
@@ -76,7 +83,9 @@ class _Program:
             interlace.gemm_reduce_scatter(self.x, self.w, group=self.process_group, impl="fused")
         else:
             try:
-                interlace.gemm_reduce_scatter(self.x, self.w, group=self.process_group, impl="fused")
+                interlace.gemm_reduce_scatter(
+                    self.x, self.w, group=self.process_group, impl="fused"
+                )
             finally:
                 dist.barrier()
 
@@ -87,7 +96,9 @@ class _Program:
     def absent(self) -> None:
         """From an exchange on the host, in the middle of making an output."""
         if self.rank == 0:
-            interlace.gemm_reduce_scatter(self.x[:, :8], self.w[:, :8], group=self.process_group, impl="mapped")
+            interlace.gemm_reduce_scatter(
+                self.x[:, :8], self.w[:, :8], group=self.process_group, impl="mapped"
+            )
 
     def halfway(self) -> None:
         """Epochs of outputs have begun everywhere, and end on one rank only."""
@@ -110,13 +121,19 @@ def _break_and_recover(ways: list[str]) -> list[tuple[bool, bool, bool, list[int
         interlace.recover(program.process_group)
         alive = all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
         again = program.results()
-        wrong = [i for i, pair in enumerate(zip(again, expected, strict=True)) if not torch.equal(*pair)]
-        found.append((failure is not None or program.rank > 0, broken or program.rank > 0, alive, wrong))
+        wrong = [
+            i for i, pair in enumerate(zip(again, expected, strict=True)) if not torch.equal(*pair)
+        ]
+        found.append(
+            (failure is not None or program.rank > 0, broken or program.rank > 0, alive, wrong)
+        )
         program.group.check()
     return found
 
 
-@pytest.mark.parametrize(("world_size", "ways"), [(2, ["late", "different", "halfway", "absent"]), (3, ["late"])])
+@pytest.mark.parametrize(
+    ("world_size", "ways"), [(2, ["late", "different", "halfway", "absent"]), (3, ["late"])]
+)
 def test_every_operator_is_right_afterwards(ranks, world_size, ways):
     """Whatever broke the group, also several times; results from before stay as they were."""
     outcomes = ranks(world_size).run(_break_and_recover, ways, timeout_s=300.0)
@@ -135,7 +152,11 @@ def _recover_without(missing: int) -> tuple[Any, float, bool]:
     dist.barrier()
     interlace.recover(process_group)
     y = interlace.gemv_all_reduce(torch.ones(1, 4), torch.ones(3, 4), group=process_group)
-    return error and (error[0], error[2]["operator"], error[2]["peer"]), seconds, bool((y == 4 * group.world_size).all())
+    return (
+        error and (error[0], error[2]["operator"], error[2]["peer"]),
+        seconds,
+        bool((y == 4 * group.world_size).all()),
+    )
 
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.quick), 2])

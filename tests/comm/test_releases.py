@@ -1,4 +1,6 @@
-"""When memory that finalizers give back is unmapped. The GPU is made up; tests/gpu has real captures."""
+"""When memory that finalizers give back is unmapped. The GPU is made up; tests/gpu has real
+captures.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,12 @@ def test_memory_of_a_gpu_that_cannot_be_waited_for_is_kept(machine: _Machine) ->
     assert machine.done == []
 
 
-def test_a_finalizer_may_come_while_a_list_of_free_memory_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of the same list is given back in the middle of a search, and is free when the search is over."""
+def test_a_finalizer_may_come_while_a_list_of_free_memory_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of the same list is given back in the middle of a search, and is free when the search
+    is over.
+    """
     spans = FreeList(100)
     assert spans.take(40) == 0
 

@@ -11,7 +11,9 @@ from interlace import PeerTimeoutError
 from interlace.comm.rendezvous import meet
 
 
-def _all_meet(store: dist.Store, ranks: list[int], world_size: int, timeout_s: float) -> list[object]:
+def _all_meet(
+    store: dist.Store, ranks: list[int], world_size: int, timeout_s: float
+) -> list[object]:
     def one(rank: int) -> object:
         try:
             return meet(store, "joining a group", rank, world_size, timeout_s)

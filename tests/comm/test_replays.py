@@ -44,7 +44,9 @@ def _call(replays: Replays, key: int, done: list[str]) -> None:
     replays.run(key, enqueue)
 
 
-def test_the_second_call_makes_a_graph_that_later_ones_replay(replays: Replays, done: list[str]) -> None:
+def test_the_second_call_makes_a_graph_that_later_ones_replay(
+    replays: Replays, done: list[str]
+) -> None:
     for key in (1, 1, 2, 1):
         _call(replays, key, done)
     assert done == ["enqueue 1", "replay 1", "enqueue 2", "replay 1"]
@@ -81,14 +83,18 @@ def test_a_program_with_too_many_addresses_enqueues(
     assert done[-1] == "enqueue 1"
 
 
-def test_calls_that_are_forgotten_count_as_new(replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_forgotten_count_as_new(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_MOST_SEEN", 2)
     for key in (1, 2, 3, 1, 1):
         _call(replays, key, done)
     assert done == ["enqueue 1", "enqueue 2", "enqueue 3", "enqueue 1", "replay 1"]
 
 
-def test_a_programs_own_graph_holds_the_call_itself(replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_programs_own_graph_holds_the_call_itself(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(3):
         _call(replays, 1, done)
@@ -96,7 +102,9 @@ def test_a_programs_own_graph_holds_the_call_itself(replays: Replays, done: list
 
 
 @pytest.mark.parametrize(("backend", "setting"), [("cpu", "1"), ("cuda", "0")])
-def test_without_graphs(done: list[str], monkeypatch: pytest.MonkeyPatch, backend: str, setting: str) -> None:
+def test_without_graphs(
+    done: list[str], monkeypatch: pytest.MonkeyPatch, backend: str, setting: str
+) -> None:
     monkeypatch.setenv("INTERLACE_REPLAY", setting)
     made = Replays(SimpleNamespace(backend=backend, device=backend))  # type: ignore[arg-type]
     for _ in range(3):
@@ -111,8 +119,16 @@ def _set_matmul(name: str) -> Any:
 # How to set each, another value than the default, and the default.
 _SETTINGS = {
     "allow_tf32": (_set_matmul("allow_tf32"), True, False),
-    "allow_fp16_reduced_precision_reduction": (_set_matmul("allow_fp16_reduced_precision_reduction"), False, True),
-    "allow_bf16_reduced_precision_reduction": (_set_matmul("allow_bf16_reduced_precision_reduction"), False, True),
+    "allow_fp16_reduced_precision_reduction": (
+        _set_matmul("allow_fp16_reduced_precision_reduction"),
+        False,
+        True,
+    ),
+    "allow_bf16_reduced_precision_reduction": (
+        _set_matmul("allow_bf16_reduced_precision_reduction"),
+        False,
+        True,
+    ),
     "allow_fp16_accumulation": (_set_matmul("allow_fp16_accumulation"), True, False),
     "float32_matmul_precision": (torch.set_float32_matmul_precision, "high", "highest"),
     "deterministic_algorithms": (torch.use_deterministic_algorithms, True, False),
@@ -120,7 +136,9 @@ _SETTINGS = {
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
-def test_a_graph_with_other_settings_is_another_graph(replays: Replays, done: list[str], name: str) -> None:
+def test_a_graph_with_other_settings_is_another_graph(
+    replays: Replays, done: list[str], name: str
+) -> None:
     """A graph keeps the settings of its capture. The call under new ones comes for the first time."""
     change, other, default = _SETTINGS[name]
     for _ in range(2):
@@ -135,8 +153,12 @@ def test_a_graph_with_other_settings_is_another_graph(replays: Replays, done: li
     assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
 
 
-def test_tables_of_numbers_stay_for_calls_that_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of an epoch have more splits than are remembered; each is captured when it comes again, with its table."""
+def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batches of an epoch have more splits than are remembered; each is captured when it comes
+    again, with its table.
+    """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(constants, "_MOST", 4)
@@ -155,10 +177,14 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(monkeypatch: pyte
     for _ in range(2):
         for first in range(12):
             splits = (first, 100 - first)
-            group.replays.run(splits, lambda splits=splits: used.append(constants.on_device(group, [splits])))
+            group.replays.run(
+                splits, lambda splits=splits: used.append(constants.on_device(group, [splits]))
+            )
     assert [each.tolist() for each in used] == [[[first, 100 - first]] for first in range(12)] * 2
     assert len(group.replays) == 12
-    assert not constants._caches[group].captured, "graphs of the group keep their tables, and no longer than they live"
+    assert not constants._caches[group].captured, (
+        "graphs of the group keep their tables, and no longer than they live"
+    )
     group.replays.clear()
     used.clear()
     assert len(constants._caches[group].alive) == 4

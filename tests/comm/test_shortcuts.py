@@ -60,7 +60,11 @@ def test_element_types() -> None:
     look_up = shortcuts._of_dtypes(counted)
     for dtype in (tl.bfloat16, core.block_type(tl.bfloat16, [2]), tl.bfloat16):
         assert look_up(dtype) == np.uint16
-    assert look_up(tl.pointer_type(tl.float32)) == look_up(core.block_type(tl.pointer_type(tl.float32), [2])) == np.uint64
+    assert (
+        look_up(tl.pointer_type(tl.float32))
+        == look_up(core.block_type(tl.pointer_type(tl.float32), [2]))
+        == np.uint64
+    )
     assert counted.calls == 1
 
 
@@ -91,17 +95,20 @@ def _of_triton() -> tuple[Any, ...]:
     """What the shortcuts replace, and a function of the language that a launch replaces."""
     builder = interpreter.interpreter_builder
     return (
-        core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype, interpreter._patch_lang, builder.options,
-        tl.load, tl.range, core.tensor.__add__,
+        core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype,
+        interpreter._patch_lang, builder.options, tl.load, tl.range, core.tensor.__add__,
     )  # fmt: skip
 
 
 def _overflowing() -> list[Any]:
-    """2147483647 + 1 by a kernel, before, within and after a launch of this package; and what of Triton has changed meanwhile."""
+    """2147483647 + 1 by a kernel, before, within and after a launch of this package; and what of
+    Triton has changed meanwhile.
+    """
     import interlace.language
 
     builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, debug=True)  # else Triton computes its checks and says nothing
+    # Else Triton computes its checks and says nothing
+    builder.options = dataclasses.replace(builder.options, debug=True)
     before, group, seen = _of_triton(), interlace.group_of(), []
     x, y = torch.full((1,), 2**31 - 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
@@ -125,7 +132,9 @@ def _overflowing() -> list[Any]:
 
 
 def test_kernels_of_others_keep_their_checks(ranks: Any) -> None:
-    """Importing the language changes nothing of Triton; a launch does, and undoes it, also after an exception in a kernel."""
+    """Importing the language changes nothing of Triton; a launch does, and undoes it, also after an
+    exception in a kernel.
+    """
     [(first, *others)] = ranks(1).run(_overflowing)
     assert "int32 overflow detected for operation add" in first
     assert others == ["-2147483648", True, "-2147483648", True, True, first]

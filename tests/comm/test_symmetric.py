@@ -23,11 +23,18 @@ def _put_to_the_next(shape, dtype):
     gets = [sym.peers[peer].flatten()[0].item() for peer in range(world_size)]
     dist.barrier()
     sizes = tuple(sym.peers.shape), tuple(sym.local.shape), sym.local.dtype
-    return fresh, gets, sym.local.flatten().tolist(), sizes, sym.local.data_ptr() == sym.peers[rank].data_ptr()
+    return (
+        fresh,
+        gets,
+        sym.local.flatten().tolist(),
+        sizes,
+        sym.local.data_ptr() == sym.peers[rank].data_ptr(),
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((3, 5), torch.float32), (7, torch.bfloat16), ((), torch.int64), ((2, 1, 3), torch.uint8)]
+    ("shape", "dtype"),
+    [((3, 5), torch.float32), (7, torch.bfloat16), ((), torch.int64), ((2, 1, 3), torch.uint8)],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_put_is_an_assignment(ranks, world_size, shape, dtype):
@@ -125,22 +132,34 @@ def _mismatch(shapes, dtypes):
 @pytest.mark.parametrize(
     ("shapes", "dtypes", "message"),
     [
-        (((2, 3), (3, 2)), (torch.float32,) * 2, "shape must be the same on every rank; got [2, 3] on rank 0, [3, 2] on rank 1."),
+        (
+            ((2, 3), (3, 2)),
+            (torch.float32,) * 2,
+            "shape must be the same on every rank; got [2, 3] on rank 0, [3, 2] on rank 1.",
+        ),
         (
             ((4,), (4,)),
             (torch.float32, torch.int32),
-            "dtype must be the same on every rank; got 'torch.float32' on rank 0, 'torch.int32' on rank 1.",
+            (
+                "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
+                "'torch.int32' on rank 1."
+            ),
         ),
     ],
 )
 def test_ranks_that_disagree_are_told_and_get_nothing(ranks, shapes, dtypes, message):
     for error, mapped in ranks(2).run(_mismatch, shapes, dtypes):
-        assert error[:2] == ("RankMismatchError", f"empty_symmetric: {message} Nothing was computed.")
+        assert error[:2] == (
+            "RankMismatchError",
+            f"empty_symmetric: {message} Nothing was computed.",
+        )
         assert mapped == 0
 
 
 def test_negative_sizes_are_refused():
-    with pytest.raises(ArgumentError, match=r"^empty_symmetric: sizes must not be negative; got \(2, -1\)\.$"):
+    with pytest.raises(
+        ArgumentError, match=r"^empty_symmetric: sizes must not be negative; got \(2, -1\)\.$"
+    ):
         interlace.empty_symmetric((2, -1), dtype=torch.float32)
 
 

@@ -1,4 +1,6 @@
-"""Models as their authors write them: a Llama block, and a layer of experts. Nothing in them knows of Interlace."""
+"""Models as their authors write them: a Llama block, and a layer of experts. Nothing in them knows
+of Interlace.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 class FeedForward(nn.Module):
@@ -60,17 +67,28 @@ def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
     torch.manual_seed(3)
     device = default_device_type()
     whole = Block(bias).to(device)
-    columns = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {f"feed_forward.w{n}": ColwiseParallel() for n in "13"}
+    columns = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {
+        f"feed_forward.w{n}": ColwiseParallel() for n in "13"
+    }
     out = Shard(1) if sequence_parallel else Replicate()
-    plan = columns | {name: RowwiseParallel(output_layouts=out) for name in ("attention.wo", "feed_forward.w2")}
+    plan = columns | {
+        name: RowwiseParallel(output_layouts=out) for name in ("attention.wo", "feed_forward.w2")
+    }
     if sequence_parallel:
         gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel(), "attention": gather, "feed_forward": gather}
+        plan |= {
+            "attention_norm": SequenceParallel(),
+            "ffn_norm": SequenceParallel(),
+            "attention": gather,
+            "feed_forward": gather,
+        }
     return parallelize_module(whole, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
 class Experts(nn.Module):
-    """Experts on each rank, the best for each token, and room for as many tokens from each rank as it has. ``[tokens, width]``."""
+    """Experts on each rank, the best for each token, and room for as many tokens from each rank as
+    it has. ``[tokens, width]``.
+    """
 
     def __init__(self, experts: int, separate: bool = False) -> None:
         """``separate``: gate and up are two products."""
@@ -79,8 +97,14 @@ class Experts(nn.Module):
         torch.manual_seed(5)
         self.router = nn.Linear(WIDTH, self.ranks * experts, bias=False)
         torch.manual_seed(6 + dist.get_rank())
-        w_in, w_out = (torch.randn(experts, *shape) / WIDTH for shape in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)))
-        self.w_in = nn.ParameterList(half.clone() for half in w_in.chunk(2, 1)) if separate else nn.ParameterList([w_in])
+        w_in, w_out = (
+            torch.randn(experts, *shape) / WIDTH for shape in ((2 * HIDDEN, WIDTH), (WIDTH, HIDDEN))
+        )
+        self.w_in = (
+            nn.ParameterList(half.clone() for half in w_in.chunk(2, 1))
+            if separate
+            else nn.ParameterList([w_in])
+        )
         self.w_out = nn.Parameter(w_out)
         self.to(default_device_type())
 
@@ -90,7 +114,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, expert = self.router(x).softmax(-1).max(-1)
-        sent = x * F.one_hot(expert, self.ranks * self.experts).t()[..., None].to(x.dtype)  # [experts of all, tokens, width]
+        # [experts of all, tokens, width]
+        sent = x * F.one_hot(expert, self.ranks * self.experts).t()[..., None].to(x.dtype)
         arrived = self.exchanged(sent.flatten(0, 1)).view(self.ranks, self.experts, len(x), WIDTH)
         rows = arrived.transpose(0, 1).flatten(1, 2)  # [experts, tokens of all, width]
         gate, up = torch.cat([torch.bmm(rows, w.mT) for w in self.w_in], -1).chunk(2, -1)

@@ -1,4 +1,6 @@
-"""Small programs of a product and a collective, as a compiler sees them, and how ranks trace and run them."""
+"""Small programs of a product and a collective, as a compiler sees them, and how ranks trace and
+run them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, dtype=dtype).to(device) for shape in shapes]
 
 
-def traced(program: Callable[..., Any], arguments: list[torch.Tensor], mode: str = "fake") -> GraphModule:
+def traced(
+    program: Callable[..., Any], arguments: list[torch.Tensor], mode: str = "fake"
+) -> GraphModule:
     module = make_fx(program, tracing_mode=mode)(*arguments)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -82,19 +86,31 @@ def choose_sum(operator: str, products: list[Product], rows: int, *_: object) ->
 
 def operators(module: GraphModule) -> list[str]:
     """Names of the fused operators in a graph."""
-    targets = [str(node.target).split(".") for node in module.graph.nodes if node.op == "call_function"]
+    targets = [
+        str(node.target).split(".") for node in module.graph.nodes if node.op == "call_function"
+    ]
     return [target[1] for target in targets if target[0] == "interlace"]
 
 
-def fused(module: GraphModule, arguments: list[torch.Tensor]) -> tuple[list[str], list[Finding], float]:
-    """Run the pass: the operators that it put in, its findings, and how far results are off, relative to their size."""
+def fused(
+    module: GraphModule, arguments: list[torch.Tensor]
+) -> tuple[list[str], list[Finding], float]:
+    """Run the pass: the operators that it put in, its findings, and how far results are off,
+    relative to their size.
+    """
     before = module(*arguments)
     findings = fuse(module.graph)
     module.recompile()
     after = module(*arguments)
     pairs = list(zip(_list(before), _list(after), strict=True))
-    assert all(a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)
-    return operators(module), findings, max(float((a - b).double().norm() / b.double().norm()) for b, a in pairs)
+    assert all(
+        a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs
+    )
+    return (
+        operators(module),
+        findings,
+        max(float((a - b).double().norm() / b.double().norm()) for b, a in pairs),
+    )
 
 
 def _list(results: Any) -> list[torch.Tensor]:

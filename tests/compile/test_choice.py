@@ -1,4 +1,6 @@
-"""The choice on GPUs, which the tuned tables make: here with what the table of another machine says."""
+"""The choice on GPUs, which the tuned tables make: here with what the table of another machine
+says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class _OnGpu(Product):
     device = torch.device("cuda", 0)  # type: ignore[assignment]
 
 
-def _product(rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfloat16, batch: int = 0) -> Product:
+def _product(
+    rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfloat16, batch: int = 0
+) -> Product:
     graph = Graph()
     nodes = [graph.placeholder(name) for name in ("y", "x", "w")]
     leading = (batch,) if batch else ()
@@ -46,8 +50,12 @@ def _product(rows: int, columns: int, inner: int, dtype: torch.dtype = torch.bfl
 
 def test_what_was_measured_to_be_faster() -> None:
     reason = choose("gemm_all_reduce", _product(8192, 8192, 2048), 8192, 4)
-    assert reason.startswith("measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192, inner 2048: fused ")
-    assert choose("gemv_all_reduce", _product(1, 8192, 2048), 1, 4).startswith("measured on NVIDIA H200")
+    assert reason.startswith(
+        "measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192, inner 2048: fused "
+    )
+    assert choose("gemv_all_reduce", _product(1, 8192, 2048), 1, 4).startswith(
+        "measured on NVIDIA H200"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,8 +67,18 @@ def test_what_was_measured_to_be_faster() -> None:
             torch.bfloat16,
             "all_gather_gemm is not faster: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 256",
         ),
-        ("gemm_reduce_scatter", 8, torch.bfloat16, "nothing was measured on this GPU near the sizes of gemm_reduce_scatter"),
-        ("gemm_reduce_scatter", 8192, torch.float32, "nothing was measured on this GPU near the sizes of gemm_reduce_scatter"),
+        (
+            "gemm_reduce_scatter",
+            8,
+            torch.bfloat16,
+            "nothing was measured on this GPU near the sizes of gemm_reduce_scatter",
+        ),
+        (
+            "gemm_reduce_scatter",
+            8192,
+            torch.float32,
+            "nothing was measured on this GPU near the sizes of gemm_reduce_scatter",
+        ),
     ],
 )
 def test_what_was_not(operator: str, rows: int, dtype: torch.dtype, reason: str) -> None:
@@ -72,9 +90,15 @@ def test_what_was_not(operator: str, rows: int, dtype: torch.dtype, reason: str)
 def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     product = _product(256, 8192, 7168)
     assert ", mapped " in choose("gemm_reduce_scatter", product, 256, 4)
-    with pytest.raises(LeftAlone, match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$"):
+    with pytest.raises(
+        LeftAlone,
+        match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$",
+    ):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
-    with pytest.raises(LeftAlone, match=r"^gemm_all_reduce would be faster by impl='mapped', .*; 250 over 4 ranks are not$"):
+    with pytest.raises(
+        LeftAlone,
+        match=r"^gemm_all_reduce would be faster by impl='mapped', .*; 250 over 4 ranks are not$",
+    ):
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 
 
@@ -82,33 +106,57 @@ def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPa
     scatter = functools.partial(choose_sum, "gemm_reduce_scatter")
     side_by_side, reason = scatter([_product(8192, 8192, 4096)] * 2, 8192, 4)
     assert not side_by_side
-    assert reason.startswith("a sum of 2 products, in parts: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, columns 8192")
-    with pytest.raises(LeftAlone, match=r"^it is a sum of products, and gemm_reduce_scatter of them is not faster: measured on"):
+    assert reason.startswith(
+        "a sum of 2 products, in parts: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 8192, "
+        "columns 8192"
+    )
+    with pytest.raises(
+        LeftAlone,
+        match=r"^it is a sum of products, and gemm_reduce_scatter of them is not faster: measured on",
+    ):
         scatter([_product(256, 8192, 2048)] * 3, 256, 4)
-    with pytest.raises(LeftAlone, match=r"^nothing was measured on this GPU near the sizes of gemm_reduce_scatter, of a sum"):
+    with pytest.raises(
+        LeftAlone,
+        match=r"^nothing was measured on this GPU near the sizes of gemm_reduce_scatter, of a sum",
+    ):
         scatter([_product(8, 8192, 2048)] * 3, 8, 4)
     fused = Choice("fused", GemmReduceScatterConfig(), "measured", measured=True)
     monkeypatch.setattr(reduce_scatter, "choose", lambda **_: fused)
-    assert scatter([_product(4096, 8192, 1280)] * 2, 4096, 4) == (True, "a sum of 2 products, side by side: measured")
-    with pytest.raises(LeftAlone, match=r"^it is a sum of products whose operands are too large to be put side by side$"):
+    assert scatter([_product(4096, 8192, 1280)] * 2, 4096, 4) == (
+        True,
+        "a sum of 2 products, side by side: measured",
+    )
+    with pytest.raises(
+        LeftAlone,
+        match=r"^it is a sum of products whose operands are too large to be put side by side$",
+    ):
         scatter([_product(4096, 8192, 7168)] * 2, 4096, 4)
 
 
 def test_a_sum_is_all_reduced_side_by_side() -> None:
     reduce = functools.partial(choose_sum, "gemm_all_reduce")
-    products = [_product(4096, 8192, inner) for inner in (2048, 256, 256)]  # Llama 3 70B's queries, keys and values
+    # Llama 3 70B's queries, keys and values
+    products = [_product(4096, 8192, inner) for inner in (2048, 256, 256)]
     side_by_side, reason = reduce(products, 4096, 4)
     assert side_by_side
-    assert reason.startswith("a sum of 3 products, side by side: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 4096")
-    with pytest.raises(LeftAlone, match=r"^it is a sum of products whose operands are too large"):  # its MLP
+    assert reason.startswith(
+        "a sum of 3 products, side by side: measured on NVIDIA H200 at 4 ranks, bfloat16, rows 4096"
+    )
+    with pytest.raises(
+        LeftAlone, match=r"^it is a sum of products whose operands are too large"
+    ):  # its MLP
         reduce([_product(4096, 8192, 7168)] * 2, 4096, 4)
-    with pytest.raises(LeftAlone, match=r"^it is a sum of products, and gemm_all_reduce of them is not faster: "):
+    with pytest.raises(
+        LeftAlone, match=r"^it is a sum of products, and gemm_all_reduce of them is not faster: "
+    ):
         reduce([_product(256, 8192, 3584)] * 2, 256, 4)
 
 
 def test_batches_have_tables_of_their_own() -> None:
     """Rows are those of all products."""
-    assert ": fused " in choose("bmm_all_to_all", _product(5120, 4096, 14336, batch=2), 10240, 2)  # Mixtral's, capacity factor 1.25
+    assert ": fused " in choose(
+        "bmm_all_to_all", _product(5120, 4096, 14336, batch=2), 10240, 2
+    )  # Mixtral's, capacity factor 1.25
     assert ": fused " in choose("all_to_all_bmm", _product(5120, 28672, 4096, batch=2), 10240, 2)
     assert ", mapped " in choose("all_to_all_bmm", _product(120, 2816, 2048, batch=32), 32 * 120, 2)
     with pytest.raises(LeftAlone, match=r"^bmm_all_to_all is not faster: "):
@@ -121,6 +169,10 @@ def test_a_sum_of_batches_goes_by_what_is_faster_in_parts() -> None:
     halves = [_product(2560, 4096, 14336, batch=4)] * 2
     side_by_side, reason = total(halves, 10240, 2)
     assert not side_by_side
-    assert reason.startswith("a sum of 2 products, in parts: measured on NVIDIA H200 at 2 ranks, bfloat16, rows 10240")
-    with pytest.raises(LeftAlone, match="it is a sum of products, and bmm_all_to_all of them is not faster: "):
+    assert reason.startswith(
+        "a sum of 2 products, in parts: measured on NVIDIA H200 at 2 ranks, bfloat16, rows 10240"
+    )
+    with pytest.raises(
+        LeftAlone, match="it is a sum of products, and bmm_all_to_all of them is not faster: "
+    ):
         total([_product(120, 2048, 704, batch=32)] * 2, 32 * 120, 2)

@@ -1,4 +1,6 @@
-"""Whole models, compiled without an edit: results and gradients are those of eager execution, and the report names every pair."""
+"""Whole models, compiled without an edit: results and gradients are those of eager execution, and
+the report names every pair.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _step(call: Any, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tenso
     y.square().sum().backward()
     assert x.grad is not None
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"y": y.detach(), "x": x.grad} | {name: getattr(grad, "_local_tensor", grad) for name, grad in named.items()}
+    return {"y": y.detach(), "x": x.grad} | {
+        name: getattr(grad, "_local_tensor", grad) for name, grad in named.items()
+    }
 
 
 def _compare(model: nn.Module, x: torch.Tensor) -> tuple[list[Finding], dict[str, float]]:
@@ -33,7 +37,10 @@ def _compare(model: nn.Module, x: torch.Tensor) -> tuple[list[Finding], dict[str
         found = _step(compiled, model, x)
     wanted = _step(model, model, x)
     # Keys' biases have no gradient but rounding: softmax does not see them.
-    return report, {name: float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1)) for name in wanted}
+    return report, {
+        name: float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1))
+        for name in wanted
+    }
 
 
 def _block(sequence_parallel: bool, bias: bool) -> tuple[list[Finding], dict[str, float]]:
@@ -74,10 +81,13 @@ def _experts(experts: int, separate: bool) -> tuple[Report, list[Finding], dict[
 
 
 @pytest.mark.parametrize(
-    ("experts", "separate"), [pytest.param(1, False, marks=pytest.mark.quick), (2, False), (1, True), (2, True)]
+    ("experts", "separate"),
+    [pytest.param(1, False, marks=pytest.mark.quick), (2, False), (1, True), (2, True)],
 )
 def test_experts(ranks: Any, experts: int, separate: bool) -> None:
-    """Tokens and the first product, the second one and its way back; and, in the backward pass, gradients likewise."""
+    """Tokens and the first product, the second one and its way back; and, in the backward pass,
+    gradients likewise.
+    """
     for report, findings, errors in ranks(2).run(_experts, experts, separate):
         assert max(errors.values()) < 2e-6, errors
         operator = "bmm_all_to_all" if experts == 2 else "gemm_all_to_all"
@@ -92,9 +102,13 @@ def test_experts(ranks: Any, experts: int, separate: bool) -> None:
         head, *lines = str(report).splitlines()
         assert head == "4 collectives: 4 fused, 0 left alone"
         rows = f"all_to_all_single of [{12 * experts}, 16]"
-        assert lines[0].startswith(f"forward: {rows} (all_to_all_single) fused by all_to_all_bmm: the cpu backend")
+        assert lines[0].startswith(
+            f"forward: {rows} (all_to_all_single) fused by all_to_all_bmm: the cpu backend"
+        )
         why = "a batch of 2: the cpu backend" if experts == 2 else "the cpu backend"
-        assert lines[1].startswith(f"forward: {rows} (all_to_all_single_1) fused by {operator}: {why}")
+        assert lines[1].startswith(
+            f"forward: {rows} (all_to_all_single_1) fused by {operator}: {why}"
+        )
 
 
 class _RowParallel(nn.Module):
@@ -116,7 +130,13 @@ def _inductor() -> tuple[dict[str, float], list[str]]:
     with config.patch(force_disable_caches=True):
         torch.compiler.reset()
         found["backend"], code = run_and_get_code(
-            torch.compile(model, backend=interlace.compile.backend, options={"max_fusion_size": 8}, fullgraph=True), x
+            torch.compile(
+                model,
+                backend=interlace.compile.backend,
+                options={"max_fusion_size": 8},
+                fullgraph=True,
+            ),
+            x,
         )
         codes += code
         torch.compiler.reset()
@@ -128,7 +148,9 @@ def _inductor() -> tuple[dict[str, float], list[str]]:
 
 
 def test_inductor(ranks: Any) -> None:
-    """The one test that waits for Inductor: one to three seconds, as there is nothing that its C++ compiler would have to do."""
+    """The one test that waits for Inductor: one to three seconds, as there is nothing that its C++
+    compiler would have to do.
+    """
     for errors, codes in ranks(2).run(_inductor):
         assert max(errors.values()) < 1e-6
         assert len(codes) == 2
@@ -138,7 +160,9 @@ def test_inductor(ranks: Any) -> None:
 
 
 def _identities() -> list[Any]:
-    """Of the pass: on its own, after one that can be told apart, after one that cannot; and with a group more."""
+    """Of the pass: on its own, after one that can be told apart, after one that cannot; and with a
+    group more.
+    """
 
     class Other(InductorPass):
         def uuid(self) -> str:

@@ -1,4 +1,6 @@
-"""Each pair that the pass knows becomes one operator, and results stay; each other one is left as it is, and it says why."""
+"""Each pair that the pass knows becomes one operator, and results stay; each other one is left as
+it is, and it says why.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +45,34 @@ def _by_products(rows: torch.Tensor, batch: int) -> torch.Tensor:
 FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = {
     "many tokens": (lambda x, w: all_reduce(x @ w.t()), [(M, K), (N, K)], ["gemm_all_reduce"]),
     "few tokens": (lambda x, w: all_reduce(x @ w.t()), [(FEW, K), (N, K)], ["gemv_all_reduce"]),
-    "few tokens, weight along n": (lambda x, w: all_reduce(x @ w), [(FEW, K), (K, N)], ["gemm_all_reduce"]),
+    "few tokens, weight along n": (
+        lambda x, w: all_reduce(x @ w),
+        [(FEW, K), (K, N)],
+        ["gemm_all_reduce"],
+    ),
     "views": (
-        lambda x, w: all_reduce((x.view(M, K) @ w.t()).view(2, M // 2, 3, N // 3).transpose(0, 1).contiguous()).relu(),
+        lambda x, w: all_reduce(
+            (x.view(M, K) @ w.t()).view(2, M // 2, 3, N // 3).transpose(0, 1).contiguous()
+        ).relu(),
         [(2, M // 2, K), (N, K)],
         ["gemm_all_reduce"],
     ),
     # Every rank has another bias, and has added it before the sum.
-    "biases": (lambda x, w, b: all_reduce(aten.addmm(b, x, w.t())), [(M, K), (N, K), (N,)], ["gemm_all_reduce"]),
+    "biases": (
+        lambda x, w, b: all_reduce(aten.addmm(b, x, w.t())),
+        [(M, K), (N, K), (N,)],
+        ["gemm_all_reduce"],
+    ),
     "scattered": (
         lambda x, w, b: reduce_scatter(aten.addmm(b, x, w.t())),
         [(FEW, K), (N, K), (N,)],
         ["gemm_reduce_scatter"],
     ),
-    "scattered views": (lambda x, w: reduce_scatter((x @ w.t()).view(2, FEW, N)), [(2 * FEW, K), (N, K)], ["gemm_reduce_scatter"]),
+    "scattered views": (
+        lambda x, w: reduce_scatter((x @ w.t()).view(2, FEW, N)),
+        [(2 * FEW, K), (N, K)],
+        ["gemm_reduce_scatter"],
+    ),
     "scattered along 1": (
         lambda x, w: scatter_along((x @ w.t()).view(3, 4, N), 1),
         [(12, K), (N, K)],
@@ -73,7 +89,9 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["gemm_sum_reduce_scatter"],
     ),
     "a sum of three scattered along 1": (
-        lambda x, v, w, u: scatter_along(((x @ w.t()).view(3, 4, N) + (v @ u).view(3, 4, N)) + (v @ (2 * u)).view(3, 4, N), 1),
+        lambda x, v, w, u: scatter_along(
+            ((x @ w.t()).view(3, 4, N) + (v @ u).view(3, 4, N)) + (v @ (2 * u)).view(3, 4, N), 1
+        ),
         [(12, K), (12, 3), (N, K), (3, N)],
         ["gemm_sum_reduce_scatter"],
     ),
@@ -93,12 +111,16 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["gemm_all_reduce"],
     ),
     "all-reduces added": (
-        lambda x, v, w, u: all_reduce((x @ w.t()).view(2, -1, N)) + all_reduce((v @ u).view(2, -1, N)),
+        lambda x, v, w, u: (
+            all_reduce((x @ w.t()).view(2, -1, N)) + all_reduce((v @ u).view(2, -1, N))
+        ),
         [(M, K), (M, 4), (N, K), (4, N)],
         ["gemm_all_reduce"],
     ),
     "three all-reduces added to something": (
-        lambda x, v, w, u: x[:, :1] + (all_reduce(v @ u) + (all_reduce(x @ w.t()) + all_reduce(x.relu() @ w.t()))),
+        lambda x, v, w, u: (
+            x[:, :1] + (all_reduce(v @ u) + (all_reduce(x @ w.t()) + all_reduce(x.relu() @ w.t())))
+        ),
         [(M, 4), (M, 4), (N, 4), (4, N)],
         ["gemm_all_reduce"],
     ),
@@ -122,9 +144,15 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(M, 4), (N, 4)],
         ["gemm_all_reduce"],
     ),
-    "a batch of one": (lambda x, w: reduce_scatter(torch.bmm(x, w).squeeze(0)), [(1, FEW, K), (1, K, N)], ["gemm_reduce_scatter"]),
+    "a batch of one": (
+        lambda x, w: reduce_scatter(torch.bmm(x, w).squeeze(0)),
+        [(1, FEW, K), (1, K, N)],
+        ["gemm_reduce_scatter"],
+    ),
     "waited for later": (
-        lambda x, w: (lambda sent: (sent, wait(sent)))(c10d.reduce_scatter_tensor(x @ w.t(), "sum", 2, group())),
+        lambda x, w: (lambda sent: (sent, wait(sent)))(
+            c10d.reduce_scatter_tensor(x @ w.t(), "sum", 2, group())
+        ),
         [(FEW, K), (N, K)],
         ["gemm_reduce_scatter"],
     ),
@@ -136,25 +164,39 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
     ),
     # Two experts a rank: rows of each for both ranks.
     "a batch sent": (
-        lambda x, w: all_to_all(torch.bmm(x, w).unflatten(1, (2, -1)).transpose(0, 1).contiguous().flatten(0, 2)),
+        lambda x, w: all_to_all(
+            torch.bmm(x, w).unflatten(1, (2, -1)).transpose(0, 1).contiguous().flatten(0, 2)
+        ),
         [(2, 6, K), (2, K, N)],
         ["bmm_all_to_all"],
     ),
     "a batch sent, weights along k": (
-        lambda x, w: all_to_all(torch.bmm(x, w.mT).unflatten(1, (2, -1)).transpose(0, 1).contiguous()).flatten(1, 2),
+        lambda x, w: all_to_all(
+            torch.bmm(x, w.mT).unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+        ).flatten(1, 2),
         [(3, 4, K), (3, N, K)],
         ["bmm_all_to_all"],
     ),
-    "a sum sent": (lambda x, v, w, u: all_to_all(x @ w.t() + v @ u), [(FEW, K), (FEW, 3), (N, K), (3, N)], ["bmm_sum_all_to_all"]),
+    "a sum sent": (
+        lambda x, v, w, u: all_to_all(x @ w.t() + v @ u),
+        [(FEW, K), (FEW, 3), (N, K), (3, N)],
+        ["bmm_sum_all_to_all"],
+    ),
     "a sum of three sent, transposed": (
-        lambda x, v, w, u: all_to_all(((x @ w.t() + v @ u) + v @ (2 * u)).view(3, 4, N).transpose(0, 1).contiguous()),
+        lambda x, v, w, u: all_to_all(
+            ((x @ w.t() + v @ u) + v @ (2 * u)).view(3, 4, N).transpose(0, 1).contiguous()
+        ),
         [(12, K), (12, 3), (N, K), (3, N)],
         ["bmm_sum_all_to_all"],
     ),
     # The gradient of two products with one input, as of an expert's gate and up.
     "a sum of batches sent": (
         lambda x, v, w, u: all_to_all(
-            (torch.bmm(x, w) + torch.bmm(v, u.mT)).unflatten(1, (2, -1)).transpose(0, 1).contiguous().flatten(0, 2)
+            (torch.bmm(x, w) + torch.bmm(v, u.mT))
+            .unflatten(1, (2, -1))
+            .transpose(0, 1)
+            .contiguous()
+            .flatten(0, 2)
         ),
         [(2, 6, K), (2, 6, 4), (2, K, N), (2, N, 4)],
         ["bmm_sum_all_to_all"],
@@ -176,9 +218,15 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(FEW, K), (1, N, K)],
         ["all_gather_gemm"],
     ),
-    "a batch received": (lambda x, w: torch.bmm(_by_products(all_to_all(x), 3), w), [(12, K), (3, K, N)], ["all_to_all_bmm"]),
+    "a batch received": (
+        lambda x, w: torch.bmm(_by_products(all_to_all(x), 3), w),
+        [(12, K), (3, K, N)],
+        ["all_to_all_bmm"],
+    ),
     "a batch received for two products and more": (
-        lambda x, v, w: (lambda a: (torch.bmm(a, v), torch.bmm(a, w.mT), a.exp()))(_by_products(all_to_all(x), 2)),
+        lambda x, v, w: (lambda a: (torch.bmm(a, v), torch.bmm(a, w.mT), a.exp()))(
+            _by_products(all_to_all(x), 2)
+        ),
         [(12, K), (2, K, 4), (2, N, K)],
         ["all_to_all_bmm"],
     ),
@@ -188,7 +236,9 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["all_to_all_bmm"],
     ),
     "a batch received and returned twice": (
-        lambda x, w: (lambda a, b: (torch.bmm(b, w), a, b))(*(lambda a: (a, _by_products(a, 2)))(all_to_all(x))),
+        lambda x, w: (lambda a, b: (torch.bmm(b, w), a, b))(
+            *(lambda a: (a, _by_products(a, 2)))(all_to_all(x))
+        ),
         [(12, K), (2, K, N)],
         ["all_to_all_bmm"],
     ),
@@ -210,13 +260,17 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["all_gather_gemm"],
     ),
     "gathered for two products and more": (
-        lambda x, v, w: (lambda all_x: (all_x @ v.t(), all_x @ w.t(), all_x.exp()))(gather_along(x, 1).view(-1, K)),
+        lambda x, v, w: (lambda all_x: (all_x @ v.t(), all_x @ w.t(), all_x.exp()))(
+            gather_along(x, 1).view(-1, K)
+        ),
         [(3, 2, K), (4, K), (N, K)],
         ["all_gather_gemm"],
     ),
     # One sequence, gathered along it: DTensor's views of what it waited for.
     "gathered along 1 for two products": (
-        lambda x, v, w: (lambda all_x: (all_x @ v.t(), all_x @ w.t()))(all_gather(x.transpose(0, 1)).view(1, -1, K).view(-1, K)),
+        lambda x, v, w: (lambda all_x: (all_x @ v.t(), all_x @ w.t()))(
+            all_gather(x.transpose(0, 1)).view(1, -1, K).view(-1, K)
+        ),
         [(1, 3, K), (N, K), (N, K)],
         ["all_gather_gemm"],
     ),
@@ -236,7 +290,9 @@ def _all_fused() -> dict[str, Any]:
         assert {finding.operator for finding in findings} == {*wanted}, (name, findings)
         found[name] = names, error
     arguments = tensors((2, FEW, K), (N, K))
-    flat = with_linear(traced(lambda x, w: reduce_scatter((x.view(-1, K) @ w.t()).view(2, FEW, N)), arguments))
+    flat = with_linear(
+        traced(lambda x, w: reduce_scatter((x.view(-1, K) @ w.t()).view(2, FEW, N)), arguments)
+    )
     found["linear"] = fused(flat, arguments)[::2]
     return found
 
@@ -251,7 +307,9 @@ def test_pairs_become_operators_with_the_same_results(ranks: Any) -> None:
 def _of_dtype(dtype: torch.dtype) -> list[float]:
     errors = []
     for program in (lambda x, w: reduce_scatter(x @ w.t()), lambda x, w: all_gather(x) @ w.t()):
-        names, _, error = fused(traced(program, arguments := tensors((FEW, K), (N, K), dtype=dtype)), arguments)
+        names, _, error = fused(
+            traced(program, arguments := tensors((FEW, K), (N, K), dtype=dtype)), arguments
+        )
         errors.append(error if len(names) == 1 else float("inf"))
     return errors
 
@@ -265,13 +323,18 @@ def test_half_precision(ranks: Any, dtype: torch.dtype) -> None:
 
 
 def _shared_memory() -> list[tuple[bool, float]]:
-    """Whether what a program returns beside its copy is the same memory after the pass; and the error."""
+    """Whether what a program returns beside its copy is the same memory after the pass; and the
+    error.
+    """
 
     def returning_a_copy(came: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         copy = came.clone()
         return copy @ w.t(), came, copy
 
-    programs = (lambda x, w: returning_a_copy(all_gather(x), w), lambda x, w: returning_a_copy(all_to_all(x), w))
+    programs = (
+        lambda x, w: returning_a_copy(all_gather(x), w),
+        lambda x, w: returning_a_copy(all_to_all(x), w),
+    )
     found = []
     for program in programs:
         arguments = tensors((FEW, K), (N, K))
@@ -289,13 +352,21 @@ def test_copies_do_not_become_views(ranks: Any) -> None:
 
 
 def _gather_flags() -> list[bool]:
-    """Whether the gathered value is asked for: where nothing else uses it, and where something does."""
+    """Whether the gathered value is asked for: where nothing else uses it, and where something
+    does.
+    """
     flags = []
     for also in (False, True):
-        program = (lambda x, w: (lambda a: (a @ w.t(), a.exp()))(all_gather(x))) if also else FUSED["gathered"][0]
+        program = (
+            (lambda x, w: (lambda a: (a @ w.t(), a.exp()))(all_gather(x)))
+            if also
+            else FUSED["gathered"][0]
+        )
         module = traced(program, tensors((FEW, K), (N, K)))
         fuse(module.graph)
-        (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.interlace.all_gather_gemm.default)
+        (node,) = module.graph.find_nodes(
+            op="call_function", target=torch.ops.interlace.all_gather_gemm.default
+        )
         flags.append(node.args[7])
     return flags
 
@@ -306,17 +377,26 @@ def test_the_gathered_value_is_returned_only_where_it_is_used(ranks: Any) -> Non
 
 def _merged() -> list[str]:
     arguments = tensors((M, K), (M, 4), (N, K), (4, N))
-    return [str(finding) for finding in fuse(traced(FUSED["all-reduces added"][0], arguments).graph)]
+    return [
+        str(finding) for finding in fuse(traced(FUSED["all-reduces added"][0], arguments).graph)
+    ]
 
 
 def test_a_merged_all_reduce_says_where_it_went(ranks: Any) -> None:
     for first, second in ranks(2).run(_merged):
-        assert first.endswith("(all_reduce) fused by gemm_all_reduce: added to all_reduce_1 before it is reduced")
-        assert "(all_reduce_1) fused by gemm_all_reduce: a sum of 2 products, side by side: the cpu backend" in second
+        assert first.endswith(
+            "(all_reduce) fused by gemm_all_reduce: added to all_reduce_1 before it is reduced"
+        )
+        assert (
+            "(all_reduce_1) fused by gemm_all_reduce: a sum of 2 products, side by side: the cpu "
+            "backend" in second
+        )
 
 
 def _copies() -> dict[tuple[str, int], int]:
-    """How often a batch and several are copied after the pass, where rows are cut along the second dimension."""
+    """How often a batch and several are copied after the pass, where rows are cut along the second
+    dimension.
+    """
     programs: dict[str, Callable[..., Any]] = {
         "scattered": lambda x, w: scatter_along(x @ w, 1),
         "gathered": lambda x, w: (lambda a: (a @ w, a.exp()))(gather_along(x, 1)),
@@ -328,14 +408,23 @@ def _copies() -> dict[tuple[str, int], int]:
             module = traced(program, arguments)
             assert fused(module, arguments)[2] < 1e-6
             copies = (aten.cat.default, aten.clone.default)
-            counts[name, batch] = sum(node.op == "call_function" and node.target in copies for node in module.graph.nodes)
+            counts[name, batch] = sum(
+                node.op == "call_function" and node.target in copies for node in module.graph.nodes
+            )
     return counts
 
 
 def test_rows_that_stay_in_order_are_not_copied(ranks: Any) -> None:
-    """With one sequence, gathering along it needs no concatenation; with several, x or the product is put together as before."""
+    """With one sequence, gathering along it needs no concatenation; with several, x or the product
+    is put together as before.
+    """
     for counts in ranks(2).run(_copies):
-        assert counts == {("scattered", 1): 0, ("scattered", 3): 1, ("gathered", 1): 0, ("gathered", 3): 2}
+        assert counts == {
+            ("scattered", 1): 0,
+            ("scattered", 3): 1,
+            ("gathered", 1): 0,
+            ("gathered", 3): 2,
+        }
 
 
 def _rows_that_change() -> Any:
@@ -352,7 +441,9 @@ def _rows_that_change() -> Any:
         with recording() as seen:
             results = compiled(x, w)
         findings += seen
-        errors += [float((a - b).norm() / b.norm()) for a, b in zip(results, program(x, w), strict=True)]
+        errors += [
+            float((a - b).norm() / b.norm()) for a, b in zip(results, program(x, w), strict=True)
+        ]
     return [(finding.operator, finding.shape, finding.reason) for finding in findings], max(errors)
 
 
@@ -379,20 +470,56 @@ def _changed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 W2 = [(FEW, K), (N, K), (N, K)]
 LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
-    "used twice": (lambda x, w: (lambda y: (all_reduce(y), y.exp()))(x @ w.t()), W2[:2], "exp uses the product, too"),
-    "returned as well": (lambda x, w: (lambda y: (reduce_scatter(y), y))(x @ w.t()), W2[:2], "output uses the product, too"),
-    "average": (lambda x, w: all_reduce(x @ w.t(), "avg"), W2[:2], "it reduces by 'avg'; operators add"),
-    "maximum": (lambda x, w: reduce_scatter(x @ w.t(), "max"), W2[:2], "it reduces by 'max'; operators add"),
-    "a part": (lambda x, w: all_reduce((x @ w.t())[:3]), W2[:2], "slice_1 takes parts of the product"),
+    "used twice": (
+        lambda x, w: (lambda y: (all_reduce(y), y.exp()))(x @ w.t()),
+        W2[:2],
+        "exp uses the product, too",
+    ),
+    "returned as well": (
+        lambda x, w: (lambda y: (reduce_scatter(y), y))(x @ w.t()),
+        W2[:2],
+        "output uses the product, too",
+    ),
+    "average": (
+        lambda x, w: all_reduce(x @ w.t(), "avg"),
+        W2[:2],
+        "it reduces by 'avg'; operators add",
+    ),
+    "maximum": (
+        lambda x, w: reduce_scatter(x @ w.t(), "max"),
+        W2[:2],
+        "it reduces by 'max'; operators add",
+    ),
+    "a part": (
+        lambda x, w: all_reduce((x @ w.t())[:3]),
+        W2[:2],
+        "slice_1 takes parts of the product",
+    ),
     "a part of its columns": (
         lambda x, w: reduce_scatter((x @ w.t())[:, :4]),
         W2[:2],
         "slice_1 cuts or reorders the columns of mm",
     ),
-    "some rows": (lambda x, w: reduce_scatter((x @ w.t())[:4]), W2[:2], "slice_1 has only some rows of mm"),
-    "columns scattered": (lambda x, w: scatter_along(x @ w.t(), 1), W2[:2], "cuts or reorders the columns of mm"),
-    "converted": (lambda x, w: all_reduce((x @ w.t()).double()), W2[:2], "what goes into it is _to_copy, not a product"),
-    "a sum of products": (lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()), W2, "too large to be put side by side"),
+    "some rows": (
+        lambda x, w: reduce_scatter((x @ w.t())[:4]),
+        W2[:2],
+        "slice_1 has only some rows of mm",
+    ),
+    "columns scattered": (
+        lambda x, w: scatter_along(x @ w.t(), 1),
+        W2[:2],
+        "cuts or reorders the columns of mm",
+    ),
+    "converted": (
+        lambda x, w: all_reduce((x @ w.t()).double()),
+        W2[:2],
+        "what goes into it is _to_copy, not a product",
+    ),
+    "a sum of products": (
+        lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()),
+        W2,
+        "too large to be put side by side",
+    ),
     "a scaled sum": (
         lambda x, w, v: reduce_scatter(torch.add(x @ w.t(), x @ v.t(), alpha=2)),
         W2,
@@ -408,13 +535,37 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         [*W2, (N,)],
         "addmm adds a bias to a part of the sum",
     ),
-    "a sum of a product and more": (lambda x, w, y: reduce_scatter(x @ w.t() + y), [*W2[:2], (FEW, N)], "is add, not a product"),
-    "not a product": (lambda x: all_reduce(x.exp()), [(FEW, K)], "what goes into it is exp, not a product"),
+    "a sum of a product and more": (
+        lambda x, w, y: reduce_scatter(x @ w.t() + y),
+        [*W2[:2], (FEW, N)],
+        "is add, not a product",
+    ),
+    "not a product": (
+        lambda x: all_reduce(x.exp()),
+        [(FEW, K)],
+        "what goes into it is exp, not a product",
+    ),
     "an argument": (lambda x: all_reduce(x), [(FEW, K)], "what goes into it is x_1, not a product"),
-    "scaled": (lambda x, w, b: all_reduce(aten.addmm(b, x, w.t(), beta=2)), [*W2[:2], (N,)], "addmm scales what it adds"),
-    "a matrix added": (lambda x, w, c: all_reduce(aten.addmm(c, x, w.t())), [*W2[:2], (FEW, N)], "something else than a vector"),
-    "a bias, few tokens": (lambda x, w, b: all_reduce(aten.addmm(b, x, w.t())), [*W2[:2], (N,)], "a bias is added before the sum"),
-    "a batch": (lambda x, w: reduce_scatter(torch.bmm(x, w)), [(2, 4, K), (2, K, N)], "bmm is a batch of products"),
+    "scaled": (
+        lambda x, w, b: all_reduce(aten.addmm(b, x, w.t(), beta=2)),
+        [*W2[:2], (N,)],
+        "addmm scales what it adds",
+    ),
+    "a matrix added": (
+        lambda x, w, c: all_reduce(aten.addmm(c, x, w.t())),
+        [*W2[:2], (FEW, N)],
+        "something else than a vector",
+    ),
+    "a bias, few tokens": (
+        lambda x, w, b: all_reduce(aten.addmm(b, x, w.t())),
+        [*W2[:2], (N,)],
+        "a bias is added before the sum",
+    ),
+    "a batch": (
+        lambda x, w: reduce_scatter(torch.bmm(x, w)),
+        [(2, 4, K), (2, K, N)],
+        "bmm is a batch of products",
+    ),
     "a batch, each for a rank": (
         lambda x, w: all_to_all(torch.bmm(x, w)),
         [(2, 4, K), (2, K, N)],
@@ -436,11 +587,17 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         "bmm is a batch of products, and its rows are not for one rank after the other",
     ),
     "a batch of odd weights": (
-        lambda x, w: all_to_all(torch.bmm(x, w.view(3, 2, 9)[..., :K].mT).transpose(0, 1).contiguous()),
+        lambda x, w: all_to_all(
+            torch.bmm(x, w.view(3, 2, 9)[..., :K].mT).transpose(0, 1).contiguous()
+        ),
         [(3, 2, K), (54,)],
         "do not begin at multiples of 16 bytes",
     ),
-    "a gradient of weights": (lambda x, g: all_reduce(g.t() @ x), [(FEW, K), (FEW, N)], "rows of t are not contiguous"),
+    "a gradient of weights": (
+        lambda x, g: all_reduce(g.t() @ x),
+        [(FEW, K), (FEW, N)],
+        "rows of t are not contiguous",
+    ),
     "hidden already": (_overlapped, W2, "mm_1 runs between the collective and its wait"),
     "memory changed": (_changed, W2[:2], "add_ changes memory in between"),
     "in place": (
@@ -448,25 +605,48 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         W2[:2],
         "no operator has this collective in place",
     ),
-    "another collective": (lambda x, w: wait(c10d.broadcast(x @ w.t(), 0, group())), W2[:2], "no operator has this collective"),
-    "product, then gather": (lambda x, w: all_gather(x @ w.t()), W2[:2], "no product takes what it brings"),
-    "gathered weight": (lambda x, w: x @ all_gather(w).t(), W2[:2], "it brings the weight of mm, or a part of it"),
+    "another collective": (
+        lambda x, w: wait(c10d.broadcast(x @ w.t(), 0, group())),
+        W2[:2],
+        "no operator has this collective",
+    ),
+    "product, then gather": (
+        lambda x, w: all_gather(x @ w.t()),
+        W2[:2],
+        "no product takes what it brings",
+    ),
+    "gathered weight": (
+        lambda x, w: x @ all_gather(w).t(),
+        W2[:2],
+        "it brings the weight of mm, or a part of it",
+    ),
     "gathered along k": (
         lambda x, w: gather_along(x, 1) @ w.t(),
         [(FEW, K), (N, 2 * K)],
         "cuts or reorders the columns of wait_tensor",
     ),
-    "multiplied by itself": (lambda x: (lambda a: a @ a.t())(all_gather(x)), [(FEW, K)], "mm multiplies with wait_tensor"),
+    "multiplied by itself": (
+        lambda x: (lambda a: a @ a.t())(all_gather(x)),
+        [(FEW, K)],
+        "mm multiplies with wait_tensor",
+    ),
     "a late weight": (
         lambda x, w: (lambda a: a @ a.sum(0).expand(N, K).contiguous().mul(w).t())(all_gather(x)),
         W2[:2],
         "mm multiplies with mul, which comes after the collective's first use",
     ),
-    "uneven": (lambda x, w: all_to_all(x @ w.t(), [FEW - 1, 1][:: 1 - 2 * dist.get_rank()]), W2[:2], "its splits are not even"),
+    "uneven": (
+        lambda x, w: all_to_all(x @ w.t(), [FEW - 1, 1][:: 1 - 2 * dist.get_rank()]),
+        W2[:2],
+        "its splits are not even",
+    ),
     "received, with a bias": (
         lambda x, w, b: aten.addmm(b, all_to_all(x), w.t()),
         [*W2[:2], (N,)],
-        "what goes into it is x_1, not a product; addmm adds a bias, which cuBLAS does not do for a batch",
+        (
+            "what goes into it is x_1, not a product; addmm adds a bias, which cuBLAS does not do "
+            "for a batch"
+        ),
     ),
     "received, and mixed": (
         lambda x, w: all_to_all(x).view(2, 3, K).transpose(0, 1).flatten(0, 1) @ w.t(),
@@ -478,15 +658,27 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
         W2[:2],
         "its splits are not even",
     ),
-    "received for the other side": (lambda x, w: w.t() @ all_to_all(x), [(FEW, K), (FEW, N)], "it brings the weight of mm"),
+    "received for the other side": (
+        lambda x, w: w.t() @ all_to_all(x),
+        [(FEW, K), (FEW, N)],
+        "it brings the weight of mm",
+    ),
     "never used": (lambda x, w: (all_reduce(x @ w.t()), x)[1], W2[:2], "nothing uses its result"),
     "a group of one": (
         lambda x, w: wait(c10d.all_reduce(x @ w.t(), "sum", _solo)),
         W2[:2],
         "its group has one rank, which has nothing to send",
     ),
-    "no group": (lambda x, w: wait(c10d.all_reduce(x @ w.t(), "sum", "none such")), W2[:2], "its group 'none such' is not known"),
-    "odd weight": (lambda x, w: all_reduce(x @ w.t()), [(M, 7), (N, 7)], "do not begin at multiples of 16 bytes"),
+    "no group": (
+        lambda x, w: wait(c10d.all_reduce(x @ w.t(), "sum", "none such")),
+        W2[:2],
+        "its group 'none such' is not known",
+    ),
+    "odd weight": (
+        lambda x, w: all_reduce(x @ w.t()),
+        [(M, 7), (N, 7)],
+        "do not begin at multiples of 16 bytes",
+    ),
     "empty": (lambda x, w: all_reduce(x @ w.t()), [(0, K), (N, K)], "mm is empty"),
 }
 _solo = ""
@@ -537,7 +729,11 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         from interlace.ops.gemm_reduce_scatter import launch
         from interlace.products.choice import Choice
 
-        patch.setattr(launch, "choose", lambda **_: Choice("unfused", None, "measured: the pair takes half the time"))
+        patch.setattr(
+            launch,
+            "choose",
+            lambda **_: Choice("unfused", None, "measured: the pair takes half the time"),
+        )
         consider()
     return reasons
 

@@ -1,4 +1,6 @@
-"""What moves a product's rows after it may as well move x's before it: any views, permutations, splits, concatenations."""
+"""What moves a product's rows after it may as well move x's before it: any views, permutations,
+splits, concatenations.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def _moved(y: torch.Tensor, moves: list[tuple[str, int, int]]) -> torch.Tensor:
             order = list(range(leading))
             y = y.permute(*order[a % leading :], *order[: a % leading], leading)
         elif kind == "exchange":
-            y = torch.cat(y.chunk(2 + b % 2, a % leading), b % leading) if y.shape[a % leading] % 6 == 0 else y
+            y = (
+                torch.cat(y.chunk(2 + b % 2, a % leading), b % leading)
+                if y.shape[a % leading] % 6 == 0
+                else y
+            )
         elif kind == "reverse":
             y = torch.cat(list(reversed(y.split(1 + b % 4, a % leading))), a % leading)
         elif kind == "unsqueeze":
@@ -43,8 +49,19 @@ def _moved(y: torch.Tensor, moves: list[tuple[str, int, int]]) -> torch.Tensor:
     return y
 
 
-KINDS = ["unflatten", "flatten", "transpose", "permute", "exchange", "reverse", "unsqueeze", "clone"]
-MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5), st.integers(0, 5)), max_size=6)
+KINDS = [
+    "unflatten",
+    "flatten",
+    "transpose",
+    "permute",
+    "exchange",
+    "reverse",
+    "unsqueeze",
+    "clone",
+]
+MOVES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.integers(0, 5), st.integers(0, 5)), max_size=6
+)
 
 
 @settings(max_examples=40)

@@ -1,4 +1,6 @@
-"""Batches: the same global batches for any number of ranks, the same rows on any machine, and clicks that can be learnt."""
+"""Batches: the same global batches for any number of ranks, the same rows on any machine, and
+clicks that can be learnt.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,21 @@ def _join(parts: list[Batch], lookups: int | list[int]) -> list[list[torch.Tenso
         n = len(part.labels)
         ends = part.offsets
         if ends is None:
-            ends = torch.cat([torch.zeros(1, dtype=torch.int64), fixed.repeat_interleave(n).cumsum(0)])
+            ends = torch.cat(
+                [torch.zeros(1, dtype=torch.int64), fixed.repeat_interleave(n).cumsum(0)]
+            )
         flat = [part.indices[ends[i] : ends[i + 1]] for i in range(len(ROWS) * n)]
         bags += [[flat[t * n + i] for t in range(len(ROWS))] for i in range(n)]
     return bags
 
 
 def test_ids_become_the_same_rows_everywhere() -> None:
-    assert mix(np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]  # splitmix64's own test vector
+    # Splitmix64's own test vector
+    assert mix(np.array([0, 1], np.uint64)).tolist() == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
     ids = np.array([0, 0x05DB9164, 2**32 - 1, -1])
-    assert hash_to_rows(ids, 1000).tolist() == [1 + int(z) % 999 for z in mix(ids[:3].astype(np.uint64))] + [0]
+    assert hash_to_rows(ids, 1000).tolist() == [
+        1 + int(z) % 999 for z in mix(ids[:3].astype(np.uint64))
+    ] + [0]
     assert set(hash_to_rows(np.arange(1000), 7).tolist()) == set(range(1, 7))
 
 
@@ -43,10 +50,20 @@ def test_integers_are_log_transformed_as_in_the_reference() -> None:
 
 @pytest.mark.parametrize("jagged", [False, True])
 @pytest.mark.parametrize("lookups", [1, [1, 3, 2]])
-def test_a_global_batch_does_not_depend_on_the_ranks(lookups: int | list[int], jagged: bool) -> None:
+def test_a_global_batch_does_not_depend_on_the_ranks(
+    lookups: int | list[int], jagged: bool
+) -> None:
     def parts(world_size: int) -> list[list[Batch]]:
-        options: dict[str, Any] = {"rows": ROWS, "lookups": lookups, "jagged": jagged, "world_size": world_size}
-        streams = [BatchStream(SyntheticClicks(100, seed=3), 24, rank=rank, **options) for rank in range(world_size)]
+        options: dict[str, Any] = {
+            "rows": ROWS,
+            "lookups": lookups,
+            "jagged": jagged,
+            "world_size": world_size,
+        }
+        streams = [
+            BatchStream(SyntheticClicks(100, seed=3), 24, rank=rank, **options)
+            for rank in range(world_size)
+        ]
         return [list(batch) for batch in zip(*streams, strict=True)]
 
     whole, quarters = parts(1), parts(4)
@@ -64,14 +81,22 @@ def test_the_last_batch_is_filled_up_when_asked_for() -> None:
     padded = [
         list(BatchStream(SyntheticClicks(10), 8, rows=ROWS, rank=rank, world_size=4, last="pad")) for rank in range(4)
     ]  # fmt: skip
-    assert [[int(batch.valid.sum()) for batch in batches] for batches in padded] == [[2, 2], [2, 0], [2, 0], [2, 0]]
+    assert [[int(batch.valid.sum()) for batch in batches] for batches in padded] == [
+        [2, 2],
+        [2, 0],
+        [2, 0],
+        [2, 0],
+    ]
     assert all(len(batch.labels) == 2 for batches in padded for batch in batches)
     assert torch.equal(padded[3][1].dense, padded[0][1].dense[[1, 1]])
 
 
 def test_held_out_batches() -> None:
     def labels(**options: object) -> list[list[float]]:
-        return [batch.labels.tolist() for batch in BatchStream(SyntheticClicks(80), 8, rows=ROWS, **options)]  # type: ignore[arg-type]
+        return [
+            batch.labels.tolist()
+            for batch in BatchStream(SyntheticClicks(80), 8, rows=ROWS, **options)
+        ]  # type: ignore[arg-type]
 
     everything = labels()
     assert labels(held_out_every=5, held_out=True) == [everything[4], everything[9]]
@@ -87,7 +112,9 @@ def test_synthetic_clicks_depend_on_the_seed_alone() -> None:
     assert commonest[0] > 1.5 * commonest[2] > 10  # Zipf: 1, 1/2, 1/3 ...
     held_out = SyntheticClicks(1500, seed=5, model_seed=1)
     source = SyntheticClicks(1500, seed=1)
-    score = source._score(*(getattr(Records.join(held_out), name) for name in ("integers", "categories")))
+    score = source._score(
+        *(getattr(Records.join(held_out), name) for name in ("integers", "categories"))
+    )
     labels = Records.join(held_out).labels
     assert score[labels == 1].mean() > score[labels == 0].mean() + 1  # one hidden model for both
 
@@ -109,11 +136,17 @@ def test_synthetic_clicks_depend_on_the_seed_alone() -> None:
         ),
         (
             lambda records: collate(records, [5, 1]),
-            "collate: there must be 1 to 26 tables of at least 2 rows and 1 lookup each; got rows [5, 1] and lookups [1, 1].",
+            (
+                "collate: there must be 1 to 26 tables of at least 2 rows and 1 lookup each; got "
+                "rows [5, 1] and lookups [1, 1]."
+            ),
         ),
         (
             lambda records: SyntheticClicks(-1),
-            "SyntheticClicks: cardinality must be positive and samples not negative; got 1000 and -1.",
+            (
+                "SyntheticClicks: cardinality must be positive and samples not negative; got 1000 "
+                "and -1."
+            ),
         ),
     ],
 )

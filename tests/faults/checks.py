@@ -6,7 +6,9 @@ from tests.faults.scenarios import FAULTY, Outcome
 
 
 def late_in_time(outcomes: list[Outcome]) -> None:
-    assert [(outcome.kind, outcome.wrong, outcome.broken) for outcome in outcomes] == [("", 0, False)] * len(outcomes)
+    assert [(outcome.kind, outcome.wrong, outcome.broken) for outcome in outcomes] == [
+        ("", 0, False)
+    ] * len(outcomes)
 
 
 def too_late(outcomes: list[Outcome]) -> None:
@@ -16,7 +18,11 @@ def too_late(outcomes: list[Outcome]) -> None:
     not.
     """
     for rank, outcome in enumerate(outcomes):
-        peers = [FAULTY] if rank != FAULTY else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        peers = (
+            [FAULTY]
+            if rank != FAULTY
+            else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        )
         _expired(outcome, peers)
 
 
@@ -41,7 +47,11 @@ def other_call(outcomes: list[Outcome]) -> None:
 def other_call_agreed_on(outcomes: list[Outcome]) -> None:
     """Different operators have memory of their own, so each side waits for the other."""
     for rank, outcome in enumerate(outcomes):
-        peers = [FAULTY] if rank != FAULTY else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        peers = (
+            [FAULTY]
+            if rank != FAULTY
+            else [peer for peer in range(len(outcomes)) if peer != FAULTY]
+        )
         _expired(outcome, peers)
 
 
@@ -63,7 +73,9 @@ def out_of_memory(outcomes: list[tuple[Outcome, int]]) -> None:
     on.
     """
     for rank, (outcome, wrong_afterwards) in enumerate(outcomes):
-        assert (outcome.kind, outcome.broken, wrong_afterwards) == ("WorkspaceError", False, 0), outcome
+        assert (outcome.kind, outcome.broken, wrong_afterwards) == ("WorkspaceError", False, 0), (
+            outcome
+        )
         assert rank == FAULTY or f"rank {FAULTY}" in outcome.message, outcome
 
 

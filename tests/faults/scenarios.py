@@ -77,7 +77,11 @@ class Outcome:
         was free.
         """
         in_time = DEADLINE_S * 0.9 <= self.seconds <= DEADLINE_S + SLACK_S
-        return (self.kind, self.peer, self.broken, self.wrong) == ("PeerTimeoutError", peer, True, 0) and self.free and in_time
+        return (
+            (self.kind, self.peer, self.broken, self.wrong) == ("PeerTimeoutError", peer, True, 0)
+            and self.free
+            and in_time
+        )
 
 
 def observe(group: Group, make: Callable[[], int], calls: int = 1) -> Outcome:
@@ -89,7 +93,9 @@ def observe(group: Group, make: Callable[[], int], calls: int = 1) -> Outcome:
             outcome.wrong += make()
     except interlace.InterlaceError as error:
         outcome.kind, outcome.message = type(error).__name__, str(error)
-        outcome.fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+        outcome.fields = {
+            name: value for name, value in vars(error).items() if not name.startswith("_")
+        }
         outcome.peer = outcome.fields.get("peer", -1)
     outcome.seconds = time.monotonic() - start
     outcome.broken = group.broken
@@ -124,7 +130,9 @@ def _check(prepared: Prepared) -> Callable[[], int]:
 
     def make() -> int:
         prepared.load(0)
-        wrong = torch.zeros(prepared.result_count, dtype=torch.int64, device=group_of(prepared.group).device)
+        wrong = torch.zeros(
+            prepared.result_count, dtype=torch.int64, device=group_of(prepared.group).device
+        )
         results = prepared.run()
         prepared.count_wrong(results, 0, wrong)
         interlace.synchronize(prepared.group)

@@ -12,7 +12,9 @@ import interlace
 from tests.errors import error_of
 
 
-def call_without(absent: int, make: Callable[[dist.ProcessGroup], torch.Tensor]) -> tuple[str, int, float, bool] | None:
+def call_without(
+    absent: int, make: Callable[[dist.ProcessGroup], torch.Tensor]
+) -> tuple[str, int, float, bool] | None:
     """Make a call on a new group on all ranks, and then again on all but one.
 
     Args:

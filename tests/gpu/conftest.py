@@ -60,4 +60,7 @@ def turns(world_size: int) -> Callable[[int], int]:
 def own_gpus(world_size: int) -> None:
     """Skip a test that means something only if every rank has a GPU of its own."""
     if torch.cuda.device_count() < world_size:
-        pytest.skip(f"every rank must have a GPU of its own; got {torch.cuda.device_count()} GPUs for {world_size} ranks")
+        pytest.skip(
+            f"every rank must have a GPU of its own; got {torch.cuda.device_count()} GPUs for "
+            f"{world_size} ranks"
+        )

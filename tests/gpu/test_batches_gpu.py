@@ -20,11 +20,17 @@ SHAPES = [(2, 256, 512, 1024), (3, 130, 200, 136), (8, 128, 256, 512), (2, 1, 64
 
 
 def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([(one != other).sum() for one, other in zip(found, expected, strict=True)]).sum()
+    return torch.stack(
+        [(one != other).sum() for one, other in zip(found, expected, strict=True)]
+    ).sum()
 
 
-def _repeated(turns: int, make: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> int:
-    """Elements of what ``make`` makes that differ from those expected: with late ranks, then in a graph."""
+def _repeated(
+    turns: int, make: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]
+) -> int:
+    """Elements of what ``make`` makes that differ from those expected: with late ranks, then in a
+    graph.
+    """
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(turns):
         if (turn + dist.get_rank()) % 5 == 0:
@@ -56,14 +62,23 @@ def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
         w = torch.randn(count, columns, inner, generator=generator, device="cuda").bfloat16()
         batch = w.mT if which % 2 else w.mT.contiguous()
         y = torch.ops.interlace.bmm_all_to_all(x, batch, name, impl).clone()
-        single = [interlace.gemm_all_to_all(x[i], w[i], impl="fused").clone().view(ranks, rows, columns) for i in range(count)]
+        single = [
+            interlace.gemm_all_to_all(x[i], w[i], impl="fused").clone().view(ranks, rows, columns)
+            for i in range(count)
+        ]
         found, wanted = y.view(ranks, count, rows, columns), torch.stack(single, 1)
-        worst = max(worst, float((found.double() - wanted.double()).norm() / wanted.double().norm()))
+        worst = max(
+            worst, float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        )
         differs = differs + (found != wanted).sum()
         calls.append((x, batch))
         expected.append(y)
     call = torch.ops.interlace.bmm_all_to_all
-    return worst, int(differs), _repeated(turns, lambda: [call(x, w, name, impl) for x, w in calls], expected)
+    return (
+        worst,
+        int(differs),
+        _repeated(turns, lambda: [call(x, w, name, impl) for x, w in calls], expected),
+    )
 
 
 @pytest.mark.parametrize("impl", ["fused", "split"])
@@ -75,17 +90,28 @@ def test_batches_sent(ranks: Any, world_size: int, turns: Any, impl: str) -> Non
 
 
 def _sums(turns: int) -> tuple[float, int]:
-    """The largest relative error of sums of two batches; elements that differ from the first results, as above."""
+    """The largest relative error of sums of two batches; elements that differ from the first
+    results, as above.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(rank)
     assert dist.group.WORLD is not None
     call, name = torch.ops.interlace.bmm_sum_all_to_all, dist.group.WORLD.group_name
     calls, expected, worst = [], [], 0.0
     for count, rows, inner, columns in SHAPES:
-        x = [torch.randn(count, rows * ranks, k, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
-        w = [torch.randn(count, k, columns, generator=generator, device="cuda").bfloat16() for k in (inner, 64)]
+        x = [
+            torch.randn(count, rows * ranks, k, generator=generator, device="cuda").bfloat16()
+            for k in (inner, 64)
+        ]
+        w = [
+            torch.randn(count, k, columns, generator=generator, device="cuda").bfloat16()
+            for k in (inner, 64)
+        ]
         y = call(x, w, name).clone()
-        total = sum((torch.bmm(one.double(), other.double()) for one, other in zip(x, w, strict=True)), start=torch.zeros(1).cuda())
+        total = sum(
+            (torch.bmm(one.double(), other.double()) for one, other in zip(x, w, strict=True)),
+            start=torch.zeros(1).cuda(),
+        )
         sent = total.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
         wanted = torch.empty_like(sent)
         dist.all_to_all_single(wanted, sent)
@@ -109,7 +135,9 @@ def _received(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _arriving(impl: str, turns: int) -> tuple[int, float, int]:
-    """Rows that differ from those sent, the largest relative error, elements that differ from the first results; as above."""
+    """Rows that differ from those sent, the largest relative error, elements that differ from the
+    first results; as above.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(rank)
     assert dist.group.WORLD is not None
@@ -127,7 +155,9 @@ def _arriving(impl: str, turns: int) -> tuple[int, float, int]:
         differs = differs + (rows != sent).sum()
         calls.append((x, batch))
         expected += [y, rows]
-    wrong = _repeated(turns, lambda: [each for x, w in calls for each in call(x, w, name, impl)], expected)
+    wrong = _repeated(
+        turns, lambda: [each for x, w in calls for each in call(x, w, name, impl)], expected
+    )
     return int(differs), worst, wrong
 
 
@@ -146,6 +176,8 @@ def _without_a_peer(impl: str) -> tuple[str, int, float, bool] | None:
 
 @pytest.mark.parametrize("impl", ["fused", "mapped"])
 def test_a_peer_that_never_calls(ranks: Any, impl: str) -> None:
-    """By copies, products know nothing of peers that did not come, and all is NaN; else what needs them."""
+    """By copies, products know nothing of peers that did not come, and all is NaN; else what needs
+    them.
+    """
     spoilt = {"fused": 1.0, "mapped": 0.5}[impl]
     assert ranks(2).run(_without_a_peer, impl)[0] == ("PeerTimeoutError", 1, spoilt, True)

@@ -1,4 +1,6 @@
-"""The pass for ``torch.compile`` on real GPUs, two ranks, with every pair fused whatever the tables say. Run with ``-m gpu``."""
+"""The pass for ``torch.compile`` on real GPUs, two ranks, with every pair fused whatever the tables
+say. Run with ``-m gpu``.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,38 @@ def _patterns() -> dict[str, tuple[list[str], float]]:
 
 def test_patterns(ranks: Any) -> None:
     for found in ranks(2).run(_patterns):
-        assert {name: names for name, (names, _) in found.items()} == {name: case[2] for name, case in FUSED.items()}
+        assert {name: names for name, (names, _) in found.items()} == {
+            name: case[2] for name, case in FUSED.items()
+        }
         assert {name: error for name, (_, error) in found.items() if error > 1e-5} == {}
 
 
-def _steps(model: nn.Module, x: torch.Tensor, mode: str | None) -> tuple[list[Finding], list[float]]:
+def _steps(
+    model: nn.Module, x: torch.Tensor, mode: str | None
+) -> tuple[list[Finding], list[float]]:
     """Findings, and the largest error of each of four steps."""
     torch._dynamo.reset()  # it counts how often one function was compiled
     wanted = _step(model, model, x)
-    with pytest.MonkeyPatch.context() as patch, recording() as findings, config.patch(force_disable_caches=True):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        recording() as findings,
+        config.patch(force_disable_caches=True),
+    ):
         for module in (rewrite, received):
             patch.setattr(module, "choose", lambda *_: "tests want it")
         patch.setattr(sums, "choose_sum", choose_sum)
-        compiled: Any = torch.compile(model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False)
+        compiled: Any = torch.compile(
+            model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False
+        )
         errors = []
         for _ in range(4):
             found = _step(compiled, model, x)
-            errors.append(max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted))
+            errors.append(
+                max(
+                    float((found[name] - wanted[name]).norm() / wanted[name].norm())
+                    for name in wanted
+                )
+            )
     return findings, errors
 
 
@@ -64,7 +81,9 @@ def _block(sequence_parallel: bool, mode: str | None) -> tuple[list[Finding], li
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize(("sequence_parallel", "pairs"), [(False, 7), (True, 8)])
-def test_a_block_through_inductor(ranks: Any, sequence_parallel: bool, pairs: int, mode: str | None) -> None:
+def test_a_block_through_inductor(
+    ranks: Any, sequence_parallel: bool, pairs: int, mode: str | None
+) -> None:
     """With ``reduce-overhead`` from the third step on in CUDA graphs."""
     for findings, errors in ranks(2).run(_block, sequence_parallel, mode):
         assert sum(finding.operator is not None for finding in findings) == pairs

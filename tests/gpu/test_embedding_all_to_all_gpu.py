@@ -21,11 +21,22 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS = [
     EmbeddingAllToAllConfig(),
-    EmbeddingAllToAllConfig("direct", "local_first", block_bags=1, unroll=8, num_warps=2, max_programs=300),
     EmbeddingAllToAllConfig(
-        "tiles", push="tiles", block_bags=8, unroll=1, push_programs=7, push_rows=32, block_runs=1, update_warps=2
+        "direct", "local_first", block_bags=1, unroll=8, num_warps=2, max_programs=300
     ),
-    EmbeddingAllToAllConfig("sliced", block_bags=2, unroll=4, slice_blocks=3, run_lookups=16, block_runs=8),
+    EmbeddingAllToAllConfig(
+        "tiles",
+        push="tiles",
+        block_bags=8,
+        unroll=1,
+        push_programs=7,
+        push_rows=32,
+        block_runs=1,
+        update_warps=2,
+    ),
+    EmbeddingAllToAllConfig(
+        "sliced", block_bags=2, unroll=4, slice_blocks=3, run_lookups=16, block_runs=8
+    ),
 ]
 
 
@@ -50,15 +61,29 @@ class Call:
     def inputs(self):
         generator = torch.Generator("cuda").manual_seed(1000 * self.seed + dist.get_rank())
         weights = [
-            torch.randn(self.rows, self.width, generator=generator, device="cuda").to(self.dtype) for _ in range(self.tables)
+            torch.randn(self.rows, self.width, generator=generator, device="cuda").to(self.dtype)
+            for _ in range(self.tables)
         ]
-        lengths = torch.randint(0, self.most + 1, (self.tables * self.batch,), generator=generator, device="cuda")
+        lengths = torch.randint(
+            0, self.most + 1, (self.tables * self.batch,), generator=generator, device="cuda"
+        )
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return weights, torch.randint(0, self.rows, (int(offsets[-1]),), generator=generator, device="cuda"), offsets
+        return (
+            weights,
+            torch.randint(0, self.rows, (int(offsets[-1]),), generator=generator, device="cuda"),
+            offsets,
+        )
 
     def forward(self, weights, indices, offsets, **more):
         return interlace.embedding_all_to_all(
-            weights, indices, offsets, mode=self.mode, output_dtype=self.out, batch_size=self.batch, name=self.name, **more
+            weights,
+            indices,
+            offsets,
+            mode=self.mode,
+            output_dtype=self.out,
+            batch_size=self.batch,
+            name=self.name,
+            **more,
         )
 
     def mine(self):
@@ -74,7 +99,9 @@ class Call:
         for table, weight in enumerate(weights):
             ends = offsets[table * self.batch : (table + 1) * self.batch + 1] - bounds[table]
             rows = indices[bounds[table] : bounds[table + 1]]
-            parts.append(bags(rows, weight.double(), ends, mode=self.mode, include_last_offset=True))
+            parts.append(
+                bags(rows, weight.double(), ends, mode=self.mode, include_last_offset=True)
+            )
         own = torch.cat(parts, 1)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
@@ -124,7 +151,9 @@ def test_matches_float64(ranks, world_size, config):
 
 
 def trains(calls, impl, config):
-    """Dense and sparse gradients and Adagrad against autograd in float64; then everything again, bit by bit."""
+    """Dense and sparse gradients and Adagrad against autograd in float64; then everything again,
+    bit by bit.
+    """
     found, same = [], True
     for call in calls:
         weights, indices, offsets = call.inputs()
@@ -134,7 +163,8 @@ def trains(calls, impl, config):
         want = own.expected(exact, indices, offsets)
         upstream = torch.randn(want.shape, generator=generator, device="cuda").to(call.out)
         everyone = [
-            torch.zeros(call.batch, want.shape[1], device="cuda", dtype=torch.float64) for _ in range(dist.get_world_size())
+            torch.zeros(call.batch, want.shape[1], device="cuda", dtype=torch.float64)
+            for _ in range(dist.get_world_size())
         ]
         padded = torch.zeros_like(everyone[0])
         padded[call.mine()] = upstream.double()
@@ -153,7 +183,9 @@ def trains(calls, impl, config):
             tables = [weight.clone().requires_grad_() for weight in weights]
             states = [torch.zeros(call.rows, device="cuda") for _ in tables]
             gradient = RowWiseAdagrad(0.1, 1e-3, states) if kind == "adagrad" else kind
-            call.forward(tables, indices, offsets, gradient=gradient, config=config, impl=impl).backward(upstream)
+            call.forward(
+                tables, indices, offsets, gradient=gradient, config=config, impl=impl
+            ).backward(upstream)
             for table, weight, reference in zip(tables, weights, exact, strict=True):
                 if kind == "adagrad":
                     state = (reference.grad**2).mean(1)
@@ -174,7 +206,11 @@ def check_gradients(outcomes):
     for found, _ in outcomes:
         for call, kind, error in found:
             # NaN where a table has no gradient at all, in exact arithmetic too.
-            assert error <= 2 * torch.finfo(call.dtype).eps + 1e-4 or math.isnan(error), (call, kind, error)
+            assert error <= 2 * torch.finfo(call.dtype).eps + 1e-4 or math.isnan(error), (
+                call,
+                kind,
+                error,
+            )
 
 
 # Eight runs of 2048 columns at once would not fit in registers, and take ptxas two minutes.
@@ -194,7 +230,9 @@ def test_gradients_match_float64_and_repeat(ranks, world_size, config, call):
 
 
 def _long_run(steps):
-    """Many passes back to back, of changing shapes and numbers, ranks held up at random; every result bit by bit."""
+    """Many passes back to back, of changing shapes and numbers, ranks held up at random; every
+    result bit by bit.
+    """
     cases = []
     for seed in range(3):
         for config, call in zip(CONFIGS, CALLS[:4], strict=True):
@@ -204,17 +242,32 @@ def _long_run(steps):
             y = call.forward(tables, indices, offsets, config=config, impl="fused")
             upstream = torch.randn(y.shape, device="cuda").to(y.dtype)
             gradients = torch.autograd.grad(y, tables, upstream)
-            cases.append((call, config, tables, indices, offsets, upstream, y.detach().clone(), [g.clone() for g in gradients]))
+            cases.append(
+                (
+                    call,
+                    config,
+                    tables,
+                    indices,
+                    offsets,
+                    upstream,
+                    y.detach().clone(),
+                    [g.clone() for g in gradients],
+                )
+            )
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     delays = torch.Generator().manual_seed(dist.get_rank())
     for step in range(steps):
-        call, config, tables, indices, offsets, upstream, first, gradients = cases[step % len(cases)]
+        call, config, tables, indices, offsets, upstream, first, gradients = cases[
+            step % len(cases)
+        ]
         if torch.rand((), generator=delays) < 0.1:
             torch.cuda._sleep(int(torch.randint(1000, 300_000, (), generator=delays)))
         y = call.forward(tables, indices, offsets, config=config, impl="fused")
         wrong += (y != first).any()
         if step % 3 == 0:
-            for found, want in zip(torch.autograd.grad(y, tables, upstream), gradients, strict=True):
+            for found, want in zip(
+                torch.autograd.grad(y, tables, upstream), gradients, strict=True
+            ):
                 wrong += (found != want).any()
     interlace.synchronize()
     return int(wrong)
@@ -225,7 +278,9 @@ def test_two_thousand_passes_with_random_delays(ranks, world_size, turns):
 
 
 def _graphs():
-    """A forward pass, and a training step with SGD, captured and replayed; outputs of the graph stay the graph's."""
+    """A forward pass, and a training step with SGD, captured and replayed; outputs of the graph
+    stay the graph's.
+    """
     call = CALLS[0]
     weights, indices, offsets = call.inputs()
     want = call.expected(weights, indices, offsets)
@@ -261,7 +316,9 @@ def _graphs():
     torch.cuda.synchronize()
     once = [table.detach() - old for table, old in zip(tables, before, strict=True)]
     first = [old - weight for old, weight in zip(before, weights, strict=True)]
-    steps = [relative_error(2 * change, two.double()) for change, two in zip(once, first, strict=True)]
+    steps = [
+        relative_error(2 * change, two.double()) for change, two in zip(once, first, strict=True)
+    ]
     interlace.synchronize()
     return max(errors), max(steps), call.bound()
 
@@ -301,11 +358,16 @@ def _absent_peer(protocol, backward, absent):
     return outcome
 
 
-@pytest.mark.parametrize(("protocol", "backward"), [("direct", False), ("tiles", False), ("sliced", False), ("direct", True)])
+@pytest.mark.parametrize(
+    ("protocol", "backward"),
+    [("direct", False), ("tiles", False), ("sliced", False), ("direct", True)],
+)
 def test_a_peer_that_never_calls(ranks, world_size, protocol, backward):
     """The kernel ends; its output is NaN, or the tables are as they were."""
     outcomes = ranks(world_size).run(_absent_peer, protocol, backward, 1)
-    name = "embedding_all_to_all" + (".backward" if backward else ".sliced" if protocol == "sliced" else "")
+    name = "embedding_all_to_all" + (
+        ".backward" if backward else ".sliced" if protocol == "sliced" else ""
+    )
     for rank, outcome in enumerate(outcomes):
         if rank == 1:
             assert outcome is None

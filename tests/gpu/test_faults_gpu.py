@@ -60,7 +60,9 @@ def test_a_rank_that_calls_with_another_shape(ranks: Ranks, world_size: int) -> 
 
 
 @pytest.mark.alone  # both calls must have begun within the deadline of two seconds
-def test_a_rank_that_calls_with_another_shape_that_was_agreed_on(ranks: Ranks, world_size: int) -> None:
+def test_a_rank_that_calls_with_another_shape_that_was_agreed_on(
+    ranks: Ranks, world_size: int
+) -> None:
     checks.other_shape_agreed_on(ranks(world_size).run(scenarios.other_shape_agreed_on))
 
 

@@ -29,7 +29,13 @@ def inputs(tokens, rows, columns, dtype, seed=0, bias=False):
     generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
     x = torch.randn(tokens, columns, generator=generator, device="cuda").to(dtype)
     w = torch.randn(rows, columns, generator=generator, device="cuda").to(dtype)
-    b = torch.randn(rows, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype) if bias else None
+    b = (
+        torch.randn(rows, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(
+            dtype
+        )
+        if bias
+        else None
+    )
     return x, w, b
 
 
@@ -45,7 +51,10 @@ def relative_error(y, want):
 
 def bound(dtype, columns, world_size):
     """One rounding of the output, and float32 sums of K values and then of the ranks'."""
-    return torch.finfo(dtype).eps / 2 + 4 * math.sqrt(columns * world_size) * torch.finfo(torch.float32).eps
+    return (
+        torch.finfo(dtype).eps / 2
+        + 4 * math.sqrt(columns * world_size) * torch.finfo(torch.float32).eps
+    )
 
 
 def _matches(dtype):
@@ -55,7 +64,16 @@ def _matches(dtype):
             x, w, b = inputs(tokens, rows, columns, dtype, bias=True)
             y = interlace.gemv_all_reduce(x, w, b, impl="fused", config=config)
             error = relative_error(y, expected(x, w, b))
-            found.append((str(config), tokens, rows, columns, error, bound(dtype, columns, dist.get_world_size())))
+            found.append(
+                (
+                    str(config),
+                    tokens,
+                    rows,
+                    columns,
+                    error,
+                    bound(dtype, columns, dist.get_world_size()),
+                )
+            )
     interlace.synchronize()
     return found
 
@@ -68,7 +86,9 @@ def test_matches_float64(ranks, world_size, dtype):
 
 
 def _long_run(calls):
-    """Many calls back to back on alternating shapes, ranks held up at random; every result compared bit by bit."""
+    """Many calls back to back on alternating shapes, ranks held up at random; every result compared
+    bit by bit.
+    """
     rank = dist.get_rank()
     cases = []
     for tokens, rows, columns, config in (
@@ -81,7 +101,9 @@ def _long_run(calls):
     ):
         x, w, _ = inputs(tokens, rows, columns, torch.bfloat16)
         first = interlace.gemv_all_reduce(x, w, impl="fused", config=config)
-        assert relative_error(first, expected(x, w)) <= bound(torch.bfloat16, columns, dist.get_world_size())
+        assert relative_error(first, expected(x, w)) <= bound(
+            torch.bfloat16, columns, dist.get_world_size()
+        )
         cases.append((x, w, config, first.clone()))
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     delays = torch.Generator().manual_seed(rank)
@@ -120,11 +142,15 @@ def _graphs_and_streams(turns):
     same &= torch.equal(here, first) and torch.equal(there, first)
     # The memory of a captured call outlives the growth of its workspace.
     big_x, big_w, _ = inputs(8, 16384, 64, torch.bfloat16)
-    interlace.gemv_all_reduce(big_x, big_w, impl="fused", config=GemvAllReduceConfig("one_shot", 32, 64, 4, 2))
+    interlace.gemv_all_reduce(
+        big_x, big_w, impl="fused", config=GemvAllReduceConfig("one_shot", 32, 64, 4, 2)
+    )
     graph.replay()
     torch.cuda.synchronize()
     same &= all(torch.equal(y, first) for y in captured)
-    compiled = torch.compile(lambda a, b: interlace.gemv_all_reduce(a, b, impl="fused") + 1, fullgraph=True)
+    compiled = torch.compile(
+        lambda a, b: interlace.gemv_all_reduce(a, b, impl="fused") + 1, fullgraph=True
+    )
     return same, torch.equal(compiled(x, w), first + 1)
 
 
@@ -177,7 +203,14 @@ def _absent_peer(protocol, absent):
         try:
             interlace.synchronize(group)
         except PeerTimeoutError as error:
-            outcome = error.operator, error.rank, error.peer, error.wanted, bool(y.isnan().all()), time.monotonic() - start
+            outcome = (
+                error.operator,
+                error.rank,
+                error.peer,
+                error.wanted,
+                bool(y.isnan().all()),
+                time.monotonic() - start,
+            )
     return outcome
 
 

@@ -1,7 +1,7 @@
 """Mapped outputs on GPUs, with producers that this project did not write. Run with ``-m gpu``.
 
-The result must be the same bit by bit as the producer's own in memory of its own, moved by NCCL; but for ``addmm``, where cuBLAS
-takes another way if rows are padded.
+The result must be the same bit by bit as the producer's own in memory of its own, moved by NCCL;
+but for ``addmm``, where cuBLAS takes another way if rows are padded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def _exchanged(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(out: torch.Tensor) -> None:
-    x, w = _random(1024, 512, seed=1).to(torch.float8_e4m3fn), _random(768, 512, seed=2).to(torch.float8_e4m3fn)
+    x, w = (
+        _random(1024, 512, seed=1).to(torch.float8_e4m3fn),
+        _random(768, 512, seed=2).to(torch.float8_e4m3fn),
+    )
     one = torch.ones([], device="cuda")
     torch._scaled_mm(x, w.T, one, one, out_dtype=torch.bfloat16, out=out)
 
@@ -55,9 +58,13 @@ def _grouped(out: torch.Tensor) -> None:
 @torch.no_grad()
 def _pooled(out: torch.Tensor) -> None:
     """FBGEMM's embedding takes no ``out`` either. Three tables; 1024 bags of 5 rows of each."""
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        DenseTableBatchedEmbeddingBagsCodegen,
+    )
 
-    bags = DenseTableBatchedEmbeddingBagsCodegen([(1000, 256)] * 3, use_cpu=out.device.type == "cpu").to(out.device)
+    bags = DenseTableBatchedEmbeddingBagsCodegen(
+        [(1000, 256)] * 3, use_cpu=out.device.type == "cpu"
+    ).to(out.device)
     for table, weights in enumerate(bags.split_embedding_weights()):
         weights.copy_(_random(1000, 256, seed=table))
     indices = torch.arange(3 * 1024 * 5, device=out.device) * 7919 % 1000
@@ -78,11 +85,9 @@ PRODUCERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "bmm": lambda out: torch.bmm(_random(4, 256, 512), _random(4, 768, 512, seed=1).mT, out=out.unflatten(0, (4, 256))),
     "grouped_mm": _grouped,
     "triton": lambda out: tutorial.product(_random(1024, 512), _random(768, 512, seed=1), out=out),
-    "scaled_mm": _scaled,
-    "attention": _attention,
+    "scaled_mm": _scaled, "attention": _attention,
     "inductor": lambda out: _silu_and_scale(_random(1024, 768), out),
-    "copy": lambda out: out.copy_(_random(1024, 768)),
-    "fbgemm": _pooled,
+    "copy": lambda out: out.copy_(_random(1024, 768)), "fbgemm": _pooled,
 }  # fmt: skip
 
 
@@ -109,7 +114,10 @@ def test_producers_that_know_nothing_of_it(ranks: Any, world_size: int) -> None:
 
 
 def test_fbgemm(ranks: Any, world_size: int) -> None:
-    pytest.importorskip("fbgemm_gpu", reason="FBGEMM's embedding needs fbgemm_gpu, of the version that fits this torch")
+    pytest.importorskip(
+        "fbgemm_gpu",
+        reason="FBGEMM's embedding needs fbgemm_gpu, of the version that fits this torch",
+    )
     assert ranks(world_size).run(_produce, ["fbgemm"]) == [{"fbgemm": True}] * world_size
 
 
@@ -117,7 +125,9 @@ def _batches() -> bool:
     """Products of one rank each, with padding between them: ``(R, rows, columns)``."""
     ranks = dist.get_world_size()
     x, w = _random(ranks, 100, 512), _random(ranks, 72, 512, seed=1).mT
-    received = interlace.fuse(torch.bmm, "all_to_all", shape=(ranks, 100, 72), dtype=torch.bfloat16)(x, w)
+    received = interlace.fuse(
+        torch.bmm, "all_to_all", shape=(ranks, 100, 72), dtype=torch.bfloat16
+    )(x, w)
     same = torch.equal(received, _exchanged(torch.bmm(x, w)))
     torch.cuda.synchronize()
     return same
@@ -136,17 +146,31 @@ def _collectives() -> list[tuple[str, float]]:
             x = empty_rotating((shape[0], 512), dtype=torch.bfloat16)
             x.natural.copy_(_random(shape[0], 512))
             w = _random(1000, 512, seed=1)
-            run = interlace.fuse(torch.mm, name, shape=shape, dtype=torch.bfloat16, order=order if name != "gather" else "natural")
-            y = [run(x.natural if order == "natural" or name == "gather" else x.rotated, w.T).clone() for _ in range(3)][-1]
+            run = interlace.fuse(
+                torch.mm,
+                name,
+                shape=shape,
+                dtype=torch.bfloat16,
+                order=order if name != "gather" else "natural",
+            )
+            y = [
+                run(x.natural if order == "natural" or name == "gather" else x.rotated, w.T).clone()
+                for _ in range(3)
+            ][-1]
             product = x.natural @ w.T
             whole = torch.empty(ranks, *shape, dtype=torch.bfloat16, device="cuda")
             dist.all_gather_into_tensor(whole, product)
             mine = slice(256 * rank, 256 * (rank + 1))
             expected = {
-                "all_to_all": whole[:, mine].flatten(0, 1), "reduce_scatter": whole[:, mine].float().sum(0),
-                "all_reduce": whole.float().sum(0), "gather": whole if rank == 0 else whole[:0], "scatter": whole[0, mine],
+                "all_to_all": whole[:, mine].flatten(0, 1),
+                "reduce_scatter": whole[:, mine].float().sum(0), "all_reduce": whole.float().sum(0),
+                "gather": whole if rank == 0 else whole[:0], "scatter": whole[0, mine],
             }[name]  # fmt: skip
-            error = float((y.float() - expected.float()).norm() / expected.float().norm()) if expected.numel() else 0.0
+            error = (
+                float((y.float() - expected.float()).norm() / expected.float().norm())
+                if expected.numel()
+                else 0.0
+            )
             errors.append((f"{name} {order}", error))
     torch.cuda.synchronize()
     return errors
@@ -194,7 +218,9 @@ def test_graphs(ranks: Any, world_size: int) -> None:
 
 
 def _set_up() -> float:
-    """Milliseconds that an output of 64 MiB takes to set up, the fastest of three: the first one loads kernels."""
+    """Milliseconds that an output of 64 MiB takes to set up, the fastest of three: the first one
+    loads kernels.
+    """
     milliseconds = []
     for _ in range(3):
         dist.barrier()

@@ -1,4 +1,6 @@
-"""Memory that comes back, captures beside garbage, devices, streams, groups that recover. Run with ``-m gpu``."""
+"""Memory that comes back, captures beside garbage, devices, streams, groups that recover. Run with
+``-m gpu``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _expected(x: torch.Tensor) -> torch.Tensor:
 
 
 def _groups_come_and_go(release: bool) -> tuple[list[bool], float, float]:
-    """Groups with 256 MiB each: which are alive afterwards, and how much less memory is free after the last than the first."""
+    """Groups with 256 MiB each: which are alive afterwards, and how much less memory is free after
+    the last than the first.
+    """
     alive, free = [], []
     for _ in range(6):
         process_group = dist.new_group()
@@ -123,14 +127,18 @@ def _on_another_gpu() -> bool:
             for impl in ("fused", "mapped", "split", "triggered"):
                 y = interlace.gemm_all_reduce(x, w, impl=impl)
                 right &= torch.equal(y.float(), expected)
-        right &= torch.equal(interlace.gemv_all_reduce(x[:2], w, impl="fused").float(), expected[:2])
+        right &= torch.equal(
+            interlace.gemv_all_reduce(x[:2], w, impl="fused").float(), expected[:2]
+        )
         group.synchronize()
     finally:
         torch.cuda.set_device(own)
     return right
 
 
-def test_operators_run_where_their_tensors_are(ranks: Callable[[int], Any], world_size: int) -> None:
+def test_operators_run_where_their_tensors_are(
+    ranks: Callable[[int], Any], world_size: int
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there must be two GPUs")
     assert ranks(world_size).run(_on_another_gpu) == [True] * world_size
@@ -156,7 +164,9 @@ def _two_groups_on_two_streams(turns: int) -> bool:
     return bool(right)
 
 
-def test_groups_on_two_streams_follow_each_other(ranks: Callable[[int], Any], world_size: int) -> None:
+def test_groups_on_two_streams_follow_each_other(
+    ranks: Callable[[int], Any], world_size: int
+) -> None:
     assert ranks(world_size).run(_two_groups_on_two_streams, 20) == [True] * world_size
 
 

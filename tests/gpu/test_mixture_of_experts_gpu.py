@@ -41,14 +41,37 @@ def matches(calls):
 
 
 def _calls(world_size):
-    """Sizes that tiles fit and such that they do not; descriptors and pointers; every routing, k and dtype."""
+    """Sizes that tiles fit and such that they do not; descriptors and pointers; every routing, k
+    and dtype.
+    """
     large = {"tokens": 333, "hidden": 256, "ffn": 320}
     return [
         Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=1),
-        Call(world_size, **large, dtype="float16", config=CONFIGS[1], seed=2, routing="few", local=3),
-        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[2], seed=3, routing="holes", local=7, top_k=6),
-        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=4, routing="one", top_k=1),
-        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[1], seed=5, routing="one", factor=0.5),
+        Call(
+            world_size, **large, dtype="float16", config=CONFIGS[1], seed=2, routing="few", local=3
+        ),
+        Call(
+            world_size,
+            **large,
+            dtype="bfloat16",
+            config=CONFIGS[2],
+            seed=3,
+            routing="holes",
+            local=7,
+            top_k=6,
+        ),
+        Call(
+            world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=4, routing="one", top_k=1
+        ),
+        Call(
+            world_size,
+            **large,
+            dtype="bfloat16",
+            config=CONFIGS[1],
+            seed=5,
+            routing="one",
+            factor=0.5,
+        ),
         Call(world_size, **large, dtype="float32", config=CONFIGS[2], seed=6),
         Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=7),
         Call(world_size, 5, 1, 1, 7, 3, "bfloat16", config=None, seed=8),
@@ -64,7 +87,9 @@ def test_matches_float64(ranks, world_size, number):
 
 
 def _long_run(calls, turns):
-    """Layers forward and then backward, many times over, ranks held up at random; every result compared bit by bit."""
+    """Layers forward and then backward, many times over, ranks held up at random; every result
+    compared bit by bit.
+    """
     layers = [(call, _inputs(call)) for call in calls]
     expected = [_step(call, tensors) for call, tensors in layers]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -92,7 +117,9 @@ def test_many_calls_with_late_ranks(ranks, world_size, turns):
 
 
 def _graph(call):
-    """A captured forward pass, replayed on its tokens and on others that go elsewhere, between ordinary calls."""
+    """A captured forward pass, replayed on its tokens and on others that go elsewhere, between
+    ordinary calls.
+    """
     tensors, other = _inputs(call), [tensor.cuda() for tensor in call.inputs(dist.get_rank() + 50)]
     with torch.no_grad():
         forward(call, tensors)
@@ -102,7 +129,9 @@ def _graph(call):
         expected = [forward(call, [*each[:3], *tensors[3:]]) for each in (tensors, other)]
         found = []
         for each in (tensors, other):
-            for place, value in zip(tensors[:3], [value.clone() for value in each[:3]], strict=True):
+            for place, value in zip(
+                tensors[:3], [value.clone() for value in each[:3]], strict=True
+            ):
                 place.copy_(value)
             graph.replay()
             found.append(y.clone())

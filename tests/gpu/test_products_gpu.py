@@ -16,14 +16,26 @@ import torch.distributed as dist
 import interlace
 from interlace.products.choice import ANY_ROWS, takes_bias
 from tests.gpu.absent import call_without
-from tests.products.calls import IMPLS, Call, check_all, check_gradients, compiled, differentiate, run
+from tests.products.calls import (
+    IMPLS,
+    Call,
+    check_all,
+    check_gradients,
+    compiled,
+    differentiate,
+    run,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
 
-AT_ONCE = {operator: ["fused", "mapped", *(["split"] if (operator, "split") in ANY_ROWS else [])] for operator in IMPLS}
+AT_ONCE = {
+    operator: ["fused", "mapped", *(["split"] if (operator, "split") in ANY_ROWS else [])]
+    for operator in IMPLS
+}
 """Implementations with protocols of their own; tests of triggered transfers have the others."""
 
-# Columns, inner, dtype, bias, given splits, what w is contiguous along. Even, odd, and larger than a tile.
+# Columns, inner, dtype, bias, given splits, what w is contiguous along. Even, odd, and larger than
+# a tile.
 KINDS = [
     (512, 256, "bfloat16", True, False, "K"),
     (513, 257, "bfloat16", True, True, "N"),
@@ -37,7 +49,9 @@ KINDS = [
 def _splits(operator: str, world_size: int) -> object:
     """Uneven, and a rank without rows."""
     rows = [300, 0, 129, 71, 5, 0, 64, 17][:world_size]
-    return [rows[s:] + rows[:s] for s in range(world_size)] if operator == "gemm_all_to_all" else rows
+    return (
+        [rows[s:] + rows[:s] for s in range(world_size)] if operator == "gemm_all_to_all" else rows
+    )
 
 
 def _calls(operator: str, world_size: int) -> list[Call]:
@@ -47,7 +61,20 @@ def _calls(operator: str, world_size: int) -> list[Call]:
             given = given and operator != "gemm_all_reduce"
             splits = _splits(operator, world_size) if given else None
             rows = sum(splits) if given and operator == "gemm_reduce_scatter" else 128 * world_size
-            calls.append(Call(operator, rows, columns, inner, dtype, bias, splits, w_along=along, impl=impl, seed=i))
+            calls.append(
+                Call(
+                    operator,
+                    rows,
+                    columns,
+                    inner,
+                    dtype,
+                    bias,
+                    splits,
+                    w_along=along,
+                    impl=impl,
+                    seed=i,
+                )
+            )
     return [call for call in calls if call.can_run]
 
 
@@ -65,7 +92,9 @@ def test_gradients(ranks: Any, world_size: int, operator: str) -> None:
     outcomes = ranks(world_size).run(_differentiate_all, calls)
     for i, call in enumerate(calls):
         # Longer sums than on the CPU: errors of many roundings grow with the root of their number.
-        check_gradients(call, [rank[i] for rank in outcomes], factor=math.sqrt(call.inner + 128 * world_size))
+        check_gradients(
+            call, [rank[i] for rank in outcomes], factor=math.sqrt(call.inner + 128 * world_size)
+        )
 
 
 def _compile(calls: list[Call]) -> list[list[list[torch.Tensor]]]:
@@ -73,7 +102,9 @@ def _compile(calls: list[Call]) -> list[list[list[torch.Tensor]]]:
 
 
 def test_compiles_into_one_graph(ranks: Any, world_size: int, operator: str) -> None:
-    calls = [dataclasses.replace(_calls(operator, world_size)[0], impl=impl) for impl in IMPLS[operator]]
+    calls = [
+        dataclasses.replace(_calls(operator, world_size)[0], impl=impl) for impl in IMPLS[operator]
+    ]
     for outcomes in ranks(world_size).run(_compile, calls):
         for eager, graph in outcomes:
             torch.testing.assert_close(graph, eager)
@@ -102,7 +133,9 @@ def test_many_calls_with_late_ranks(ranks: Any, world_size: int, turns: Any, ope
     rows = 128 * world_size
     for impl in AT_ONCE[operator]:
         calls = [
-            Call(operator, rows, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl, seed=1),
+            Call(
+                operator, rows, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl, seed=1
+            ),
             Call(operator, 2 * world_size, 130, 520, "float16", impl="fused", seed=2),
             Call(operator, 8 * rows, 256, 512, "bfloat16", impl=impl, seed=3),
         ]
@@ -133,7 +166,9 @@ def _replay(call: Call) -> list[bool]:
 
 def test_graphs(ranks: Any, world_size: int, operator: str) -> None:
     for impl in AT_ONCE[operator]:
-        call = Call(operator, 128 * world_size, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl)
+        call = Call(
+            operator, 128 * world_size, 512, 256, "bfloat16", takes_bias(operator, impl), impl=impl
+        )
         assert all(all(same) for same in ranks(world_size).run(_replay, call))
 
 

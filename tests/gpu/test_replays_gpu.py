@@ -17,12 +17,17 @@ ROWS, COLUMNS, INNER = 512, 1024, 1024
 
 
 def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
-    """Operators that enqueue several things: products in parts, gathers, outputs that are kept; and single kernels."""
+    """Operators that enqueue several things: products in parts, gathers, outputs that are kept; and
+    single kernels.
+    """
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
     found = [interlace.gemm_reduce_scatter(x, w, bias, impl=impl) for impl in ("split", "fused")]
     for impl in ("split", "fused", "mapped"):
         found += interlace.all_gather_gemm(mine, w, bias, impl=impl, return_gathered=True)
-    found += [interlace.gemm_all_reduce(x, w, bias, impl="fused"), interlace.gemm_all_to_all(x, w, bias, impl="fused")]
+    found += [
+        interlace.gemm_all_reduce(x, w, bias, impl="fused"),
+        interlace.gemm_all_to_all(x, w, bias, impl="fused"),
+    ]
     found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="fused"))
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
@@ -37,7 +42,9 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
 def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(10 * seed + dist.get_rank())
     shapes = ((rows, INNER), (COLUMNS, INNER), (COLUMNS,))
-    x, w, bias = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    x, w, bias = (
+        torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes
+    )
     return x, w, bias
 
 
@@ -50,7 +57,9 @@ def _fresh_group() -> interlace.comm.Group:
 
 
 def _same(turns: int) -> tuple[int, int]:
-    """Elements that differ from calls without graphs, with new values in the same memory, and late ranks; graphs at the end."""
+    """Elements that differ from calls without graphs, with new values in the same memory, and late
+    ranks; graphs at the end.
+    """
     replays = _fresh_group().replays
     places = _operands(0)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -70,12 +79,16 @@ def _same(turns: int) -> tuple[int, int]:
 
 
 def _together() -> tuple[list[int], int]:
-    """As :func:`_same` within a graph of the program's own, on another stream, and after the workspace has grown and gone."""
+    """As :func:`_same` within a graph of the program's own, on another stream, and after the
+    workspace has grown and gone.
+    """
     group, wrong = _fresh_group(), []
 
     def compare(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.cuda.synchronize()
-        wrong.append(int(sum((each != other).sum() for each, other in zip(found, wanted, strict=True))))
+        wrong.append(
+            int(sum((each != other).sum() for each, other in zip(found, wanted, strict=True)))
+        )
 
     operands = _operands(1)
     wanted = [each.clone() for each in _calls(*operands)]
@@ -108,7 +121,9 @@ def _together() -> tuple[list[int], int]:
 
 
 def _moving(calls: int) -> tuple[int, int, int]:
-    """Calls with x in more places than there may be graphs: how many there are; what as many calls add to them, and to memory."""
+    """Calls with x in more places than there may be graphs: how many there are; what as many calls
+    add to them, and to memory.
+    """
     group, operands = _fresh_group(), _operands(3)
     places = [torch.empty(1 << 20, device="cuda", dtype=torch.bfloat16) for _ in range(100)]
     wanted = _calls(*operands)

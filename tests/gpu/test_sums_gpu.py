@@ -13,22 +13,34 @@ import interlace.ops  # registers torch.ops.interlace
 
 pytestmark = pytest.mark.gpu
 
-# Rows a rank, columns, inner sizes: one piece a rank and two, columns that fill tiles and that do not.
+# Rows a rank, columns, inner sizes: one piece a rank and two, columns that fill tiles and that do
+# not.
 SHAPES = [(512, 1024, (512, 256, 64)), (128, 513, (264, 520)), (1024, 4096, (128, 512))]
 
 
 def _long_run(turns: int) -> tuple[float, int]:
-    """The largest relative error; then elements that differ from the first results, with late ranks and single products between."""
+    """The largest relative error; then elements that differ from the first results, with late ranks
+    and single products between.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator("cuda").manual_seed(rank)
     calls, expected, worst = [], [], 0.0
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     for rows, columns, inners in SHAPES:
-        x = [torch.randn(rows * ranks, inner, generator=generator, device="cuda").bfloat16() for inner in inners]
-        w = [torch.randn(inner, columns, generator=generator, device="cuda").bfloat16().T for inner in inners]
+        x = [
+            torch.randn(rows * ranks, inner, generator=generator, device="cuda").bfloat16()
+            for inner in inners
+        ]
+        w = [
+            torch.randn(inner, columns, generator=generator, device="cuda").bfloat16().T
+            for inner in inners
+        ]
         y = torch.ops.interlace.gemm_sum_reduce_scatter(x, w, name)
-        total = sum((each.double() @ weight.double().T for each, weight in zip(x, w, strict=True)), start=torch.zeros(1).cuda())
+        total = sum(
+            (each.double() @ weight.double().T for each, weight in zip(x, w, strict=True)),
+            start=torch.zeros(1).cuda(),
+        )
         dist.all_reduce(total)
         wanted = total.chunk(ranks)[rank]
         worst = max(worst, float((y.double() - wanted).norm() / wanted.norm()))
@@ -41,7 +53,9 @@ def _long_run(turns: int) -> tuple[float, int]:
             torch.cuda._sleep(500_000)
         for (x, w), y in zip(calls, expected, strict=True):
             wrong += (torch.ops.interlace.gemm_sum_reduce_scatter(x, w, name) != y).sum()
-        wrong += (interlace.gemm_reduce_scatter(calls[0][0][0], calls[0][1][0], impl="split") != alone).sum()
+        wrong += (
+            interlace.gemm_reduce_scatter(calls[0][0][0], calls[0][1][0], impl="split") != alone
+        ).sum()
     interlace.synchronize()
     return worst, int(wrong)
 

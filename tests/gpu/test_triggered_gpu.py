@@ -42,12 +42,28 @@ def _fill(out: interlace.TriggeredTransfers, value: int, rows: int, order: int =
     rows_each = rows // len(out.counters)
     first = (dist.get_rank() + order) * (rows // dist.get_world_size())
     target = out.begin()
-    fill[(rows,)](target, out.counters, value, first, rows, rows_each, target.stride(0), COLUMNS=target.shape[1])
+    fill[(rows,)](
+        target,
+        out.counters,
+        value,
+        first,
+        rows,
+        rows_each,
+        target.stride(0),
+        COLUMNS=target.shape[1],
+    )
 
 
 def _calls(operator: str, world_size: int, impl: str) -> list[Call]:
-    """Tiles that fill a rank's rows and that do not; a column too many for tile stores; biases; float8."""
-    shapes = [(128, 512, 256, "bfloat16"), (96, 513, 257, "float16"), (256, 384, 512, "float8"), (40, 320, 64, "float32")]
+    """Tiles that fill a rank's rows and that do not; a column too many for tile stores; biases;
+    float8.
+    """
+    shapes = [
+        (128, 512, 256, "bfloat16"),
+        (96, 513, 257, "float16"),
+        (256, 384, 512, "float8"),
+        (40, 320, 64, "float32"),
+    ]
     calls = [
         Call(operator, rows * world_size, columns, inner, dtype, True, impl=impl, seed=i)
         for i, (rows, columns, inner, dtype) in enumerate(shapes)
@@ -75,12 +91,18 @@ def _compile(call: Call) -> list[list[torch.Tensor]]:
 
 
 def _long_run(epochs: int) -> tuple[int, int]:
-    """Wrong epochs, in pieces and several orders of completion; bytes of torch's memory that they took."""
+    """Wrong epochs, in pieces and several orders of completion; bytes of torch's memory that they
+    took.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, columns = 64 * ranks, 1024
     out = interlace.TriggeredTransfers((rows, columns), dtype=torch.int32, tiles=32, pieces=2)
     wrong = torch.zeros([], dtype=torch.int64, device="cuda")
-    expected = rank * 64 + torch.arange(64, device="cuda")[None, :, None] + 1000 * torch.arange(ranks, device="cuda")[:, None, None]
+    expected = (
+        rank * 64
+        + torch.arange(64, device="cuda")[None, :, None]
+        + 1000 * torch.arange(ranks, device="cuda")[:, None, None]
+    )
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
     for epoch in range(epochs):
@@ -103,7 +125,10 @@ def _replay() -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows, columns = 256 * ranks, 768 * 4
     generator = torch.Generator("cuda").manual_seed(rank)
-    x, w = (torch.randn(size, 512, generator=generator, device="cuda").bfloat16() for size in (rows, columns))
+    x, w = (
+        torch.randn(size, 512, generator=generator, device="cuda").bfloat16()
+        for size in (rows, columns)
+    )
     kept = torch.zeros(8, rows // ranks, columns, dtype=torch.bfloat16, device="cuda")
     step = torch.zeros([], dtype=torch.int64, device="cuda")
 
@@ -140,7 +165,9 @@ def test_graphs(ranks: Any, world_size: int) -> None:
 
 def _one_connection() -> Any:
     """A graph might put a wait before what it is for: refused. Eager calls work."""
-    out = interlace.TriggeredTransfers((8 * dist.get_world_size(), 1024), dtype=torch.int32, tiles=8)
+    out = interlace.TriggeredTransfers(
+        (8 * dist.get_world_size(), 1024), dtype=torch.int32, tiles=8
+    )
     for epoch in range(20):
         _fill(out, epoch, 8 * dist.get_world_size())
         out.exchange()

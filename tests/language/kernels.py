@@ -24,7 +24,9 @@ def put_signal_ring(data, signals, out, ctx, epoch, WORLD_SIZE: tl.constexpr, BL
     flag = il.pointer(signals, tl.int32)
     il.put_signal(target, (100 * me + i).to(tl.float32), flag, epoch, (me + 1) % WORLD_SIZE, group)
     left = tl.zeros([1], tl.int32) + (me + WORLD_SIZE - 1) % WORLD_SIZE
-    arrived = il.wait(flag + tl.zeros([1], tl.int32), epoch, left, 7, group, tl.full([1], 1, tl.int1))
+    arrived = il.wait(
+        flag + tl.zeros([1], tl.int32), epoch, left, 7, group, tl.full([1], 1, tl.int1)
+    )
     tl.store(out + i, tl.where(arrived, il.get(target, me, group), -1.0))
 
 
@@ -40,7 +42,12 @@ def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
     """Element i goes to rank i: one put whose peer is a tile."""
     group = il.join(ctx)
     i = tl.arange(0, WORLD_SIZE)
-    il.put(il.pointer(data, tl.float32) + il.rank(group) + i * 0, (10 * il.rank(group) + i).to(tl.float32), i, group)
+    il.put(
+        il.pointer(data, tl.float32) + il.rank(group) + i * 0,
+        (10 * il.rank(group) + i).to(tl.float32),
+        i,
+        group,
+    )
 
 
 @triton.jit
@@ -57,8 +64,12 @@ def gather_by_get(data, signals, out, ctx, epoch, WORLD_SIZE: tl.constexpr, BLOC
 
 
 @triton.jit
-def sum_words(words, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over ranks of ``rank + 1 + i``, by packed words; its own part put like the others', or kept."""
+def sum_words(
+    words, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum over ranks of ``rank + 1 + i``, by packed words; its own part put like the others',
+    or kept.
+    """
     group = il.join(ctx)
     me = il.rank(group)
     place = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
@@ -66,13 +77,26 @@ def sum_words(words, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constex
     slots = il.pointer(words, tl.int64)
     for peer in range(WORLD_SIZE):
         il.put_packed(slots + me * BLOCK + place, part, epoch, peer, group)
-    total = il.sum_packed(slots + place, part if KEEP else None, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE)
+    total = il.sum_packed(
+        slots + place, part if KEEP else None, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE
+    )
     tl.store(out + place, total)
 
 
 @triton.jit
-def sum_pairs(words, values, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum over ranks of ``values [BLOCK, 2]``, two to a word; and the right neighbour's words by themselves."""
+def sum_pairs(
+    words,
+    values,
+    out,
+    ctx,
+    epoch,
+    WORLD_SIZE: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum over ranks of ``values [BLOCK, 2]``, two to a word; and the right neighbour's words
+    by themselves.
+    """
     group = il.join(ctx)
     me = il.rank(group)
     place = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
@@ -82,18 +106,32 @@ def sum_pairs(words, values, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl
     for peer in range(WORLD_SIZE):
         il.put_packed(slots + me * BLOCK + place, part, epoch, peer, group, VALUES=2)
     own = part if KEEP else None
-    total = il.sum_packed(slots + place, own, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE, VALUES=2)
+    total = il.sum_packed(
+        slots + place, own, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE, VALUES=2
+    )
     tl.store(out + both, total)
     right = (me + 1) % WORLD_SIZE
-    alone = il.get_packed(slots + right * BLOCK + place, epoch, right, 0, group, place >= 0, VALUES=2)
+    alone = il.get_packed(
+        slots + right * BLOCK + place, epoch, right, 0, group, place >= 0, VALUES=2
+    )
     tl.store(out + 2 * BLOCK + both, alone)
 
 
 @triton.jit
 def four_puts_and_a_signal(
-    data, signals, acknowledgements, out, ctx, epoch, ORDER: tl.constexpr, FENCE: tl.constexpr, BLOCK: tl.constexpr
+    data,
+    signals,
+    acknowledgements,
+    out,
+    ctx,
+    epoch,
+    ORDER: tl.constexpr,
+    FENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Rank 0 puts four tiles of ``epoch`` and signals; rank 1 reads once the signal is there, and answers."""
+    """Rank 0 puts four tiles of ``epoch`` and signals; rank 1 reads once the signal is there, and
+    answers.
+    """
     group = il.join(ctx)
     i = tl.arange(0, BLOCK)
     target = il.pointer(data, tl.int32) + i
@@ -126,7 +164,9 @@ def next_of_every_program(epochs, out, before):
 def compare_signals(seen, awaited, behind, BLOCK: tl.constexpr):
     """Whether each of the signals ``seen`` is behind the one that is awaited."""
     i = tl.arange(0, BLOCK)
-    tl.store(behind + i, primitives._is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32))
+    tl.store(
+        behind + i, primitives._is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32)
+    )
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""The primitives of ``interlace.language`` between ranks, in kernels that are as small as they can be."""
+"""The primitives of ``interlace.language`` between ranks, in kernels that are as small as they can
+be.
+"""
 
 from types import SimpleNamespace
 
@@ -47,16 +49,20 @@ def _ring(faults):
         for epoch in range(1, 4):
             out = torch.full((BLOCK,), float("nan"))
             _launch(
-                group, kernels.put_signal_ring, data.address, signals.address, out, group.context("test"), epoch,
-                WORLD_SIZE=group.world_size, BLOCK=BLOCK,
+                group, kernels.put_signal_ring, data.address, signals.address, out,
+                group.context("test"), epoch, WORLD_SIZE=group.world_size, BLOCK=BLOCK,
             )  # fmt: skip
             rows.append(out.tolist())
-            dist.barrier()  # the ring has no way back: nobody may overwrite what its neighbour still reads
+            # The ring has no way back: nobody may overwrite what its neighbour still reads
+            dist.barrier()
     traffic = group.traffic
     return rows, (traffic.messages, traffic.message_bytes, traffic.signals, dict(traffic.bytes_to))
 
 
-@pytest.mark.parametrize("faults", [interlace.Faults(), interlace.Faults(max_delay_s=0.01), interlace.Faults(reorder_puts=True)])
+@pytest.mark.parametrize(
+    "faults",
+    [interlace.Faults(), interlace.Faults(max_delay_s=0.01), interlace.Faults(reorder_puts=True)],
+)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_put_signal_and_wait(ranks, world_size, faults):
     """The signal releases the put before it; both are counted, by destination."""
@@ -72,7 +78,9 @@ def _put_once(kernel_name, args, options):
     group = interlace.group_of()
     data = _symmetric(BLOCK, torch.float32)
     group.traffic.reset()
-    _launch(group, getattr(kernels, kernel_name), data.address, group.context("test"), *args, **options)
+    _launch(
+        group, getattr(kernels, kernel_name), data.address, group.context("test"), *args, **options
+    )
     dist.barrier()
     result = data.local.tolist(), group.traffic.message_bytes, dict(group.traffic.bytes_to)
     dist.barrier()
@@ -87,7 +95,9 @@ def test_a_masked_put_touches_and_counts_what_is_in_the_mask(ranks):
 
 def test_a_put_whose_peer_is_a_tile(ranks):
     """Each element to its own rank; the element for this rank is no traffic."""
-    for rank, (data, nbytes, bytes_to) in enumerate(ranks(4).run(_put_once, "scatter", (), {"WORLD_SIZE": 4})):
+    for rank, (data, nbytes, bytes_to) in enumerate(
+        ranks(4).run(_put_once, "scatter", (), {"WORLD_SIZE": 4})
+    ):
         assert data[:4] == [10.0 * source + rank for source in range(4)]
         assert nbytes == 12
         assert bytes_to == {peer: 4 for peer in range(4) if peer != rank}
@@ -102,8 +112,8 @@ def _gather():
     for epoch in (1, 2):
         out = torch.full((group.world_size, BLOCK), float("nan"))
         _launch(
-            group, kernels.gather_by_get, data.address, signals.address, out, group.context("test"), epoch,
-            WORLD_SIZE=group.world_size, BLOCK=BLOCK,
+            group, kernels.gather_by_get, data.address, signals.address, out, group.context("test"),
+            epoch, WORLD_SIZE=group.world_size, BLOCK=BLOCK,
         )  # fmt: skip
         outs.append(out)
         dist.barrier()
@@ -114,7 +124,9 @@ def _gather():
 def test_barrier_and_get(ranks, world_size):
     for outs in ranks(world_size).run(_gather):
         for epoch, out in enumerate(outs, 1):
-            expected = 100.0 * torch.arange(world_size)[:, None] + torch.arange(BLOCK)[None, :] + epoch
+            expected = (
+                100.0 * torch.arange(world_size)[:, None] + torch.arange(BLOCK)[None, :] + epoch
+            )
             assert torch.equal(out, expected)
 
 
@@ -128,15 +140,18 @@ def _words(keep, faults):
         for epoch in (1, 2, 3):
             out = torch.full((BLOCK,), float("nan"))
             _launch(
-                group, kernels.sum_words, words.address, out, group.context("test"), torch.tensor(epoch, dtype=torch.int32).item(),
-                WORLD_SIZE=group.world_size, KEEP=keep, BLOCK=BLOCK,
+                group, kernels.sum_words, words.address, out, group.context("test"),
+                torch.tensor(epoch, dtype=torch.int32).item(), WORLD_SIZE=group.world_size,
+                KEEP=keep, BLOCK=BLOCK,
             )  # fmt: skip
             outs.append(out.tolist())
             dist.barrier()
     return outs
 
 
-@pytest.mark.parametrize("faults", [interlace.Faults(), interlace.Faults(max_delay_s=0.005, reorder_puts=True)])
+@pytest.mark.parametrize(
+    "faults", [interlace.Faults(), interlace.Faults(max_delay_s=0.005, reorder_puts=True)]
+)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_packed_words_prove_their_own_arrival(ranks, world_size, keep, faults):
@@ -151,8 +166,8 @@ def _pairs(values, keep):
     words = _symmetric(4 * BLOCK, torch.int64)
     out = torch.full((2, BLOCK, 2), float("nan"))
     _launch(
-        group, kernels.sum_pairs, words.address, values[group.rank].contiguous(), out, group.context("test"), 1 << 23,
-        WORLD_SIZE=group.world_size, KEEP=keep, BLOCK=BLOCK,
+        group, kernels.sum_pairs, words.address, values[group.rank].contiguous(), out,
+        group.context("test"), 1 << 23, WORLD_SIZE=group.world_size, KEEP=keep, BLOCK=BLOCK,
     )  # fmt: skip
     dist.barrier()
     return out
@@ -181,10 +196,16 @@ def test_two_values_in_a_word_are_rounded_alike_on_every_rank(ranks, world_size,
 
 
 def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
-    """Halves pass exactly, subnormal ones too; infinities and NaNs of any payload stay what they are."""
+    """Halves pass exactly, subnormal ones too; infinities and NaNs of any payload stay what they
+    are.
+    """
     tiny, huge = torch.finfo(torch.float16).smallest_normal / 1024, torch.finfo(torch.bfloat16).max
-    exact = torch.tensor([[1 + 2**-10, -tiny], [huge, -huge], [float("inf"), float("-inf")], [0.0, 65504.0]])
-    nans = torch.tensor([[0x7FFFFFFF, 0x7F800001], [-1, 0x7FC00000]], dtype=torch.int32).view(torch.float32)
+    exact = torch.tensor(
+        [[1 + 2**-10, -tiny], [huge, -huge], [float("inf"), float("-inf")], [0.0, 65504.0]]
+    )
+    nans = torch.tensor([[0x7FFFFFFF, 0x7F800001], [-1, 0x7FC00000]], dtype=torch.int32).view(
+        torch.float32
+    )
     values = torch.cat([exact, nans, torch.ones(2, 2)])
     for _, alone in ranks(2).run(_pairs, values.expand(2, BLOCK, 2), False):
         assert torch.equal(alone[:4], exact)
@@ -196,14 +217,19 @@ def _four_puts(order, fence, epochs):
     from tests.language import kernels
 
     group = interlace.group_of()
-    data, signals, answers = _symmetric(4 * BLOCK, torch.int32), _symmetric(1, torch.int32), _symmetric(1, torch.int32)
+    data, signals, answers = (
+        _symmetric(4 * BLOCK, torch.int32),
+        _symmetric(1, torch.int32),
+        _symmetric(1, torch.int32),
+    )
     wrong = []
     with interlace.inject(interlace.Faults(seed=group.rank, reorder_puts=True)):
         for epoch in range(1, epochs + 1):
             out = torch.zeros(4 * BLOCK, dtype=torch.int32)
             _launch(
-                group, kernels.four_puts_and_a_signal, data.address, signals.address, answers.address, out, group.context("test"),
-                epoch, ORDER=order, FENCE=fence, BLOCK=BLOCK,
+                group, kernels.four_puts_and_a_signal, data.address, signals.address,
+                answers.address, out, group.context("test"), epoch, ORDER=order, FENCE=fence,
+                BLOCK=BLOCK,
             )  # fmt: skip
             if group.rank == 1 and not bool((out == epoch).all()):
                 wrong.append(epoch)
@@ -217,7 +243,9 @@ def test_a_release_or_a_fence_orders_the_puts_before_it(ranks, order, fence):
 
 
 def test_a_relaxed_signal_without_a_fence_is_caught(ranks):
-    """A kernel that is wrong on purpose: if the faults could not show it, the tests above would prove nothing."""
+    """A kernel that is wrong on purpose: if the faults could not show it, the tests above would
+    prove nothing.
+    """
     _, wrong = ranks(2).run(_four_puts, "relaxed", False, 40)
     assert wrong
 
@@ -227,12 +255,17 @@ def _expired_wait():
 
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
-    data, signals = _symmetric(BLOCK, torch.float32, process_group), _symmetric(1, torch.int32, process_group)
+    data, signals = (
+        _symmetric(BLOCK, torch.float32, process_group),
+        _symmetric(1, torch.int32, process_group),
+    )
     interlace.set_deadline(0.5, process_group)
     error, out = None, torch.zeros(BLOCK)
     if group.rank == 1:  # its left neighbour, rank 0, does not come
         arguments = data.address, signals.address, out, group.context("ring"), 5
-        error = error_of(_launch, group, kernels.put_signal_ring, *arguments, WORLD_SIZE=2, BLOCK=BLOCK)
+        error = error_of(
+            _launch, group, kernels.put_signal_ring, *arguments, WORLD_SIZE=2, BLOCK=BLOCK
+        )
     dist.barrier()
     return error, out.tolist()
 
@@ -242,7 +275,9 @@ def test_a_wait_ends_at_the_deadline_and_says_so(ranks):
     kind, message, fields = error
     assert nothing is None
     assert kind == "PeerTimeoutError"
-    assert message.startswith("ring: rank 1 waited 0.5 s for rank 0 (slice 7, epoch 5, and saw epoch 0).")
+    assert message.startswith(
+        "ring: rank 1 waited 0.5 s for rank 0 (slice 7, epoch 5, and saw epoch 0)."
+    )
     assert (fields["peer"], fields["slice"], fields["wanted"], fields["seen"]) == (0, 7, 5, 0)
     assert out == [-1.0] * BLOCK  # the kernel went on to its end, and was told
 
@@ -263,9 +298,12 @@ def _epochs(start):
 _WRAP = 1 << 24
 
 
-@pytest.mark.parametrize("expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, 1], [_WRAP - 2, 1, 2]])
+@pytest.mark.parametrize(
+    "expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, 1], [_WRAP - 2, 1, 2]]
+)
 def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
-    """They are numbers of 24 bits; zero is left out with the one before, so that parity goes on alternating.
+    """They are numbers of 24 bits; zero is left out with the one before, so that parity goes on
+    alternating.
 
     Each knows the one before it.
     """
@@ -299,7 +337,9 @@ _COMPARISONS = {
 def _behind():
     from tests.language import kernels
 
-    seen, awaited, _ = (torch.tensor(each, dtype=torch.int32) for each in zip(*_COMPARISONS.values(), strict=True))
+    seen, awaited, _ = (
+        torch.tensor(each, dtype=torch.int32) for each in zip(*_COMPARISONS.values(), strict=True)
+    )
     found = torch.zeros(16, dtype=torch.int32)
     padded = [torch.nn.functional.pad(each, (0, 16 - len(each))) for each in (seen, awaited)]
     kernels.compare_signals[(1,)](*padded, found, BLOCK=16)
@@ -308,7 +348,9 @@ def _behind():
 
 def test_what_a_wait_takes_for_arrived(ranks):
     (found,) = ranks(1).run(_behind)
-    assert dict(zip(_COMPARISONS, found, strict=True)) == {name: behind for name, (_, _, behind) in _COMPARISONS.items()}
+    assert dict(zip(_COMPARISONS, found, strict=True)) == {
+        name: behind for name, (_, _, behind) in _COMPARISONS.items()
+    }
 
 
 def _after_clearing(dtype, epoch, values):
@@ -319,12 +361,21 @@ def _after_clearing(dtype, epoch, values):
     from tests.language import kernels
 
     group = interlace.group_of()
-    signals, epochs = _symmetric(len(values), dtype), torch.full((MAX_PROGRAMS,), epoch, dtype=torch.int32)
+    signals, epochs = (
+        _symmetric(len(values), dtype),
+        torch.full((MAX_PROGRAMS,), epoch, dtype=torch.int32),
+    )
     signals.local.copy_(torch.tensor(values, dtype=dtype))
     dist.barrier()
     if group.rank == 0:
         arguments = signals.address, epochs, group.context("test"), len(values) - 1
-        _launch(group, kernels.clear_signals, *arguments, grid=2, DTYPE=tl.int32 if dtype == torch.int32 else tl.int64)
+        _launch(
+            group,
+            kernels.clear_signals,
+            *arguments,
+            grid=2,
+            DTYPE=tl.int32 if dtype == torch.int32 else tl.int64,
+        )
     dist.barrier()
     return signals.local.tolist(), epochs.unique().tolist()
 
@@ -337,7 +388,10 @@ def test_old_signals_are_cleared(ranks, dtype, call):
     following = 1 if epoch == _WRAP - 2 else epoch + 1
     old = [_stamp((epoch - age) % _WRAP, 5) for age in (1 << 20, 3 << 20, 5 << 20)]
     new = [_stamp(epoch, 5), _stamp(epoch - 1, 6), _stamp(following, 7)]
-    values = [number | (3 << 60 if dtype == torch.int64 else 0) for number in [*old, *new, *old * 3000, old[0]]]
+    values = [
+        number | (3 << 60 if dtype == torch.int64 else 0)
+        for number in [*old, *new, *old * 3000, old[0]]
+    ]
     (cleared, epochs), (others, _) = ranks(2).run(_after_clearing, dtype, epoch, values)
     assert cleared == [0, 0, 0, *values[3:6], *[0] * 9000, values[-1]]
     assert others == values
@@ -350,7 +404,9 @@ def test_signals_are_left_alone_in_other_calls(ranks):
 
 
 def _arrays_to_store():
-    """Whether the arrays of every store to a peer may be written to; of a whole tile, and of one value for several peers."""
+    """Whether the arrays of every store to a peer may be written to; of a whole tile, and of one
+    value for several peers.
+    """
     from interlace.language import _interpreted
 
     store, writeable = _interpreted.interpreter.store, []

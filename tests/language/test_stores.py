@@ -26,14 +26,23 @@ def _instructions(store, capability, folder):
     """The stores of the machine code, in the order of their addresses."""
     source, binary = folder / "stores.ptx", folder / "stores.cubin"
     source.write_text(_PTX.format(store=store, target=f"sm_{capability}"))
-    subprocess.run([get_ptxas(capability).path, f"-arch=sm_{capability}", source, "-o", binary], check=True)
-    disassembled = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", binary], capture_output=True, text=True, check=True)
+    subprocess.run(
+        [get_ptxas(capability).path, f"-arch=sm_{capability}", source, "-o", binary], check=True
+    )
+    disassembled = subprocess.run(
+        [triton.knobs.nvidia.nvdisasm.path, "-c", binary],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return sorted(re.findall(r"(STG?\.\S+) ", disassembled.stdout))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_stores_to_peers_are_what_a_strong_store_is(tmp_path, capability):
-    """``st.global.wt``, which PTX calls weak, of 8 bytes and of a vector: one instruction each, of system scope."""
+    """``st.global.wt``, which PTX calls weak, of 8 bytes and of a vector: one instruction each, of
+    system scope.
+    """
     found = _instructions("global.wt", capability, tmp_path)
     assert found == ["STG.E.128.STRONG.SYS", "STG.E.64.STRONG.SYS"]
     assert found == _instructions("relaxed.sys.global", capability, tmp_path)

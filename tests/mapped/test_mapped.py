@@ -49,15 +49,22 @@ def _product(order: str, shape: tuple[int, int], inner: int, epochs: int) -> lis
     for epoch in range(epochs):
         target = out.begin()
         assert target.shape == shape
-        torch.mm(source.rotated if order == "rotated" else source.natural, (epoch + 1) * w.T, out=target)
+        torch.mm(
+            source.rotated if order == "rotated" else source.natural, (epoch + 1) * w.T, out=target
+        )
         results.append(out.exchange().flatten(0, 1).clone())
     return results
 
 
 # Rows a rank that need no padding, and some; 1024 floats are a page.
 @pytest.mark.parametrize("order", ["natural", "rotated"])
-@pytest.mark.parametrize(("world_size", "shape"), [(1, (6, 40)), (2, (8, 256)), (4, (4, 1024)), (4, (64, 50)), (4, (8, 600))])
-def test_a_product_goes_to_its_peers(ranks: Any, world_size: int, shape: tuple[int, int], order: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "shape"),
+    [(1, (6, 40)), (2, (8, 256)), (4, (4, 1024)), (4, (64, 50)), (4, (8, 600))],
+)
+def test_a_product_goes_to_its_peers(
+    ranks: Any, world_size: int, shape: tuple[int, int], order: str
+) -> None:
     results = ranks(world_size).run(_product, order, shape, 8, 3)
     rows = shape[0] // world_size
     for rank, epochs in enumerate(results):
@@ -89,7 +96,9 @@ def test_padding_between_ranks(ranks: Any) -> None:
 
 
 def _tutorial() -> list[torch.Tensor]:
-    """A Triton kernel that knows nothing of mapped outputs; the interpreter copies its arguments' storages back after it."""
+    """A Triton kernel that knows nothing of mapped outputs; the interpreter copies its arguments'
+    storages back after it.
+    """
     from tests.mapped.tutorial import product
 
     shape, results = (16, 40), []
@@ -104,12 +113,16 @@ def _tutorial() -> list[torch.Tensor]:
 def test_a_triton_kernel_as_it_is(ranks: Any) -> None:
     for rank, epochs in enumerate(ranks(4).run(_tutorial)):
         mine = slice(4 * rank, 4 * rank + 4)
-        parts = torch.cat([(x @ w.T)[mine] for x, w in (_inputs(16, 40, 20, source) for source in range(4))])
+        parts = torch.cat(
+            [(x @ w.T)[mine] for x, w in (_inputs(16, 40, 20, source) for source in range(4))]
+        )
         for epoch, y in enumerate(epochs):
             assert torch.equal(y, (epoch + 1) * parts)
 
 
-def _collective(name: str, shape: tuple[int, ...], dtype: torch.dtype, order: str, calls: int) -> list[torch.Tensor]:
+def _collective(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, order: str, calls: int
+) -> list[torch.Tensor]:
     rank = dist.get_rank()
     x, w = _inputs(shape[-2], shape[-1], 16, rank, dtype)
     if order == "rotated":
@@ -119,11 +132,17 @@ def _collective(name: str, shape: tuple[int, ...], dtype: torch.dtype, order: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "order"), [(n, "natural") for n in interlace.mapped.COLLECTIVES] + [("all_reduce", "rotated")])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [(n, "natural") for n in interlace.mapped.COLLECTIVES] + [("all_reduce", "rotated")],
+)
 def test_collectives(ranks: Any, name: str, order: str, dtype: torch.dtype) -> None:
     rows, columns = 16, 40
     results = ranks(4).run(_collective, name, (rows, columns), dtype, order, 3)
-    products = [x.float() @ w.float().T for x, w in (_inputs(rows, columns, 16, source) for source in range(4))]
+    products = [
+        x.float() @ w.float().T
+        for x, w in (_inputs(rows, columns, 16, source) for source in range(4))
+    ]
     total, own = sum(products), rows // 4
     for rank, calls in enumerate(results):
         mine = slice(rank * own, (rank + 1) * own)
@@ -158,7 +177,9 @@ def test_epochs_of_slow_and_fast_ranks(ranks: Any) -> None:
 
 
 def _in_the_same_buffer(name: str, calls: int) -> list[bool]:
-    """As a graph that is replayed: every call writes to the same slots. Rank 1 reads long after all have come."""
+    """As a graph that is replayed: every call writes to the same slots. Rank 1 reads long after all
+    have come.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     y = torch.empty(4 * ranks if name != "reduce_scatter" else 4, 1024)
     run = interlace.fuse(torch.mm, name, shape=(4 * ranks, 1024), dtype=y.dtype)
@@ -169,13 +190,16 @@ def _in_the_same_buffer(name: str, calls: int) -> list[bool]:
             patch.setattr(primitives, "load_acquire", _late(primitives.load_acquire))
         for call in range(calls):
             run.output._turn = 0
-            products = [(call + 1) * x @ w.T for x, w in (_inputs(4 * ranks, 1024, 6, each) for each in range(ranks))]
+            products = [
+                (call + 1) * x @ w.T
+                for x, w in (_inputs(4 * ranks, 1024, 6, each) for each in range(ranks))
+            ]
             x, w = _inputs(4 * ranks, 1024, 6, rank)
             run.run_into(y, (call + 1) * x, w.T)
             mine = slice(4 * rank, 4 * rank + 4)
             wanted = {
-                "all_to_all": torch.cat([product[mine] for product in products]), "reduce_scatter": sum(products)[mine],
-                "all_reduce": sum(products),
+                "all_to_all": torch.cat([product[mine] for product in products]),
+                "reduce_scatter": sum(products)[mine], "all_reduce": sum(products),
             }[name]  # fmt: skip
             right.append(torch.equal(y, wanted))
     return right
@@ -196,9 +220,11 @@ def test_slots_that_a_graph_writes_again(ranks: Any, name: str) -> None:
 
 
 def _first_replay() -> bool:
-    """Ordinary calls, two captures, and the second graph is replayed first, while rank 0 still reads what the last call got.
+    """Ordinary calls, two captures, and the second graph is replayed first, while rank 0 still
+    reads what the last call got.
 
-    No graph is needed: a capture changes what the output knows, and a replay does what the captured call did.
+    No graph is needed: a capture changes what the output knows, and a replay does what the captured
+    call did.
     """
     from interlace.mapped import kernel
 
@@ -241,7 +267,10 @@ def test_the_first_replay_leaves_alone_what_the_last_call_got(ranks: Any) -> Non
 
 
 def _views_and_results() -> list[str]:
-    views, results = (interlace.fuse(lambda out: out.zero_(), "all_to_all", shape=(2, 1024), dtype=torch.float32) for _ in range(2))
+    views, results = (
+        interlace.fuse(lambda out: out.zero_(), "all_to_all", shape=(2, 1024), dtype=torch.float32)
+        for _ in range(2)
+    )
     y = torch.empty(2, 1024)
     views()
     results.run_into(y)
@@ -251,15 +280,24 @@ def _views_and_results() -> list[str]:
 def test_an_all_to_all_gives_views_or_fills_results(ranks: Any) -> None:
     """What reads a view cannot be waited for by who writes to it in a graph."""
     for first, second in ranks(2).run(_views_and_results):
-        assert first == "fuse: an all_to_all that was called for views must not be run_into. Make another."
-        assert second == "fuse: an all_to_all whose calls are run_into must not be called for views. Make another."
+        assert (
+            first
+            == "fuse: an all_to_all that was called for views must not be run_into. Make another."
+        )
+        assert (
+            second
+            == "fuse: an all_to_all whose calls are run_into must not be called for views. Make another."
+        )
 
 
 def _groups() -> list[float]:
     """Two outputs of the world and one of a subgroup, in use at the same time."""
     rank = dist.get_rank()
     pair = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
-    outs = [interlace.MappedOutput((4, 8), dtype=torch.float32), interlace.MappedOutput((8, 4), dtype=torch.float32)]
+    outs = [
+        interlace.MappedOutput((4, 8), dtype=torch.float32),
+        interlace.MappedOutput((8, 4), dtype=torch.float32),
+    ]
     outs.append(interlace.MappedOutput((2, 8), dtype=torch.float32, group=pair))
     for i, out in enumerate(outs):
         out.begin().fill_(10 * i + rank)
@@ -314,7 +352,10 @@ def _misuse() -> list[tuple[str, str, dict[str, object]]]:
 
 def test_epochs_must_begin_and_end(ranks: Any) -> None:
     for first, second in ranks(2).run(_misuse):
-        assert first[:2] == ("ArgumentError", "MappedOutput.exchange: an epoch must have begun. Call begin() and write first.")
+        assert first[:2] == (
+            "ArgumentError",
+            "MappedOutput.exchange: an epoch must have begun. Call begin() and write first.",
+        )
         assert second[0] == "ArgumentError"
         assert "must end before the next begins" in second[1]
 
@@ -324,13 +365,23 @@ def test_epochs_must_begin_and_end(ranks: Any) -> None:
     [
         ((3, 8), {}, "MappedOutput: a shape (M, N) must have the 2 ranks divide M; got (3, 8)."),
         ((8,), {}, "MappedOutput: a shape (M, N) must have the 2 ranks divide M; got (8,)."),
-        ((4, 2, 8), {}, "MappedOutput: a shape of 3 sizes must begin with the 2 ranks; got (4, 2, 8)."),
+        (
+            (4, 2, 8),
+            {},
+            "MappedOutput: a shape of 3 sizes must begin with the 2 ranks; got (4, 2, 8).",
+        ),
         ((4, -8), {}, "MappedOutput: shape must have sizes of 0 or more; got (4, -8)."),
-        ((4, 8), {"order": "reverse"}, "MappedOutput: order must be one of natural, rotated; got 'reverse'."),
+        (
+            (4, 8),
+            {"order": "reverse"},
+            "MappedOutput: order must be one of natural, rotated; got 'reverse'.",
+        ),
         ((4, 8), {"root": 2}, "MappedOutput: root must be a rank of the group, 0 to 1; got 2."),
     ],
 )
-def test_bad_arguments(ranks: Any, shape: tuple[int, ...], more: dict[str, Any], message: str) -> None:
+def test_bad_arguments(
+    ranks: Any, shape: tuple[int, ...], more: dict[str, Any], message: str
+) -> None:
     assert ranks(2).run(_rejected, shape, more) == [("ArgumentError", message)] * 2
 
 
@@ -346,12 +397,17 @@ def test_padding_that_would_waste_memory(ranks: Any) -> None:
     """Three rows of 500 floats fill whole pages only with rows of 1024."""
     for kind, message in ranks(2).run(_too_much_padding):
         assert kind == "ArgumentError"
-        assert message.startswith("MappedOutput: 3 rows of 500 elements a rank must fill pieces of 4096 bytes; padding rows")
+        assert message.startswith(
+            "MappedOutput: 3 rows of 500 elements a rank must fill pieces of 4096 bytes; padding "
+            "rows"
+        )
         assert "(world size, 3, 500)" in message
 
 
 def _different() -> tuple[str, str]:
-    return error_of(lambda: interlace.MappedOutput((4, 18 + dist.get_rank()), dtype=torch.float32))[:2]
+    return error_of(lambda: interlace.MappedOutput((4, 18 + dist.get_rank()), dtype=torch.float32))[
+        :2
+    ]
 
 
 def test_ranks_that_disagree(ranks: Any) -> None:

@@ -1,4 +1,6 @@
-"""Triggered transfers: a kernel that counts its tiles, copies that wait for them; orders, pieces, epochs, faults."""
+"""Triggered transfers: a kernel that counts its tiles, copies that wait for them; orders, pieces,
+epochs, faults.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,24 @@ def _value(rank: int, epoch: int) -> torch.Tensor:
 
 
 def _epochs(order: str, pieces: int, shape: tuple[int, ...], faults: bool) -> list[torch.Tensor]:
-    """Rows are written piece by piece, in an order of this rank's own, and counted in threes and fours; ranks differ in speed."""
+    """Rows are written piece by piece, in an order of this rank's own, and counted in threes and
+    fours; ranks differ in speed.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     count = ranks * pieces
     tiles = [3 + i % 2 for i in range(count)]
-    out = interlace.TriggeredTransfers(shape, dtype=torch.int64, tiles=tiles, pieces=pieces, order=order)
+    out = interlace.TriggeredTransfers(
+        shape, dtype=torch.int64, tiles=tiles, pieces=pieces, order=order
+    )
     results = []
     for epoch in range(4):
         value = _value(rank, epoch)
         target = out.begin()
         rows = target.flatten(0, -2)
         with inject(interlace.Faults(seed=rank, max_delay_s=0.01 if faults else 0.0)):
-            for i in torch.randperm(count, generator=torch.Generator().manual_seed(rank + epoch)).tolist():
+            for i in torch.randperm(
+                count, generator=torch.Generator().manual_seed(rank + epoch)
+            ).tolist():
                 part, piece = divmod(i, pieces)
                 source = out.destinations[part] * pieces + piece
                 rows.tensor_split(count)[i].copy_(value.tensor_split(count)[source])
@@ -72,7 +80,9 @@ def test_pieces_go_to_their_ranks(
     results = ranks(world_size).run(_epochs, order, pieces, shape, faults)
     for rank, epochs in enumerate(results):
         for epoch, received in enumerate(epochs):
-            sent = [_value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)]
+            sent = [
+                _value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)
+            ]
             assert torch.equal(received, torch.cat(sent))
 
 
@@ -92,12 +102,15 @@ def _parts(order: str, pieces: int, sent: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "order", "pieces", "sent"), [(1, "natural", 1, 1), (4, "natural", 2, 4), (4, "rotated", 1, 2)]
+    ("world_size", "order", "pieces", "sent"),
+    [(1, "natural", 1, 1), (4, "natural", 2, 4), (4, "rotated", 1, 2)],
 )
 def test_parts_are_sent(ranks: Any, world_size: int, order: str, pieces: int, sent: int) -> None:
     for rank, epochs in enumerate(ranks(world_size).run(_parts, order, pieces, sent)):
         for epoch, received in enumerate(epochs):
-            parts = [_value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)]
+            parts = [
+                _value(source, epoch).tensor_split(world_size)[rank] for source in range(world_size)
+            ]
             assert torch.equal(received, torch.cat(parts))
 
 
@@ -119,11 +132,16 @@ def _missent() -> list[tuple[str, str, dict[str, object]]]:
 def test_what_cannot_be_sent(ranks: Any) -> None:
     for errors in ranks(2).run(_missent):
         assert [error[0] for error in errors] == ["ArgumentError"] * 5
-        assert errors[1][1].startswith("TriggeredTransfers.send: an epoch must have begun in which part 0, of 2, was not sent, ")
+        assert errors[1][1].startswith(
+            "TriggeredTransfers.send: an epoch must have begun in which part 0, of 2, was not "
+            "sent, "
+        )
 
 
 def _copied_meanwhile() -> tuple[bool, dict[int, int], bool]:
-    """The copy of the part for the other rank is there before the own part is written: nobody waits for the end."""
+    """The copy of the part for the other rank is there before the own part is written: nobody waits
+    for the end.
+    """
     rank, group = dist.get_rank(), interlace.group_of()
     out = interlace.TriggeredTransfers((2, 1024), dtype=torch.float32, tiles=1)
     before = dict(group.traffic.bytes_to)
@@ -166,7 +184,8 @@ def test_a_kernel_that_miscounts(ranks: Any, counted: int) -> None:
     (first, later), (peer, _) = ranks(2).run(_miscounted, counted)
     assert first[0] == later[0] == "MiscountError"
     assert first[1].startswith(
-        f"triggered transfers: the kernel on rank 0 must count every tile of a piece once; got {counted} for the 2 of piece 1. "
+        "triggered transfers: the kernel on rank 0 must count every tile of a piece once; got "
+        f"{counted} for the 2 of piece 1. "
     )
     assert first[2] == {"rank": 0, "piece": 1, "wanted": 2, "seen": counted}
     assert peer[0] == "PeerTimeoutError"
@@ -194,7 +213,9 @@ def test_a_kernel_that_never_comes(ranks: Any) -> None:
 
 
 def _failing_once(settings: dict[str, Any]) -> tuple[bool, list[list[float]]]:
-    """A producer that raises after it has sent or counted half of its parts: that call fails, and the next one is right."""
+    """A producer that raises after it has sent or counted half of its parts: that call fails, and
+    the next one is right.
+    """
     rank, failures = dist.get_rank(), [ZeroDivisionError()]
 
     def produce(*, out: torch.Tensor, send: Any = None, counters: Any = None) -> None:
@@ -213,7 +234,9 @@ def _failing_once(settings: dict[str, Any]) -> tuple[bool, list[list[float]]]:
     return _copying(), run().flatten(1)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("settings", [{}, {"transport": "copy_engine"}, {"transport": "copy_engine", "tiles": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"transport": "copy_engine"}, {"transport": "copy_engine", "tiles": 1}]
+)
 def test_a_producer_that_fails(ranks: Any, settings: dict[str, Any]) -> None:
     outcomes = ranks(2).run(_failing_once, settings)
     assert outcomes == [(False, [0.0, 10.0]), (False, [1.0, 11.0])]
@@ -222,9 +245,24 @@ def test_a_producer_that_fails(ranks: Any, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tiles": 1, "pieces": 2}, "TriggeredTransfers: pieces must divide the 3 rows for a rank; got 2."),
-        ({"tiles": -1}, "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 pieces; got -1."),
-        ({"tiles": [1]}, "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 pieces; got [1]."),
+        (
+            {"tiles": 1, "pieces": 2},
+            "TriggeredTransfers: pieces must divide the 3 rows for a rank; got 2.",
+        ),
+        (
+            {"tiles": -1},
+            (
+                "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 "
+                "pieces; got -1."
+            ),
+        ),
+        (
+            {"tiles": [1]},
+            (
+                "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of 2 "
+                "pieces; got [1]."
+            ),
+        ),
     ],
 )
 def test_bad_arguments(ranks: Any, more: dict[str, Any], message: str) -> None:
@@ -232,22 +270,32 @@ def test_bad_arguments(ranks: Any, more: dict[str, Any], message: str) -> None:
 
 
 def _rejected(more: dict[str, Any]) -> tuple[str, str]:
-    return error_of(lambda: interlace.TriggeredTransfers((6, 1024), dtype=torch.float32, **more))[:2]
+    return error_of(lambda: interlace.TriggeredTransfers((6, 1024), dtype=torch.float32, **more))[
+        :2
+    ]
 
 
 def _rooted() -> str:
     def make() -> None:
-        interlace.fuse(torch.mm, "gather", shape=(6, 1024), dtype=torch.float32, transport="copy_engine")
+        interlace.fuse(
+            torch.mm, "gather", shape=(6, 1024), dtype=torch.float32, transport="copy_engine"
+        )
 
     return error_of(make)[1]
 
 
 def test_gather_takes_stores_only(ranks: Any) -> None:
-    assert ranks(1).run(_rooted) == ["fuse: gather must have transport 'stores'; got 'copy_engine'."]
+    assert ranks(1).run(_rooted) == [
+        "fuse: gather must have transport 'stores'; got 'copy_engine'."
+    ]
 
 
 def _different() -> str:
-    return error_of(lambda: interlace.TriggeredTransfers((6, 1024), dtype=torch.float32, tiles=3 + dist.get_rank()))[0]
+    return error_of(
+        lambda: interlace.TriggeredTransfers(
+            (6, 1024), dtype=torch.float32, tiles=3 + dist.get_rank()
+        )
+    )[0]
 
 
 def test_ranks_that_disagree(ranks: Any) -> None:

@@ -21,7 +21,9 @@ def matmul(x, w, y, M, N, K, x_stride, w_stride, y_stride, BLOCK: tl.constexpr):
     tl.store(y + m * y_stride + n, total.to(y.dtype.element_ty), mask=(m < M) & (n < N))
 
 
-def product(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, block: int = 64) -> torch.Tensor:
+def product(
+    x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, block: int = 64
+) -> torch.Tensor:
     """``x @ w.T`` into ``out``, whose rows may be any distance apart."""
     (m, k), n = x.shape, len(w)
     grid = (triton.cdiv(m, block), triton.cdiv(n, block))

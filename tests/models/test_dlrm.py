@@ -1,4 +1,6 @@
-"""DLRM on several ranks is DLRM on one, with the whole batch and in float64, parameter for parameter."""
+"""DLRM on several ranks is DLRM on one, with the whole batch and in float64, parameter for
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ SMALL: dict[str, Any] = {"bottom": (8,), "top": (8,)}
 
 
 def _tables(*, lookups: int | None = 1, **options: Any) -> list[EmbeddingTable]:
-    return [EmbeddingTable(f"C{i}", rows, WIDTH, bag_length=lookups, **options) for i, rows in enumerate(ROWS)]
+    return [
+        EmbeddingTable(f"C{i}", rows, WIDTH, bag_length=lookups, **options)
+        for i, rows in enumerate(ROWS)
+    ]
 
 
 def _batches(count: int, *, jagged: bool = False, lookups: int = 1) -> list[tuple[Batch, Batch]]:
@@ -32,10 +37,21 @@ def _batches(count: int, *, jagged: bool = False, lookups: int = 1) -> list[tupl
     ranks = dist.get_world_size()
     source = SyntheticClicks(count * SAMPLES * ranks, cardinality=20)
     streams = [
-        BatchStream(source, SAMPLES * ranks, rows=ROWS, jagged=jagged, lookups=lookups, rank=rank, world_size=ranks)
+        BatchStream(
+            source,
+            SAMPLES * ranks,
+            rows=ROWS,
+            jagged=jagged,
+            lookups=lookups,
+            rank=rank,
+            world_size=ranks,
+        )
         for rank in range(ranks)
     ]
-    return [(parts[dist.get_rank()], whole_batch(list(parts), len(ROWS))) for parts in zip(*streams, strict=True)]
+    return [
+        (parts[dist.get_rank()], whole_batch(list(parts), len(ROWS)))
+        for parts in zip(*streams, strict=True)
+    ]
 
 
 def test_pairs_in_the_order_of_the_model() -> None:
@@ -50,17 +66,24 @@ def test_pairs_in_the_order_of_the_model() -> None:
         wanted = found if wanted is None else wanted
         assert torch.allclose(found, wanted)
     vectors = [x, *e]
-    assert torch.allclose(wanted[0], torch.stack([(vectors[i] * vectors[j]).sum() for i in range(1, 4) for j in range(i)]))
+    assert torch.allclose(
+        wanted[0],
+        torch.stack([(vectors[i] * vectors[j]).sum() for i in range(1, 4) for j in range(i)]),
+    )
 
 
-def _train(options: dict[str, Any], tables: dict[str, Any], data: dict[str, Any], impl: str, steps: int) -> dict[str, Any]:
+def _train(
+    options: dict[str, Any], tables: dict[str, Any], data: dict[str, Any], impl: str, steps: int
+) -> dict[str, Any]:
     rate, dense_rate = 0.2, 0.1
     model = DLRM(_tables(**tables), learning_rate=rate, seed=3, **SMALL, **options)
     model.embeddings.impl = impl
     if options.get("gradient") == "rowwise_adagrad":
         model.embeddings.epsilon = 1e-3
     trainer = Trainer(model, torch.optim.SGD(model.dense.parameters(), dense_rate))
-    exact = Reference(model.dense.state_dict(), weights_of(model.embeddings), tables.get("mode", "sum"))
+    exact = Reference(
+        model.dense.state_dict(), weights_of(model.embeddings), tables.get("mode", "sum")
+    )
     losses = []
     for own, whole in _batches(steps, **data):
         found = trainer.mean_over_ranks([trainer.step(own)])[0]
@@ -68,11 +91,17 @@ def _train(options: dict[str, Any], tables: dict[str, Any], data: dict[str, Any]
         losses.append(abs(found - exact.step(whole, rate, dense_rate, epsilon=epsilon)))
     pairs = [(model.dense.state_dict()[name], value) for name, value in exact.dense.items()]
     pairs += [(table, exact.tables[name]) for name, table in weights_of(model.embeddings).items()]
-    moved = Reference(DLRM(_tables(**tables), seed=3, **SMALL, gradient="sgd").dense.state_dict(), {}).dense
+    moved = Reference(
+        DLRM(_tables(**tables), seed=3, **SMALL, gradient="sgd").dense.state_dict(), {}
+    ).dense
     return {
         "losses": losses,
-        "errors": [float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs],
-        "moved": min(float((exact.dense[name] - value).abs().max()) for name, value in moved.items()),
+        "errors": [
+            float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs
+        ],
+        "moved": min(
+            float((exact.dense[name] - value).abs().max()) for name, value in moved.items()
+        ),
         "keys": sorted(model.dense.state_dict()),
     }
 
@@ -82,21 +111,41 @@ def _train(options: dict[str, Any], tables: dict[str, Any], data: dict[str, Any]
     ("options", "tables", "data", "impl"),
     [
         ({"gradient": "rowwise_adagrad"}, {}, {}, "fused"),
-        ({"gradient": "sgd"}, {"lookups": None, "mode": "mean"}, {"jagged": True, "lookups": 2}, "fused"),
-        ({"gradient": "rowwise_adagrad"}, {"lookups": None}, {"jagged": True, "lookups": 2}, "unfused"),
+        (
+            {"gradient": "sgd"},
+            {"lookups": None, "mode": "mean"},
+            {"jagged": True, "lookups": 2},
+            "fused",
+        ),
+        (
+            {"gradient": "rowwise_adagrad"},
+            {"lookups": None},
+            {"jagged": True, "lookups": 2},
+            "unfused",
+        ),
     ],
     ids=["one-hot-adagrad", "jagged-mean-sgd", "unfused"],
 )
 def test_several_steps_on_the_whole_batch(
-    ranks: Any, options: dict[str, Any], tables: dict[str, Any], data: dict[str, Any], impl: str, world_size: int
+    ranks: Any,
+    options: dict[str, Any],
+    tables: dict[str, Any],
+    data: dict[str, Any],
+    impl: str,
+    world_size: int,
 ) -> None:
-    """Losses and all parameters after three steps; MLPs by DDP, tables by the fused update, both with the right scale."""
+    """Losses and all parameters after three steps; MLPs by DDP, tables by the fused update, both
+    with the right scale.
+    """
     for found in ranks(world_size).run(_train, options, tables, data, impl, 3):
         assert max(found["losses"]) < 1e-5, found
         assert max(found["errors"]) < 1e-5, found
         assert found["moved"] > 1e-4, "every parameter must have learnt something"
         assert found["keys"] == [
-            f"{part}.{layer}.{what}" for part in ("bottom", "top") for layer in (0, 2) for what in ("bias", "weight")
+            f"{part}.{layer}.{what}"
+            for part in ("bottom", "top")
+            for layer in (0, 2)
+            for what in ("bias", "weight")
         ]
 
 
@@ -131,14 +180,19 @@ def test_rejected(ranks: Any) -> None:
         assert [kind for kind, _, _ in outcome] == ["ArgumentError"] * 4
         assert [message for _, message, _ in outcome] == [
             "DLRM: tables must all have the same width, for their dot products; got [4, 8].",
-            "DLRM: average_gradients must be left to the model, which averages logits' gradients instead.",
+            (
+                "DLRM: average_gradients must be left to the model, which averages logits' "
+                "gradients instead."
+            ),
             "DLRM: dense features must be of the bags' 4 samples; got 3.",
             "Trainer: the tables' gradient must be sgd or rowwise_adagrad; got 'dense'.",
         ]
 
 
 def test_meta() -> None:
-    model = DLRM([dataclasses.replace(table, rows=10**12) for table in _tables()], device="meta", **SMALL)
+    model = DLRM(
+        [dataclasses.replace(table, rows=10**12) for table in _tables()], device="meta", **SMALL
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     assert isinstance(interlace.models.DLRM, type)
     with pytest.raises(ArgumentError):

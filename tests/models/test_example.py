@@ -1,4 +1,6 @@
-"""``examples/train_dlrm.py`` as a program: Criteo's text in, losses out; what is wrong is one line, and no success."""
+"""``examples/train_dlrm.py`` as a program: Criteo's text in, losses out; what is wrong is one line,
+and no success.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,20 @@ from pathlib import Path
 from tests.programs import Ended, run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
-SMALL = ["--world-size", "1", "--backend", "cpu", "--tables", "2", "--rows", "20", "--width", "4", "--batch", "8"]
+SMALL = [
+    "--world-size",
+    "1",
+    "--backend",
+    "cpu",
+    "--tables",
+    "2",
+    "--rows",
+    "20",
+    "--width",
+    "4",
+    "--batch",
+    "8",
+]
 
 
 def _line(i: int) -> str:
@@ -23,10 +38,23 @@ def _run(*arguments: object, folder: Path) -> Ended:
 
 
 def test_train_stop_and_resume(tmp_path: Path) -> None:
-    """A run of 12 steps, and one that is resumed after 6 of them; every tenth batch is held out, the last one filled up."""
+    """A run of 12 steps, and one that is resumed after 6 of them; every tenth batch is held out,
+    the last one filled up.
+    """
     data = tmp_path / "train.txt"
     data.write_text("".join(map(_line, range(158))))  # 19 batches and 6 lines
-    options = ["--data", data, "--impl", "unfused", "--checkpoint", tmp_path / "runs", "--checkpoint-every", 6, "--steps", 12]
+    options = [
+        "--data",
+        data,
+        "--impl",
+        "unfused",
+        "--checkpoint",
+        tmp_path / "runs",
+        "--checkpoint-every",
+        6,
+        "--steps",
+        12,
+    ]
     outcomes = []
     for name, more in (("whole", []), ("resumed", ["--resume"])):
         file = tmp_path / f"{name}.json"
@@ -47,5 +75,8 @@ def test_a_corrupt_line_under_strict(tmp_path: Path) -> None:
     data.write_text(_line(0) + "0\t1\n" + _line(1) * 20)
     done = _run("--data", data, "--strict", folder=tmp_path)
     assert done.returncode == 1
-    assert f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has not." in done.stderr
+    assert (
+        f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has "
+        "not." in done.stderr
+    )
     assert "Traceback" not in done.stderr

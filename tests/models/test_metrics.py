@@ -16,7 +16,9 @@ from interlace.models import area_under_roc, binary_cross_entropy, gather_rows
 
 
 def _by_pairs(scores: list[float], labels: list[int]) -> float:
-    """Over all pairs of a positive and a negative: 1 if the positive is higher, 1/2 if they are equal."""
+    """Over all pairs of a positive and a negative: 1 if the positive is higher, 1/2 if they are
+    equal.
+    """
     pairs = [
         (a > b) + 0.5 * (a == b)
         for a, positive in zip(scores, labels, strict=True)
@@ -34,7 +36,10 @@ def test_the_example_of_scikit_learn() -> None:
 def test_equal_to_counting_pairs(samples: list[tuple[int, int]]) -> None:
     """Scores from seven values: ties everywhere."""
     scores, labels = [float(score) for score, _ in samples], [label for _, label in samples]
-    found, wanted = area_under_roc(torch.tensor(scores), torch.tensor(labels)), _by_pairs(scores, labels)
+    found, wanted = (
+        area_under_roc(torch.tensor(scores), torch.tensor(labels)),
+        _by_pairs(scores, labels),
+    )
     assert found == pytest.approx(wanted, abs=1e-12, nan_ok=True)
 
 
@@ -47,7 +52,10 @@ def test_a_large_sample_of_float32() -> None:
 
 
 def test_rejected() -> None:
-    with pytest.raises(ArgumentError, match=r"^area_under_roc: scores and labels must be 1-D and alike; got \[2\] and \[3\]\.$"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"^area_under_roc: scores and labels must be 1-D and alike; got \[2\] and \[3\]\.$",
+    ):
         area_under_roc(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ArgumentError, match=r"^area_under_roc: scores must be numbers; got NaN\.$"):
         area_under_roc(torch.tensor([math.nan]), torch.zeros(1))
@@ -55,7 +63,9 @@ def test_rejected() -> None:
 
 def test_binary_cross_entropy() -> None:
     logits, labels = torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.0])
-    assert float(binary_cross_entropy(logits, labels)) == pytest.approx((math.log(2) + math.log(1 + math.e**2)) / 2)
+    assert float(binary_cross_entropy(logits, labels)) == pytest.approx(
+        (math.log(2) + math.log(1 + math.e**2)) / 2
+    )
 
 
 def _gather() -> Any:
@@ -64,4 +74,7 @@ def _gather() -> Any:
 
 
 def test_ranks_with_different_numbers_of_rows(ranks: Any) -> None:
-    assert ranks(4).run(_gather) == [[[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]] * 4
+    assert (
+        ranks(4).run(_gather)
+        == [[[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]] * 4
+    )

@@ -1,4 +1,6 @@
-"""A run that is stopped and resumed goes on exactly; checkpoints fit other numbers of ranks; a rank that dies ends all."""
+"""A run that is stopped and resumed goes on exactly; checkpoints fit other numbers of ranks; a rank
+that dies ends all.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,26 @@ ROWS, BATCH = [20] * 3, 12
 
 def _trainer(seed: int = 0, **options: Any) -> Trainer:
     tables = [EmbeddingTable(f"C{i}", rows, 4, bag_length=1) for i, rows in enumerate(ROWS)]
-    model = DLRM(tables, bottom=(8,), top=(8,), gradient="rowwise_adagrad", learning_rate=0.1, seed=seed, **options)
+    model = DLRM(
+        tables,
+        bottom=(8,),
+        top=(8,),
+        gradient="rowwise_adagrad",
+        learning_rate=0.1,
+        seed=seed,
+        **options,
+    )
     model.embeddings.impl = "unfused"
     return Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.1))
 
 
 def _batches(count: int) -> list[Batch]:
     source = SyntheticClicks(count * BATCH, cardinality=15)
-    return list(BatchStream(source, BATCH, rows=ROWS, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    return list(
+        BatchStream(
+            source, BATCH, rows=ROWS, rank=dist.get_rank(), world_size=dist.get_world_size()
+        )
+    )
 
 
 def _run(folder: str | None) -> list[float]:
@@ -53,14 +67,24 @@ def _resume(folder: str) -> dict[str, Any]:
     extra = trainer.load(found)
     states = [float(state.sum()) for state in trainer.model.embeddings.buffers()]
     losses = [trainer.step(batch) for batch in _batches(8)[trainer.steps :]]
-    return {"extra": extra, "losses": trainer.mean_over_ranks(losses), "steps": trainer.steps, "states": min(states, default=1.0)}
+    return {
+        "extra": extra,
+        "losses": trainer.mean_over_ranks(losses),
+        "steps": trainer.steps,
+        "states": min(states, default=1.0),
+    }
 
 
 def test_a_resumed_run_goes_on_exactly(ranks: Any, tmp_path: Path) -> None:
     losses = ranks(2).run(_run, str(tmp_path))[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
     for found in ranks(2).run(_resume, str(tmp_path)):
-        assert found == {"extra": {"note": "half way"}, "losses": losses[4:], "steps": 8, "states": found["states"]}
+        assert found == {
+            "extra": {"note": "half way"},
+            "losses": losses[4:],
+            "steps": 8,
+            "states": found["states"],
+        }
         assert found["states"] > 0
     # Four ranks hold other tables and add in another order: the same up to rounding.
     for found in ranks(4).run(_resume, str(tmp_path)):
@@ -89,11 +113,15 @@ class _Evil:
 def test_a_checkpoint_that_cannot_be_read(ranks: Any, tmp_path: Path) -> None:
     """A pickle in place of tensors is refused, on every rank, and not executed."""
     ranks(2).run(_run, str(tmp_path))
-    torch.save({"shards.C0:0-4.weight": _Evil(tmp_path / "executed")}, tmp_path / "step-00000004" / "embeddings-1.pt")
+    torch.save(
+        {"shards.C0:0-4.weight": _Evil(tmp_path / "executed")},
+        tmp_path / "step-00000004" / "embeddings-1.pt",
+    )
     for spoilt, nothing, unchanged in ranks(2).run(_spoilt, str(tmp_path)):
         assert spoilt[0] == nothing[0] == "DataError"
         assert spoilt[1].startswith(
-            "load_checkpoint must succeed on every rank; got on rank 0: UnpicklingError: Weights only load failed."
+            "load_checkpoint must succeed on every rank; got on rank 0: UnpicklingError: Weights "
+            "only load failed."
         )
         assert "FileNotFoundError" in nothing[1]
         assert unchanged
@@ -108,7 +136,9 @@ def test_a_checkpoint_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None
     (tmp_path / "file").write_text("in the way")
     for kind, message, _ in ranks(2).run(_unwritable, str(tmp_path)):
         assert kind == "DataError"
-        assert message.startswith("save_checkpoint must succeed on every rank; got on rank 0: NotADirectoryError")
+        assert message.startswith(
+            "save_checkpoint must succeed on every rank; got on rank 0: NotADirectoryError"
+        )
 
 
 def _slow_disk(folder: str) -> bool:
@@ -188,10 +218,14 @@ def _full_disk(folder: str, failing: str) -> Any:
 
 
 @pytest.mark.parametrize(("failing", "rank"), [("write", 1), ("rename", 0)])
-def test_a_checkpoint_that_fails_leaves_the_old_one_as_it_was(ranks: Any, tmp_path: Path, failing: str, rank: int) -> None:
+def test_a_checkpoint_that_fails_leaves_the_old_one_as_it_was(
+    ranks: Any, tmp_path: Path, failing: str, rank: int
+) -> None:
     for error, extra, broken in ranks(2).run(_full_disk, str(tmp_path), failing):
         assert error[0] == "DataError"
-        assert error[1].startswith(f"save_checkpoint must succeed on every rank; got on rank {rank}: OSError")
+        assert error[1].startswith(
+            f"save_checkpoint must succeed on every rank; got on rank {rank}: OSError"
+        )
         assert extra == {"note": "first"}
         assert not broken
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
@@ -212,8 +246,15 @@ def _measure() -> dict[str, Any]:
     batch = _batches(1)[0]
     before = [value.clone() for value in trainer.model.state_dict().values()]
     times = measure_step(trainer, batch, repeats=2)
-    same = all(torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values(), strict=True))
-    return {"same": same, "times": times, "steps": trainer.steps, "rate": trainer.model.embeddings.learning_rate}
+    same = all(
+        torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values(), strict=True)
+    )
+    return {
+        "same": same,
+        "times": times,
+        "steps": trainer.steps,
+        "rate": trainer.model.embeddings.learning_rate,
+    }
 
 
 def test_measuring_leaves_the_model_alone(ranks: Any) -> None:
@@ -232,7 +273,12 @@ def test_measuring_leaves_the_model_alone(ranks: Any) -> None:
 def _evaluate() -> Any:
     """Ten samples in batches of four: the last one filled up, which must not count."""
     trainer = _trainer()
-    options: dict[str, Any] = {"rows": ROWS, "rank": dist.get_rank(), "world_size": dist.get_world_size(), "last": "pad"}
+    options: dict[str, Any] = {
+        "rows": ROWS,
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "last": "pad",
+    }
     judged = trainer.evaluate(BatchStream(SyntheticClicks(10, seed=1), 4, **options))
     nothing = trainer.evaluate([])
     return judged, nothing.samples
@@ -256,7 +302,13 @@ def _learn_real_rows(path: str) -> dict[str, Any]:
     """Five epochs of five batches; the first epoch with the fused kernels, and once more without."""
     rows = [50] * 3
     tables = [EmbeddingTable(f"C{i + 1}", count, 8, bag_length=1) for i, count in enumerate(rows)]
-    stream = BatchStream(CriteoFiles([path], strict=True), 40, rows=rows, rank=dist.get_rank(), world_size=dist.get_world_size())
+    stream = BatchStream(
+        CriteoFiles([path], strict=True),
+        40,
+        rows=rows,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
     first: dict[str, list[float]] = {}
     for impl in ("unfused", "fused"):
         model = DLRM(tables, bottom=(16,), top=(16,), gradient="rowwise_adagrad", learning_rate=0.1)
@@ -323,6 +375,7 @@ def _stalls() -> Any:
 
 def test_a_rank_that_stalls_in_mid_step(ranks: Any) -> None:
     found, seconds = ranks(2).run(_stalls)[0]
-    ranks(2).close()  # collectives that were given up have left their process groups in an unknown state
+    # Collectives that were given up have left their process groups in an unknown state
+    ranks(2).close()
     assert found[0] == "PeerTimeoutError"
     assert seconds < 60

@@ -29,9 +29,16 @@ class Features:
 
     @classmethod
     def draw(
-        cls, tables: tuple[EmbeddingTable, ...], samples: int, *, lengths: tuple[int, int] = (0, 3), seed: int = 0
+        cls,
+        tables: tuple[EmbeddingTable, ...],
+        samples: int,
+        *,
+        lengths: tuple[int, int] = (0, 3),
+        seed: int = 0,
     ) -> Features:
-        """``samples`` of the global batch; every other bag may be empty, and rows come more than once."""
+        """``samples`` of the global batch; every other bag may be empty, and rows come more than
+        once.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def bag(table: EmbeddingTable) -> torch.Tensor:
@@ -43,7 +50,9 @@ class Features:
         weights = [[torch.rand(len(bag), generator=generator) for bag in column] for column in bags]
         return cls(tables, bags, weights)
 
-    def of_rank(self, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of_rank(
+        self, rank: int, world_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Indices, offsets and weights of a rank's samples, table-major."""
         count = len(self.bags[0]) // world_size
         mine = slice(rank * count, (rank + 1) * count)
@@ -76,17 +85,24 @@ def own(rows: torch.Tensor) -> torch.Tensor:
 def merged(state_dict: dict[str, Any]) -> dict[str, Any]:
     """All ranks' state dicts in one."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {name: value.cpu().clone() for name, value in state_dict.items()})
+    dist.all_gather_object(
+        gathered, {name: value.cpu().clone() for name, value in state_dict.items()}
+    )
     return {name: value for part in gathered for name, value in part.items()}
 
 
 def whole_tables(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From this rank's ``{"shards.<table>:<start>-<stop>.weight": ...}`` to all tables, whole. Collective."""
+    """From this rank's ``{"shards.<table>:<start>-<stop>.weight": ...}`` to all tables, whole.
+    Collective.
+    """
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, value in merged(values).items():
         table, _, columns = name.removeprefix("shards.").rpartition(".")[0].rpartition(":")
         parts.setdefault(table, []).append((int(columns.partition("-")[0]), value))
-    return {name: torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], 1) for name, found in parts.items()}
+    return {
+        name: torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], 1)
+        for name, found in parts.items()
+    }
 
 
 def weights_of(bags: ShardedEmbeddingBags) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Under autocast, layers have the dtypes that torch's own have, forward and backward, on every rank."""
+"""Under autocast, layers have the dtypes that torch's own have, forward and backward, on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,21 @@ from torch import nn
 
 from interlace.models import DLRM
 from interlace.models.metrics import binary_cross_entropy
-from interlace.nn import ColumnParallelLinear, EmbeddingTable, MoE, RowParallelLinear, ShardedEmbeddingBags
+from interlace.nn import (
+    ColumnParallelLinear,
+    EmbeddingTable,
+    MoE,
+    RowParallelLinear,
+    ShardedEmbeddingBags,
+)
 
 SIZE, TOKENS = 16, 4
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b")]
 
 
-def _step(call: Callable[[torch.Tensor], Any], x: torch.Tensor, parameters: list[nn.Parameter]) -> dict[str, Any]:
+def _step(
+    call: Callable[[torch.Tensor], Any], x: torch.Tensor, parameters: list[nn.Parameter]
+) -> dict[str, Any]:
     """One step under autocast: dtypes of the result and of the gradients, and the result."""
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -34,7 +44,9 @@ def _step(call: Callable[[torch.Tensor], Any], x: torch.Tensor, parameters: list
 
 
 def linear(kind: str, inputs: torch.dtype, impl: str, device: str = "cpu") -> list[str]:
-    """On a rank: how the sharded layer's step differs from that of the full ``nn.Linear``, cut to this rank's shard."""
+    """On a rank: how the sharded layer's step differs from that of the full ``nn.Linear``, cut to
+    this rank's shard.
+    """
     torch.manual_seed(0)
     rank, sequence_parallel = dist.get_rank(), kind.endswith("sequence")
     full = nn.Linear(SIZE, SIZE).to(device)
@@ -53,7 +65,11 @@ def linear(kind: str, inputs: torch.dtype, impl: str, device: str = "cpu") -> li
     bias_grad = layer.shard_of(bias_grad) if kind.startswith("column") else bias_grad
     exact = {"y": y[of_y], "x": x_grad[of_x], "weight": layer.shard_of(w_grad), "bias": bias_grad}
     y, x_grad, (w_grad, bias_grad) = found["values"]
-    wrong = [f"{name} {found[name]} {wanted[name]}" for name in ("y", "x.grad", "grads") if found[name] != wanted[name]]
+    wrong = [
+        f"{name} {found[name]} {wanted[name]}"
+        for name in ("y", "x.grad", "grads")
+        if found[name] != wanted[name]
+    ]
     for (name, a), b in zip(exact.items(), (y, x_grad, w_grad, bias_grad), strict=True):
         if (b.float() - a.float()).norm() > 4 * torch.finfo(torch.bfloat16).eps * a.float().norm():
             wrong.append(name)
@@ -70,18 +86,30 @@ def test_linear_layers(ranks: Any, kind: str, inputs: torch.dtype, impl: str) ->
 def _experts(inputs: torch.dtype, impl: str) -> dict[str, Any]:
     layer = MoE(SIZE, SIZE, 2, 1)
     layer.impl = impl
-    x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(dist.get_rank())).to(inputs)
+    x = torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        inputs
+    )
     layer(x.float())[0].sum().backward()
-    wide = [parameter.grad.clone() for parameter in (layer.w_in, layer.w_out) if parameter.grad is not None]
+    wide = [
+        parameter.grad.clone()
+        for parameter in (layer.w_in, layer.w_out)
+        if parameter.grad is not None
+    ]
     layer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, _ = layer(x)
     exact, _ = layer(x.float())
     y.float().sum().backward()
-    grads = [parameter.grad for parameter in (layer.w_in, layer.w_out) if parameter.grad is not None]
+    grads = [
+        parameter.grad for parameter in (layer.w_in, layer.w_out) if parameter.grad is not None
+    ]
     pairs = [(y, exact), *zip(grads, wide, strict=True)]
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
-    return {"y": y.dtype, "grads": {p.grad.dtype for p in layer.parameters() if p.grad is not None}, "errors": errors}
+    return {
+        "y": y.dtype,
+        "grads": {p.grad.dtype for p in layer.parameters() if p.grad is not None},
+        "errors": errors,
+    }
 
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
@@ -95,7 +123,9 @@ def test_experts(ranks: Any, inputs: torch.dtype, impl: str) -> None:
 
 
 def _model(impl: str) -> dict[str, Any]:
-    """On a rank: a DLRM's dtypes and loss under autocast, and its loss without; its bags are those without autocast."""
+    """On a rank: a DLRM's dtypes and loss under autocast, and its loss without; its bags are those
+    without autocast.
+    """
     model = DLRM(TABLES, dense_features=SIZE, bottom=(8,), top=(8,))
     model.embeddings.impl = impl
     x, indices, labels = torch.randn(TOKENS, SIZE), torch.arange(2 * TOKENS) % 6, torch.ones(TOKENS)
@@ -109,14 +139,18 @@ def _model(impl: str) -> dict[str, Any]:
     return {
         "bags": same,
         "logits": logits.dtype,
-        "grads": {parameter.grad is not None and parameter.grad.dtype for parameter in model.parameters()},
+        "grads": {
+            parameter.grad is not None and parameter.grad.dtype for parameter in model.parameters()
+        },
         "error": abs(float(loss) - float(plain)),
     }
 
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_embeddings_and_the_model(ranks: Any, impl: str) -> None:
-    """Bags keep their output's dtype, as ``nn.EmbeddingBag`` does; the model's products are autocast's."""
+    """Bags keep their output's dtype, as ``nn.EmbeddingBag`` does; the model's products are
+    autocast's.
+    """
     for found in ranks(2).run(_model, impl):
         assert found["bags"]
         assert found["logits"] == torch.bfloat16
@@ -131,7 +165,10 @@ def _bags() -> set[torch.dtype]:
         y = bags(indices)
         loss = torch.mm(y, y.T).float().sum()
     loss.backward()
-    return {y.dtype, *(weight.grad.dtype for weight in bags.parameters() if weight.grad is not None)}
+    return {
+        y.dtype,
+        *(weight.grad.dtype for weight in bags.parameters() if weight.grad is not None),
+    }
 
 
 def test_bags_before_a_product_in_a_lower_dtype(ranks: Any) -> None:

@@ -1,4 +1,6 @@
-"""Modules can be copied, averaged and pickled; their process group is shared, and pickled by its name."""
+"""Modules can be copied, averaged and pickled; their process group is shared, and pickled by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from interlace.models import DLRM
-from interlace.nn import ColumnParallelLinear, EmbeddingTable, MoE, RowParallelLinear, ShardedEmbeddingBags
+from interlace.nn import (
+    ColumnParallelLinear,
+    EmbeddingTable,
+    MoE,
+    RowParallelLinear,
+    ShardedEmbeddingBags,
+)
 from tests.errors import error_of
 from tests.programs import run_program
 
@@ -25,7 +33,9 @@ TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b", "c")]
 INDICES = torch.tensor([0, 1, 2, 3, 4, 5])  # of two samples
 
 
-def _modules(group: dist.ProcessGroup | None) -> dict[str, tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]:
+def _modules(
+    group: dist.ProcessGroup | None,
+) -> dict[str, tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]:
     """Every kind of module with a process group, and a call of it."""
     torch.manual_seed(0)
     x = torch.randn(3, SIZE)
@@ -89,8 +99,11 @@ def _copied(given: bool, how: str) -> dict[str, dict[str, bool]]:
             "original unchanged": torch.equal(changed, before),
             "gradients": any(p.grad is not None for p in copied.parameters()) or name == "bags",
             "state": found.state_dict().keys() == state.keys(),
-            "own parameters": not {id(p) for p in module.parameters()} & {id(p) for p in copied.parameters()},
-            "same groups": all(getattr(found, each) is getattr(module, each) for each in attributes),
+            "own parameters": not {id(p) for p in module.parameters()}
+            & {id(p) for p in copied.parameters()},
+            "same groups": all(
+                getattr(found, each) is getattr(module, each) for each in attributes
+            ),
         }
     return outcomes
 
@@ -98,7 +111,9 @@ def _copied(given: bool, how: str) -> dict[str, dict[str, bool]]:
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("given", [False, True])
 def test_a_copy_works_like_the_original(ranks: Any, given: bool, how: str) -> None:
-    """On the default process group and on another one; forward and backward; the original is not touched."""
+    """On the default process group and on another one; forward and backward; the original is not
+    touched.
+    """
     for outcomes in ranks(2).run(_copied, given, how):
         assert len(outcomes) == 5
         assert all(all(holds.values()) for holds in outcomes.values()), outcomes
@@ -125,7 +140,9 @@ def test_an_average_of_parameters(ranks: Any) -> None:
 
 def _pickled_on_two_ranks() -> dict[str, bytes]:
     given = {name: pickle.dumps(module) for name, (module, _) in _modules(dist.new_group()).items()}
-    return given | {f"default {name}": pickle.dumps(module) for name, (module, _) in _modules(None).items()}
+    return given | {
+        f"default {name}": pickle.dumps(module) for name, (module, _) in _modules(None).items()
+    }
 
 
 def _load_elsewhere(pickled: dict[str, bytes]) -> dict[str, Any]:
@@ -133,7 +150,9 @@ def _load_elsewhere(pickled: dict[str, bytes]) -> dict[str, Any]:
 
 
 def test_a_module_without_its_group_says_so(ranks: Any) -> None:
-    """A group of another name is not there, and the default group of one process is not that of two."""
+    """A group of another name is not there, and the default group of one process is not that of
+    two.
+    """
     pickled = ranks(2).run(_pickled_on_two_ranks)[1]
     (errors,) = ranks(1).run(_load_elsewhere, pickled)
     for name, error in errors.items():
@@ -142,17 +161,26 @@ def test_a_module_without_its_group_says_so(ranks: Any) -> None:
         if name.startswith("default"):
             assert "it must be loaded by the rank that saved it, 1 of 2; got 0 of 1." in error[1]
         else:
-            assert "the process group that it was saved with must exist; got none of the name" in error[1]
+            assert (
+                "the process group that it was saved with must exist; got none of the name"
+                in error[1]
+            )
 
 
 def _functional() -> dict[str, bool]:
-    """On a rank: whether a call with other parameters gives what a module with these parameters does."""
+    """On a rank: whether a call with other parameters gives what a module with these parameters
+    does.
+    """
     outcomes = {}
     for name, (module, call) in _modules(None).items():
         doubled = {key: 2 * value.detach() for key, value in module.named_parameters()}
 
-        def substituted(module: nn.Module, call: Any = call, doubled: Any = doubled) -> torch.Tensor:
-            found: torch.Tensor = call(lambda *args: torch.func.functional_call(module, doubled, args))
+        def substituted(
+            module: nn.Module, call: Any = call, doubled: Any = doubled
+        ) -> torch.Tensor:
+            found: torch.Tensor = call(
+                lambda *args: torch.func.functional_call(module, doubled, args)
+            )
             return found
 
         with torch.no_grad():
@@ -181,7 +209,9 @@ def _converted() -> dict[str, Any]:
         y = moved(x)
         y = y[0] if isinstance(y, tuple) else y
         y.sum().backward()
-        dtypes = {parameter.grad.dtype for parameter in moved.parameters() if parameter.grad is not None}
+        dtypes = {
+            parameter.grad.dtype for parameter in moved.parameters() if parameter.grad is not None
+        }
         outcomes[name] = (y.dtype, x.grad.dtype if x.grad is not None else None, dtypes)
         outcomes[f"{name}, x of another dtype"] = error_of(moved, x.detach().float())
     return outcomes

@@ -1,4 +1,6 @@
-"""``interlace.nn.ShardedEmbeddingBags`` is ``nn.EmbeddingBag`` for several tables, whoever holds them."""
+"""``interlace.nn.ShardedEmbeddingBags`` is ``nn.EmbeddingBag`` for several tables, whoever holds
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ HALVES = (
     EmbeddingTable("item", 7, 8, dtype=torch.bfloat16),
     EmbeddingTable("word", 20, 8, dtype=torch.float16),
 )
-FIXED = tuple(dataclasses.replace(table, bag_length=length) for table, length in zip(TABLES, (2, 1, 3, 1), strict=True))
+FIXED = tuple(
+    dataclasses.replace(table, bag_length=length)
+    for table, length in zip(TABLES, (2, 1, 3, 1), strict=True)
+)
 
 
 def _place() -> tuple[int, int]:
@@ -33,8 +38,12 @@ def _place() -> tuple[int, int]:
 
 
 def test_worked_example() -> None:
-    """One process, two tables: "a" sums rows 0 and 2, then nothing; "b" has the mean of rows 1 and 1, then row 0."""
-    bags = ShardedEmbeddingBags([EmbeddingTable("a", 3, 2), EmbeddingTable("b", 2, 2, mode="mean")], device="cpu")
+    """One process, two tables: "a" sums rows 0 and 2, then nothing; "b" has the mean of rows 1 and
+    1, then row 0.
+    """
+    bags = ShardedEmbeddingBags(
+        [EmbeddingTable("a", 3, 2), EmbeddingTable("b", 2, 2, mode="mean")], device="cpu"
+    )
     bags.load_state_dict(
         {
             "shards.a:0-2.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
@@ -78,7 +87,9 @@ def _forward(tables: tuple[EmbeddingTable, ...], options: dict[str, Any]) -> dic
     return {
         "errors": [_error_of(found, expected) for found in (y, pooled.ordered(), by_table)],
         "unfused": _error_of(unfused, expected),
-        "views": sum(table.untyped_storage().data_ptr() == place for table in pooled.tables().values()),
+        "views": sum(
+            table.untyped_storage().data_ptr() == place for table in pooled.tables().values()
+        ),
         "names": list(pooled.tables()),
         "plan": str(bags.plan),
     }
@@ -97,24 +108,34 @@ def _forward(tables: tuple[EmbeddingTable, ...], options: dict[str, Any]) -> dic
     ],
     ids=["jagged", "weighted-int32", "one-hot", "fixed", "fixed-with-offsets", "halves"],
 )
-def test_forward(ranks: Any, tables: tuple[EmbeddingTable, ...], options: dict[str, Any], world_size: int) -> None:
+def test_forward(
+    ranks: Any, tables: tuple[EmbeddingTable, ...], options: dict[str, Any], world_size: int
+) -> None:
     outcomes = ranks(world_size).run(_forward, tables, options)
     for found in outcomes:
         assert max(found["errors"]) <= 1, found
         # The unfused operator rounds to the tables' dtype in between.
-        assert found["unfused"] <= max(1, max(torch.finfo(table.dtype).eps for table in tables) / (8 * ULP)), found
+        assert found["unfused"] <= max(
+            1, max(torch.finfo(table.dtype).eps for table in tables) / (8 * ULP)
+        ), found
         assert found["names"] == [table.name for table in tables]
         assert found["plan"] == outcomes[0]["plan"]
-        assert found["views"] >= len(tables) - 1, "only a table whose columns lie apart may be copied"
+        assert found["views"] >= len(tables) - 1, (
+            "only a table whose columns lie apart may be copied"
+        )
 
 
-def _distribute(cases: list[tuple[list[tuple[int, str, int | None, int]], int, int]]) -> list[float]:
+def _distribute(
+    cases: list[tuple[list[tuple[int, str, int | None, int]], int, int]],
+) -> list[float]:
     """Tables of random kinds and lengths, against every bag summed one by one."""
     rank, world_size = _place()
     errors = []
     for described, samples, seed in cases:
         tables = tuple(
-            EmbeddingTable(f"t{i}", 9, width, mode=mode, bag_length=length, column_shards=min(shards, width))
+            EmbeddingTable(
+                f"t{i}", 9, width, mode=mode, bag_length=length, column_shards=min(shards, width)
+            )
             for i, (width, mode, length, shards) in enumerate(described)
         )
         bags = ShardedEmbeddingBags(tables)
@@ -125,7 +146,12 @@ def _distribute(cases: list[tuple[list[tuple[int, str, int | None, int]], int, i
     return errors
 
 
-_TABLE = st.tuples(st.integers(1, 9), st.sampled_from(["sum", "mean"]), st.sampled_from([None, 1, 3]), st.integers(1, 3))
+_TABLE = st.tuples(
+    st.integers(1, 9),
+    st.sampled_from(["sum", "mean"]),
+    st.sampled_from([None, 1, 3]),
+    st.integers(1, 3),
+)
 _CASE = st.tuples(st.lists(_TABLE, min_size=1, max_size=5), st.integers(0, 4), st.integers(0, 99))
 
 
@@ -141,7 +167,13 @@ def test_any_tables_and_bags(ranks: Any, world_size: int, cases: Any) -> None:
 class _KeyedJaggedTensor:
     """The part of torchrec's interface that is used, with torchrec's names."""
 
-    def __init__(self, keys: list[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        keys: list[str],
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> None:
         self._keys, self._values, self._lengths, self._weights = keys, values, lengths, weights
 
     def keys(self) -> list[str]:
@@ -160,9 +192,14 @@ class _KeyedJaggedTensor:
         lengths = self._lengths.view(len(self._keys), -1)
         sizes = lengths.sum(1).tolist()
         parts = self._values.split(sizes)
-        weights = None if self._weights is None else torch.cat([self._weights.split(sizes)[i] for i in order])
+        weights = (
+            None
+            if self._weights is None
+            else torch.cat([self._weights.split(sizes)[i] for i in order])
+        )
         return _KeyedJaggedTensor(
-            [self._keys[i] for i in order], torch.cat([parts[i] for i in order]), lengths[order].flatten(), weights
+            [self._keys[i] for i in order], torch.cat([parts[i] for i in order]),
+            lengths[order].flatten(), weights
         )  # fmt: skip
 
 
@@ -178,14 +215,22 @@ def _keyed() -> list[Any]:
     picked = Features(SUMS, [features.bags[i] for i in order], [features.weights[i] for i in order])
     expected = own(picked.expected(weights_of(bags), weighted=True))
     missing = _KeyedJaggedTensor(["user"], indices, offsets.diff(), None)
-    return [_error_of(y, expected), error_of(bags, missing), error_of(bags, missing, offsets), error_of(bags, "user")]
+    return [
+        _error_of(y, expected),
+        error_of(bags, missing),
+        error_of(bags, missing, offsets),
+        error_of(bags, "user"),
+    ]
 
 
 def test_keyed_jagged_tensors(ranks: Any) -> None:
     """Keys in any order, more of them than tables, with weights."""
     for error, missing, both, other in ranks(2).run(_keyed):
         assert error <= 1
-        assert "a KeyedJaggedTensor must have a key for every table; got none for item, word." in missing[1]
+        assert (
+            "a KeyedJaggedTensor must have a key for every table; got none for item, word."
+            in missing[1]
+        )
         assert "offsets and weights must not be given beside a KeyedJaggedTensor" in both[1]
         assert "features must be indices or a KeyedJaggedTensor; got str." in other[1]
 
@@ -201,7 +246,9 @@ def _gradients(gradient: str, average: bool, impl: str) -> float:
     indices, offsets, _ = features.of_rank(rank, world_size)
     whole = {name: table.double().requires_grad_() for name, table in weights_of(bags).items()}
     expected = features.expected(whole)
-    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    upstream = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     bags(indices, offsets).backward(own(upstream).float())
     expected.backward(upstream / world_size if average else upstream)
     found = gradients_of(bags)
@@ -210,14 +257,17 @@ def _gradients(gradient: str, average: bool, impl: str) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("gradient", "average", "impl"), [("dense", True, "fused"), ("sparse", False, "fused"), ("dense", False, "unfused")]
+    ("gradient", "average", "impl"),
+    [("dense", True, "fused"), ("sparse", False, "fused"), ("dense", False, "unfused")],
 )
 def test_gradients(ranks: Any, gradient: str, average: bool, impl: str, world_size: int) -> None:
     assert max(ranks(world_size).run(_gradients, gradient, average, impl)) <= 4
 
 
 def _learn(gradient: str, impl: str, steps: int) -> dict[str, float]:
-    """Steps of a fused update on all ranks, against float64 on whole tables; a shard's state is of its own columns."""
+    """Steps of a fused update on all ranks, against float64 on whole tables; a shard's state is of
+    its own columns.
+    """
     rank, world_size = _place()
     rate, epsilon = 0.1, 1e-3
     bags = ShardedEmbeddingBags(SUMS, gradient=gradient, learning_rate=rate, epsilon=epsilon)
@@ -232,16 +282,24 @@ def _learn(gradient: str, impl: str, steps: int) -> dict[str, float]:
             gradient_of = table.grad
             assert gradient_of is not None
             states[name] += gradient_of.square().mean(1)
-            divisor = (states[name].sqrt() + epsilon)[:, None] if gradient == "rowwise_adagrad" else 1.0
+            divisor = (
+                (states[name].sqrt() + epsilon)[:, None] if gradient == "rowwise_adagrad" else 1.0
+            )
             whole[name] = (table - rate * gradient_of / divisor).detach()
         indices, offsets, _ = features.of_rank(rank, world_size)
         bags(indices, offsets).square().mean().backward()
     found = weights_of(bags)
     assert all(parameter.grad is None for parameter in bags.parameters())
-    return {name: float((found[name] - table).abs().max() / table.abs().max()) for name, table in whole.items()}
+    return {
+        name: float((found[name] - table).abs().max() / table.abs().max())
+        for name, table in whole.items()
+    }
 
 
-@pytest.mark.parametrize(("gradient", "impl"), [("sgd", "fused"), ("rowwise_adagrad", "fused"), ("rowwise_adagrad", "unfused")])
+@pytest.mark.parametrize(
+    ("gradient", "impl"),
+    [("sgd", "fused"), ("rowwise_adagrad", "fused"), ("rowwise_adagrad", "unfused")],
+)
 def test_fused_updates(ranks: Any, gradient: str, impl: str) -> None:
     for errors in ranks(2).run(_learn, gradient, impl, 3):
         assert max(errors.values()) < 1e-5, errors
@@ -264,25 +322,48 @@ def _step(bags: ShardedEmbeddingBags) -> None:
 
 
 def _load(saved: dict[str, Any], split: bool) -> dict[str, Any]:
-    tables = [dataclasses.replace(table, column_shards=3 if split and table.width == 12 else 1) for table in TABLES]
+    tables = [
+        dataclasses.replace(table, column_shards=3 if split and table.width == 12 else 1)
+        for table in TABLES
+    ]
     bags = ShardedEmbeddingBags(tables, gradient="rowwise_adagrad", seed=6)
     bags.load_state_dict(dict(saved))
-    states = merged({name: state for name, state in bags.state_dict().items() if name.endswith("sum_of_squares")})
-    incomplete = {name: value for name, value in saved.items() if not name.startswith("shards.word:0-4")}
+    states = merged(
+        {
+            name: state
+            for name, state in bags.state_dict().items()
+            if name.endswith("sum_of_squares")
+        }
+    )
+    incomplete = {
+        name: value for name, value in saved.items() if not name.startswith("shards.word:0-4")
+    }
     try:
         bags.load_state_dict(incomplete)
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    holds_word = any(shard.table.name == "word" and shard.start < 4 for shard in bags.plan.of_rank(bags.group.rank))
-    return {"weights": weights_of(bags), "states": states, "refused": refused, "holds_word": holds_word}
+    holds_word = any(
+        shard.table.name == "word" and shard.start < 4
+        for shard in bags.plan.of_rank(bags.group.rank)
+    )
+    return {
+        "weights": weights_of(bags),
+        "states": states,
+        "refused": refused,
+        "holds_word": holds_word,
+    }
 
 
 @pytest.mark.parametrize(("world_size", "split"), [(1, False), (4, True)])
 def test_state_dicts_fit_any_number_of_ranks(ranks: Any, world_size: int, split: bool) -> None:
     saved, weights = ranks(2).run(_save_and_continue)[0]
     word = {name: value for name, value in saved.items() if "word" in name}
-    assert set(word) == {f"shards.word:{columns}.{field}" for columns in ("0-4", "4-12") for field in ("weight", "sum_of_squares")}
+    assert set(word) == {
+        f"shards.word:{columns}.{field}"
+        for columns in ("0-4", "4-12")
+        for field in ("weight", "sum_of_squares")
+    }
     first, second = word["shards.word:0-4.sum_of_squares"], word["shards.word:4-12.sum_of_squares"]
     assert first.max() > 0
     for found in ranks(world_size).run(_load, saved, split):
@@ -293,8 +374,12 @@ def test_state_dicts_fit_any_number_of_ranks(ranks: Any, world_size: int, split:
             assert torch.equal(states["shards.word:4-8.sum_of_squares"], second)
             assert torch.equal(states["shards.word:8-12.sum_of_squares"], second)
         else:
-            assert torch.allclose(states["shards.word:0-12.sum_of_squares"], first / 3 + second * 2 / 3, rtol=4 * ULP)
-        assert torch.equal(states["shards.user:0-8.sum_of_squares"], saved["shards.user:0-8.sum_of_squares"])
+            assert torch.allclose(
+                states["shards.word:0-12.sum_of_squares"], first / 3 + second * 2 / 3, rtol=4 * ULP
+            )
+        assert torch.equal(
+            states["shards.user:0-8.sum_of_squares"], saved["shards.user:0-8.sum_of_squares"]
+        )
         assert ("Missing key(s)" in found["refused"]) == found["holds_word"]
 
 
@@ -334,27 +419,52 @@ def _refused() -> list[Any]:
         error_of(ShardedEmbeddingBags, SUMS, plan=make_plan(SUMS, 7)),
         error_of(ShardedEmbeddingBags, [EmbeddingTable("huge", 10**12, 1024)]),
         error_of(ShardedEmbeddingBags, SUMS[: 1 + rank]),
-        error_of(bags, indices if rank else indices[:0], offsets if rank else torch.zeros(4, dtype=torch.int64)),
+        error_of(
+            bags,
+            indices if rank else indices[:0],
+            offsets if rank else torch.zeros(4, dtype=torch.int64),
+        ),
     ]
 
 
 def test_rejected(ranks: Any) -> None:
     kinds = ["ArgumentError"] * 12 + ["RankMismatchError"] * 2
     messages = [
-        "ShardedEmbeddingBags: offsets must be given unless every table has a bag_length; got None.",
+        (
+            "ShardedEmbeddingBags: offsets must be given unless every table has a bag_length; got "
+            "None."
+        ),
         "ShardedEmbeddingBags: offsets must be [3 * samples + 1] for 3 tables; got [6].",
         "ShardedEmbeddingBags: indices must be 1-D int32 or int64; got ",
         "ShardedEmbeddingBags: offsets must rise from 0 to the number of indices, ",
         "ShardedEmbeddingBags: offsets must rise from 0 to the number of indices, ",
         "ShardedEmbeddingBags: per_sample_weights must have one weight an index; got ",
         "ShardedEmbeddingBags: indices must be 3 a sample, by the tables' bag_length; got 4.",
-        "ShardedEmbeddingBags: bags must have the tables' bag_length; offsets say otherwise. Set it to None.",
-        "ShardedEmbeddingBags: gradient must be one of dense, sparse, sgd, rowwise_adagrad; got 'adam'.",
-        "ShardingPlan: table 'user' of 11 rows and 8 columns must fit; got 2 ranks have room for 100 B each",
-        "ShardedEmbeddingBags: plan must be of these tables and of 2 ranks; got 3 tables and 7 ranks.",
-        "ShardingPlan: table 'huge' of 1000000000000 rows and 1024 columns must fit; got 2 ranks have room for ",
+        (
+            "ShardedEmbeddingBags: bags must have the tables' bag_length; offsets say otherwise. "
+            "Set it to None."
+        ),
+        (
+            "ShardedEmbeddingBags: gradient must be one of dense, sparse, sgd, rowwise_adagrad; "
+            "got 'adam'."
+        ),
+        (
+            "ShardingPlan: table 'user' of 11 rows and 8 columns must fit; got 2 ranks have room "
+            "for 100 B each"
+        ),
+        (
+            "ShardedEmbeddingBags: plan must be of these tables and of 2 ranks; got 3 tables and "
+            "7 ranks."
+        ),
+        (
+            "ShardingPlan: table 'huge' of 1000000000000 rows and 1024 columns must fit; got 2 "
+            "ranks have room for "
+        ),
         "ShardedEmbeddingBags: tables must be the same on every rank; got ",
-        "ShardedEmbeddingBags: samples must be the same on every rank; got 1 on rank 0, 2 on rank 1.",
+        (
+            "ShardedEmbeddingBags: samples must be the same on every rank; got 1 on rank 0, 2 on "
+            "rank 1."
+        ),
     ]
     for outcome in ranks(2).run(_refused):
         assert [error[0] for error in outcome] == kinds
@@ -384,5 +494,7 @@ def _late() -> Any:
 def test_a_rank_that_does_not_come(ranks: Any) -> None:
     kind, message, _ = ranks(2).run(_late)[0]
     assert kind == "PeerTimeoutError"
-    assert message.startswith("ShardedEmbeddingBags: rank 0 waited 1 s for a peer (in the exchange on the host).")
+    assert message.startswith(
+        "ShardedEmbeddingBags: rank 0 waited 1 s for a peer (in the exchange on the host)."
+    )
     ranks(2).close()  # the exchange that failed has left its process group in an unknown state

@@ -1,4 +1,6 @@
-"""Parameters that are frozen get no gradient, and change no other one; on all ranks or on some only."""
+"""Parameters that are frozen get no gradient, and change no other one; on all ranks or on some
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from torch import nn
 
 from interlace.models import DLRM
 from interlace.models.metrics import binary_cross_entropy
-from interlace.nn import ColumnParallelLinear, EmbeddingTable, MoE, RowParallelLinear, ShardedEmbeddingBags
+from interlace.nn import (
+    ColumnParallelLinear,
+    EmbeddingTable,
+    MoE,
+    RowParallelLinear,
+    ShardedEmbeddingBags,
+)
 
 SIZE, TOKENS = 8, 4
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b", "c", "d")]
@@ -23,7 +31,11 @@ INDICES = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])  # of two samples
 def _gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
     module.zero_grad(set_to_none=True)
     call().square().sum().backward()
-    return {name: value.grad.to_dense() for name, value in module.named_parameters() if value.grad is not None}
+    return {
+        name: value.grad.to_dense()
+        for name, value in module.named_parameters()
+        if value.grad is not None
+    }
 
 
 def _layers(impl: str, on: str) -> dict[str, Any]:
@@ -56,7 +68,11 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
             layer.get_parameter(parameter).requires_grad_(False)
         found = _gradients(layer, call)
         assert x.grad is not None
-        wrong[name] = [each for each in wanted if each not in frozen and not torch.equal(found[each], wanted[each])]
+        wrong[name] = [
+            each
+            for each in wanted
+            if each not in frozen and not torch.equal(found[each], wanted[each])
+        ]
         wrong[name] += [each for each in frozen if each in found]
         wrong[name] += [] if torch.equal(x.grad, x_grad) else ["x"]
     return wrong
@@ -70,7 +86,9 @@ def test_weights(ranks: Any, impl: str, on: str) -> None:
 
 
 def _bags(impl: str, gradient: str, prefix: str = "") -> ShardedEmbeddingBags:
-    """Ranks remember by the tables' names what they train, so tables that are frozen elsewhere have a prefix."""
+    """Ranks remember by the tables' names what they train, so tables that are frozen elsewhere have
+    a prefix.
+    """
     tables = [dataclasses.replace(table, name=f"{prefix}{table.name}") for table in TABLES]
     bags = ShardedEmbeddingBags(tables, gradient=gradient, learning_rate=0.5)
     bags.impl = impl
@@ -89,12 +107,21 @@ def _tables(impl: str, gradient: str, frozen: tuple[str, ...]) -> list[str]:
             trained[name] = (parameter, other)
     found = _gradients(bags, lambda: bags(INDICES))
     _gradients(free, lambda: free(INDICES))
-    wrong = [name for name, value in bags.named_parameters() if name not in trained and not torch.equal(value, before[name])]
+    wrong = [
+        name
+        for name, value in bags.named_parameters()
+        if name not in trained and not torch.equal(value, before[name])
+    ]
     if gradient in ("sgd", "rowwise_adagrad"):
-        return wrong + [name for name, pair in trained.items() if not torch.equal(*pair) or torch.equal(pair[0], before[name])]
+        return wrong + [
+            name
+            for name, pair in trained.items()
+            if not torch.equal(*pair) or torch.equal(pair[0], before[name])
+        ]
     wrong += sorted(set(found) ^ set(trained))
     return wrong + [
-        name for name, (_, other) in trained.items() if other.grad is None or not torch.equal(found[name], other.grad.to_dense())
+        name for name,
+        (_, other) in trained.items() if other.grad is None or not torch.equal(found[name], other.grad.to_dense())
     ]  # fmt: skip
 
 
@@ -125,19 +152,30 @@ def _tables_of_the_first_rank() -> list[str]:
 
 def _model() -> dict[str, Any]:
     """On a rank: a DLRM of which parts are frozen after a step, and thawed again."""
-    model = DLRM(TABLES, dense_features=SIZE, bottom=(4,), top=(4,), gradient="sgd", learning_rate=0.0)
+    model = DLRM(
+        TABLES, dense_features=SIZE, bottom=(4,), top=(4,), gradient="sgd", learning_rate=0.0
+    )
     model.embeddings.impl = "unfused"
     x = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
         binary_cross_entropy(model(x, INDICES), torch.ones(2)).backward()
-        return {name: value.grad.clone() for name, value in model.dense.named_parameters() if value.grad is not None}
+        return {
+            name: value.grad.clone()
+            for name, value in model.dense.named_parameters()
+            if value.grad is not None
+        }
 
     wanted = step()
     outcomes = {}
     frozen = [name for name in wanted if name.startswith("bottom")]
-    for name, which in (("bottom", frozen), ("nothing", []), ("everything", list(wanted)), ("nothing again", [])):
+    for name, which in (
+        ("bottom", frozen),
+        ("nothing", []),
+        ("everything", list(wanted)),
+        ("nothing again", []),
+    ):
         for parameter, value in model.dense.named_parameters():
             value.requires_grad_(parameter not in which)
         found = step()
@@ -145,7 +183,9 @@ def _model() -> dict[str, Any]:
         outcomes[name] = same and set(found) == set(wanted) - set(which)
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, found)
-    outcomes["gradients are the same on all ranks"] = all(torch.equal(gathered[0][each], gathered[1][each]) for each in wanted)
+    outcomes["gradients are the same on all ranks"] = all(
+        torch.equal(gathered[0][each], gathered[1][each]) for each in wanted
+    )
     return outcomes
 
 

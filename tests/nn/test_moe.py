@@ -18,7 +18,9 @@ HIDDEN, FFN, EXPERTS, TOP_K = 16, 12, 4, 2
 def _dense(state: dict[str, torch.Tensor], x: torch.Tensor, normalize: bool) -> torch.Tensor:
     """Every expert for every token, from a state dict of all experts."""
     weights, experts = torch.softmax(x @ state["router.weight"].T, -1).topk(TOP_K)
-    shares = torch.zeros(len(x), EXPERTS).scatter(1, experts, weights / weights.sum(-1, keepdim=True) if normalize else weights)
+    shares = torch.zeros(len(x), EXPERTS).scatter(
+        1, experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+    )
     results = []
     for e in range(EXPERTS):
         gate, up, down = (state[f"experts.{e}.{name}"] for name in ("w_gate", "w_up", "w_down"))
@@ -30,17 +32,30 @@ def _train(normalize: bool, groups: bool) -> Any:
     """A step of a layer on all ranks: its state dict before, x, y, the loss, and gradients."""
     group = dist.new_group() if groups else None
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, normalize=normalize, group=group, seed=5)
-    x = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+    x = torch.randn(
+        3, 2, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())
+    ).requires_grad_()
     y, routing = layer(x)
     loss = routing.load_balancing_loss()
     (y.square().sum() + loss).backward()
     state = {name: value.detach().clone() for name, value in layer.state_dict().items()}
-    return state, x.detach(), y.detach(), loss.detach(), x.grad, layer.w_in.grad, layer.w_out.grad, layer.router.weight.grad
+    return (
+        state,
+        x.detach(),
+        y.detach(),
+        loss.detach(),
+        x.grad,
+        layer.w_in.grad,
+        layer.w_out.grad,
+        layer.router.weight.grad,
+    )
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_equals_all_experts_for_all_tokens(ranks: Any, normalize: bool) -> None:
-    """Output and gradients, the router's too, of two ranks; and ranks that begin with one seed hold one layer."""
+    """Output and gradients, the router's too, of two ranks; and ranks that begin with one seed hold
+    one layer.
+    """
     outcomes = ranks(2).run(_train, normalize, not normalize)
     state = {name: value.requires_grad_() for each, *_ in outcomes for name, value in each.items()}
     assert len(state) == 1 + 3 * EXPERTS
@@ -57,14 +72,22 @@ def test_equals_all_experts_for_all_tokens(ranks: Any, normalize: bool) -> None:
     for rank, (*_, w_in, w_out, _) in enumerate(outcomes):
         for i in range(EXPERTS // 2):
             name = f"experts.{rank * EXPERTS // 2 + i}"
-            for mine, key in ((w_in[i, :, 0], "w_gate"), (w_in[i, :, 1], "w_up"), (w_out[i], "w_down")):
+            for mine, key in (
+                (w_in[i, :, 0], "w_gate"),
+                (w_in[i, :, 1], "w_up"),
+                (w_out[i], "w_down"),
+            ):
                 wanted = state[f"{name}.{key}"].grad
-                torch.testing.assert_close(mine, torch.zeros_like(mine) if wanted is None else wanted, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    mine, torch.zeros_like(mine) if wanted is None else wanted, rtol=1e-4, atol=1e-4
+                )
     router = sum(router for *_, router in outcomes)
     alone.router.zero_grad()
     for _, x, *_ in outcomes:
         alone.route(x.flatten(0, 1)).load_balancing_loss().backward()
-    torch.testing.assert_close(router, state["router.weight"].grad + alone.router.weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        router, state["router.weight"].grad + alone.router.weight.grad, rtol=1e-4, atol=1e-4
+    )
 
 
 def _load(state: dict[str, torch.Tensor]) -> Any:
@@ -99,7 +122,9 @@ def test_a_state_dict_without_an_expert_is_refused() -> None:
 
 
 def test_load_balancing_loss() -> None:
-    """Worked example: of three tokens, two go to expert 0 and one to 1; mean probabilities are 0.6 and 0.4."""
+    """Worked example: of three tokens, two go to expert 0 and one to 1; mean probabilities are 0.6
+    and 0.4.
+    """
     probabilities = torch.tensor([[0.8, 0.2], [0.7, 0.3], [0.3, 0.7]])
     routing = Routing(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), probabilities)
     assert routing.load_balancing_loss().item() == pytest.approx(2 * (2 / 3 * 0.6 + 1 / 3 * 0.4))
@@ -129,8 +154,13 @@ def test_ranks_must_divide_experts(ranks: Any) -> None:
 
 
 def test_other_rejected_arguments() -> None:
-    with pytest.raises(interlace.ArgumentError, match="capacity_factor must be positive and finite, or None for no limit; got 0"):
+    with pytest.raises(
+        interlace.ArgumentError,
+        match="capacity_factor must be positive and finite, or None for no limit; got 0",
+    ):
         MoE(8, 8, 4, capacity_factor=0)
     with pytest.raises(interlace.ArgumentError, match=r"x must be \[..., 8\]; got shape \[3, 7\]."):
         MoE(8, 8, 4)(torch.zeros(3, 7))
-    assert "experts=4, top_k=2, capacity_factor=None, here=0-3, impl=auto" in repr(MoE(8, 8, 4, device="meta"))
+    assert "experts=4, top_k=2, capacity_factor=None, here=0-3, impl=auto" in repr(
+        MoE(8, 8, 4, device="meta")
+    )

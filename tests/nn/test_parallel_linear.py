@@ -1,4 +1,6 @@
-"""``ColumnParallelLinear`` and ``RowParallelLinear`` are ``nn.Linear``, sharded: results, gradients, state dicts."""
+"""``ColumnParallelLinear`` and ``RowParallelLinear`` are ``nn.Linear``, sharded: results,
+gradients, state dicts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _gated(hidden: torch.Tensor, parts: list[int]) -> torch.Tensor:
     return up * gate.unflatten(-1, (2, -1)).sum(-2)
 
 
-def _compare(tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl: str) -> dict[str, float]:
+def _compare(
+    tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl: str
+) -> dict[str, float]:
     """On a rank: errors of an MLP's outputs and gradients against the full one in float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first, second = _mlp(bias)
@@ -46,14 +50,19 @@ def _compare(tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl:
     x, grad = torch.randn(*tokens, IN), torch.randn(*tokens, OUT)
     exact = copy.deepcopy(first).double(), copy.deepcopy(second).double()
     x_exact = x.double().requires_grad_()
-    # gate [.., 16] as 2 x 8 on one rank; sharded, a rank's gate is rows r * 8 to (r + 1) * 8 and its up 4 columns.
+    # gate [.., 16] as 2 x 8 on one rank; sharded, a rank's gate is rows r * 8 to (r + 1) * 8 and
+    # its up 4 columns.
     hidden = exact[0](x_exact)
     gate, value = hidden.split(PARTS, -1)
     pairs = [_gated(torch.cat([g, v], -1), [PARTS[0] // ranks, PARTS[1] // ranks])
              for g, v in zip(gate.chunk(ranks, -1), value.chunk(ranks, -1), strict=True)]  # fmt: skip
     y_exact = exact[1](torch.cat(pairs, -1))
     y_exact.backward(grad.double())
-    mine = slice(rank * tokens[0] // ranks, (rank + 1) * tokens[0] // ranks) if sequence_parallel else slice(None)
+    mine = (
+        slice(rank * tokens[0] // ranks, (rank + 1) * tokens[0] // ranks)
+        if sequence_parallel
+        else slice(None)
+    )
     x_shard = x[mine].clone().requires_grad_()
     y = down(_gated(up(x_shard), [part // ranks for part in PARTS]))
     y.backward(grad[mine])
@@ -73,7 +82,9 @@ def _compare(tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl:
     ("tokens", "bias", "impl"),
     [((4, 3), True, "auto"), ((FEW_TOKENS,), True, "unfused"), ((2, 3, 2), False, "unfused")],
 )
-def test_two_ranks_match_the_full_layers(ranks: Any, tokens: Any, bias: bool, sequence_parallel: bool, impl: str) -> None:
+def test_two_ranks_match_the_full_layers(
+    ranks: Any, tokens: Any, bias: bool, sequence_parallel: bool, impl: str
+) -> None:
     """Few tokens and many: other operators."""
     for errors in ranks(2).run(_compare, tokens, bias, sequence_parallel, impl):
         assert max(errors.values()) < TOLERANCE, errors
@@ -82,7 +93,9 @@ def test_two_ranks_match_the_full_layers(ranks: Any, tokens: Any, bias: bool, se
 def _penalty(first: nn.Module, second: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of the squared norm of the gradients of x and of the weights."""
     inputs = [x, first.weight, second.weight]
-    gradients = torch.autograd.grad(second(first(x).tanh()).square().sum(), inputs, create_graph=True)
+    gradients = torch.autograd.grad(
+        second(first(x).tanh()).square().sum(), inputs, create_graph=True
+    )
     return list(torch.autograd.grad([gradient.square().sum() for gradient in gradients], inputs))
 
 
@@ -136,23 +149,39 @@ def test_compiles_into_one_graph(ranks: Any, autocast: bool) -> None:
 def _model(parallel: bool) -> nn.Module:
     torch.manual_seed(9)
     if parallel:
-        return nn.Sequential(ColumnParallelLinear(IN, sum(PARTS), parts=PARTS), nn.ReLU(), RowParallelLinear(sum(PARTS), OUT))
+        return nn.Sequential(
+            ColumnParallelLinear(IN, sum(PARTS), parts=PARTS),
+            nn.ReLU(),
+            RowParallelLinear(sum(PARTS), OUT),
+        )
     return nn.Sequential(nn.Linear(IN, sum(PARTS)), nn.ReLU(), nn.Linear(sum(PARTS), OUT))
 
 
 def _save(full: dict[str, torch.Tensor]) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """On a rank: whether the seed gives the full model's shards; the model, whole; and after loading another one, whole again."""
+    """On a rank: whether the seed gives the full model's shards; the model, whole; and after
+    loading another one, whole again.
+    """
     model = _model(parallel=True)
-    whole = copy.deepcopy(unsharded_state_dict(model))  # what is not sharded is the parameter itself
+    # What is not sharded is the parameter itself
+    whole = copy.deepcopy(unsharded_state_dict(model))
     own = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(full)
     again = copy.deepcopy(unsharded_state_dict(model))
     model.load_state_dict(own)  # a rank's own shards load as they are
-    return all(torch.equal(a, b) for a, b in zip(own.values(), model.state_dict().values(), strict=True)), whole, again
+    return (
+        all(
+            torch.equal(a, b)
+            for a, b in zip(own.values(), model.state_dict().values(), strict=True)
+        ),
+        whole,
+        again,
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_state_dicts_are_those_of_full_layers_on_any_number_of_ranks(ranks: Any, world_size: int) -> None:
+def test_state_dicts_are_those_of_full_layers_on_any_number_of_ranks(
+    ranks: Any, world_size: int
+) -> None:
     drawn = _model(parallel=False).state_dict()
     other = {name: torch.randn_like(value) for name, value in drawn.items()}
     for same, whole, again in ranks(world_size).run(_save, other):
@@ -179,13 +208,16 @@ def _refused() -> list[str]:
 def test_rejected(ranks: Any) -> None:
     for messages in ranks(2).run(_refused):
         assert messages == [
-            "ColumnParallelLinear: out_features must divide evenly over 2 ranks; got 9. Pad the layer to 10 output features with "
+            "ColumnParallelLinear: out_features must divide evenly over 2 ranks; got 9. Pad the "
+            "layer to 10 output features with "
             "zeros, or use a group whose size divides 9.",
-            "ColumnParallelLinear: parts must divide evenly over 2 ranks; got 5. Pad the layer to 6 output features with zeros, "
+            "ColumnParallelLinear: parts must divide evenly over 2 ranks; got 5. Pad the layer to "
+            "6 output features with zeros, "
             "or use a group whose size divides 5.",
             "ColumnParallelLinear: parts must be positive and sum to out_features, 8; got [4, 3].",
             "ColumnParallelLinear: x must be [sequence, ..., 12]; got shape [12].",
-            "RowParallelLinear: the first dimension of x must be the sequence and divide evenly over 2 ranks under "
+            "RowParallelLinear: the first dimension of x must be the sequence and divide evenly "
+            "over 2 ranks under "
             "sequence_parallel; got shape [3, 2, 4]. Pad the sequence.",
         ]
     assert repr(interlace.nn.ColumnParallelLinear(4, 6)) == (

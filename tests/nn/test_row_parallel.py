@@ -1,4 +1,6 @@
-"""``interlace.nn.RowParallelLinear`` is ``nn.Linear`` with its input features shared out over the ranks."""
+"""``interlace.nn.RowParallelLinear`` is ``nn.Linear`` with its input features shared out over the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def test_single_process_is_the_whole_layer() -> None:
         "weight": (OUT, IN),
         "bias": (OUT,),
     }
-    assert repr(sharded) == "RowParallelLinear(in_features=48, out_features=20, bias=True, rank=0 of 1, impl=auto)"
+    assert (
+        repr(sharded)
+        == "RowParallelLinear(in_features=48, out_features=20, bias=True, rank=0 of 1, impl=auto)"
+    )
 
 
 def test_explain_names_the_choice() -> None:
@@ -39,7 +44,9 @@ def test_explain_names_the_choice() -> None:
 
 
 def test_explain_refuses_what_the_operator_refuses() -> None:
-    with pytest.raises(interlace.ArgumentError, match=r"operator must be one of all_gather_gemm, .*; got 'gemv'\."):
+    with pytest.raises(
+        interlace.ArgumentError, match=r"operator must be one of all_gather_gemm, .*; got 'gemv'\."
+    ):
         interlace.explain("gemv", torch.zeros(8), torch.zeros(5, 8))
     with pytest.raises(interlace.ArgumentError, match="same last dimension"):
         interlace.explain("gemv_all_reduce", torch.zeros(7), torch.zeros(5, 8))
@@ -69,7 +76,10 @@ def _compare() -> dict[str, Any]:
     full = nn.Linear(IN, OUT)
     torch.manual_seed(7)
     drawn = RowParallelLinear(IN, OUT)
-    found: dict[str, Any] = {"drawn": bool(torch.equal(drawn.weight, full.weight[:, columns])), "errors": {}}
+    found: dict[str, Any] = {
+        "drawn": bool(torch.equal(drawn.weight, full.weight[:, columns])),
+        "errors": {},
+    }
     sharded = RowParallelLinear.from_linear(full)
     exact = copy.deepcopy(full).double()
     for leading in LEADING:
@@ -112,8 +122,14 @@ def test_two_ranks_match_the_full_layer(ranks: Any) -> None:
     for found in ranks(2).run(_compare):
         assert found["drawn"], "the same seed must give the shards of nn.Linear's weight"
         # float32 sums of at most 48 products: a few units in the last place.
-        assert max(found["errors"].values()) < 48**0.5 * torch.finfo(torch.float32).eps, found["errors"]
+        assert max(found["errors"].values()) < 48**0.5 * torch.finfo(torch.float32).eps, found[
+            "errors"
+        ]
         uneven, whole = found["refused"]
-        assert uneven.startswith("RowParallelLinear: in_features must divide evenly over 2 ranks; got 49.")
+        assert uneven.startswith(
+            "RowParallelLinear: in_features must divide evenly over 2 ranks; got 49."
+        )
         assert "Pad the layer to 50 input features" in uneven
-        assert whole.startswith("RowParallelLinear: x must be this rank's features, [..., 24], of 48 in all")
+        assert whole.startswith(
+            "RowParallelLinear: x must be this rank's features, [..., 24], of 48 in all"
+        )

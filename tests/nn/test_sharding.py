@@ -1,4 +1,6 @@
-"""Sharding plans: every column once, balanced, within memory, and the same for everyone who makes them."""
+"""Sharding plans: every column once, balanced, within memory, and the same for everyone who makes
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,37 @@ TABLE = st.builds(
 
 
 def _tables(*rows_and_widths: tuple[int, int], **options: Any) -> list[EmbeddingTable]:
-    return [EmbeddingTable(f"t{i}", rows, width, **options) for i, (rows, width) in enumerate(rows_and_widths)]
+    return [
+        EmbeddingTable(f"t{i}", rows, width, **options)
+        for i, (rows, width) in enumerate(rows_and_widths)
+    ]
 
 
 def test_the_cost_of_a_shard() -> None:
-    """Two ranks, four samples of two lookups, 10 rows of 8 float32; forward alone, then with row-wise Adagrad."""
-    sizes: dict[str, Any] = {"rows": 10, "width": 8, "itemsize": 4, "pooling_factor": 2, "batch": 4, "world_size": 2}
+    """Two ranks, four samples of two lookups, 10 rows of 8 float32; forward alone, then with
+    row-wise Adagrad.
+    """
+    sizes: dict[str, Any] = {
+        "rows": 10,
+        "width": 8,
+        "itemsize": 4,
+        "pooling_factor": 2,
+        "batch": 4,
+        "world_size": 2,
+    }
     forward = shard_cost(**sizes, training=False)
     # 8 rows of 32 bytes and 8 indices read, 2 of 4 pooled rows of 32 bytes stored here and 2 sent.
     assert forward == ShardCost(8 * (32 + 8) + 64, 64, 320)
     both = shard_cost(**sizes, state_bytes_per_row=4)
-    # As many gradients come; each of 8 lookups reads one, an index, and a row and its state, and writes the two.
+    # As many gradients come; each of 8 lookups reads one, an index, and a row and its state, and
+    # writes the two.
     assert both == ShardCost(forward.memory_bytes + 128 + 8 * (32 + 64 + 8 + 8), 128, 360)
 
 
 @given(st.lists(TABLE, min_size=1, max_size=12), st.integers(1, 8))
-def test_every_column_has_one_rank_and_loads_are_balanced(found: list[tuple[int, int, str, int]], world_size: int) -> None:
+def test_every_column_has_one_rank_and_loads_are_balanced(
+    found: list[tuple[int, int, str, int]], world_size: int
+) -> None:
     tables = [
         EmbeddingTable(f"t{i}", rows, width, mode=mode, pooling_factor=lookups)
         for i, (rows, width, mode, lookups) in enumerate(found)
@@ -53,11 +70,18 @@ def test_every_column_has_one_rank_and_loads_are_balanced(found: list[tuple[int,
         edges = [0, *(stop for _, stop in columns)]
         assert edges[-1] == table.width
         assert [start for start, _ in columns] == edges[:-1]
-    assert [shard for rank in range(world_size) for shard in plan.of_rank(rank)] == list(plan.shards)
-    assert sorted(shard.name for shard in plan.in_output_order()) == sorted(shard.name for shard in plan.shards)
+    assert [shard for rank in range(world_size) for shard in plan.of_rank(rank)] == list(
+        plan.shards
+    )
+    assert sorted(shard.name for shard in plan.in_output_order()) == sorted(
+        shard.name for shard in plan.shards
+    )
     # Greedy: before its last shard, the slowest rank was no slower than any other.
     floors = [plan.floor_ns(rank) for rank in range(world_size)]
-    largest = max(plan.machine.floor_ns(shard.cost.memory_bytes, shard.cost.link_bytes) for shard in plan.shards)
+    largest = max(
+        plan.machine.floor_ns(shard.cost.memory_bytes, shard.cost.link_bytes)
+        for shard in plan.shards
+    )
     assert max(floors) <= min(floors) + largest * (1 + 1e-9)
     if sum((table.width + 3) // 4 for table in tables) >= world_size:
         assert min(floors) > 0, "no rank may be idle while a table could be split"
@@ -77,11 +101,22 @@ def test_the_costliest_goes_first_and_to_the_emptiest() -> None:
 
 
 def test_the_links_count_too() -> None:
-    """One lookup a bag: a wide table's pooled rows cost more on slow links than many lookups of a narrow one in memory."""
-    tables = [EmbeddingTable("wide", 100, 256), *(EmbeddingTable(f"deep{i}", 100, 32, pooling_factor=8) for i in range(4))]
-    slow_links = Machine("slow links", memory_bytes_per_s=1e12, link_bytes_per_s=1e9, source="made up")
-    assert [shard.label for shard in make_plan(tables, 2, machine=slow_links).of_rank(0)] == ["wide"]
-    fast_links = Machine("fast links", memory_bytes_per_s=1e12, link_bytes_per_s=1e15, source="made up")
+    """One lookup a bag: a wide table's pooled rows cost more on slow links than many lookups of a
+    narrow one in memory.
+    """
+    tables = [
+        EmbeddingTable("wide", 100, 256),
+        *(EmbeddingTable(f"deep{i}", 100, 32, pooling_factor=8) for i in range(4)),
+    ]
+    slow_links = Machine(
+        "slow links", memory_bytes_per_s=1e12, link_bytes_per_s=1e9, source="made up"
+    )
+    assert [shard.label for shard in make_plan(tables, 2, machine=slow_links).of_rank(0)] == [
+        "wide"
+    ]
+    fast_links = Machine(
+        "fast links", memory_bytes_per_s=1e12, link_bytes_per_s=1e15, source="made up"
+    )
     assert len(make_plan(tables, 2, machine=fast_links).of_rank(0)) > 1
 
 
@@ -97,7 +132,9 @@ def test_tables_are_split_by_columns_where_they_must() -> None:
     assert [len(few.of_rank(rank)) for rank in range(4)] == [1] * 4
     asked = make_plan(_tables((1000, 10), column_shards=2), 1)
     assert [shard.name for shard in asked.shards] == ["t0:0-4", "t0:4-10"]
-    assert [shard.width for shard in make_plan(_tables((5, 3)), 4).shards] == [3], "three columns stay together"
+    assert [shard.width for shard in make_plan(_tables((5, 3)), 4).shards] == [3], (
+        "three columns stay together"
+    )
 
 
 def test_kinds_come_one_after_another() -> None:
@@ -116,26 +153,47 @@ def test_kinds_come_one_after_another() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_plan([], 2), "ShardingPlan: there must be tables, each of another name; got []."),
+        (
+            lambda: make_plan([], 2),
+            "ShardingPlan: there must be tables, each of another name; got [].",
+        ),
         (
             lambda: make_plan(_tables((5, 4)) * 2, 2),
             "ShardingPlan: there must be tables, each of another name; got ['t0', 't0'].",
         ),
         (
             lambda: make_plan(_tables((1000, 64)), 2, capacity_bytes=10_000),
-            "ShardingPlan: table 't0' of 1000 rows and 64 columns must fit; got 2 ranks have room for 10 KB each, while it needs "
-            "256 KB, and its columns cannot be split further. Use more ranks, fewer rows, or a smaller dtype.",
+            "ShardingPlan: table 't0' of 1000 rows and 64 columns must fit; got 2 ranks have room "
+            "for 10 KB each, while it needs "
+            "256 KB, and its columns cannot be split further. Use more ranks, fewer rows, or a "
+            "smaller dtype.",
         ),
         (
             lambda: make_plan(_tables((1000, 8), (1000, 8), (1000, 8)), 2, capacity_bytes=40_000),
-            "ShardingPlan: columns 0-8 of table 't2' must fit; got 2 ranks have room for 40 KB each, while all tables need 96 KB, "
+            "ShardingPlan: columns 0-8 of table 't2' must fit; got 2 ranks have room for 40 KB "
+            "each, while all tables need 96 KB, "
             "and ranks hold 32 KB, 32 KB already. Use more ranks, fewer rows, or a smaller dtype.",
         ),
-        (lambda: EmbeddingTable("a.b", 1, 1), "EmbeddingTable 'a.b': name must not be empty and have neither dots nor colons."),
-        (lambda: EmbeddingTable("a", 0, 1), "EmbeddingTable 'a': rows and width must be positive; got 0 and 1."),
-        (lambda: EmbeddingTable("a", 1, 1, mode="max"), "EmbeddingTable 'a': mode must be sum or mean; got 'max'."),
-        (lambda: EmbeddingTable("a", 1, 1, bag_length=0), "EmbeddingTable 'a': bag_length must be positive or None; got 0."),
-        (lambda: EmbeddingTable("a", 1, 4, column_shards=5), "EmbeddingTable 'a': column_shards must be 1 to 4; got 5."),
+        (
+            lambda: EmbeddingTable("a.b", 1, 1),
+            "EmbeddingTable 'a.b': name must not be empty and have neither dots nor colons.",
+        ),
+        (
+            lambda: EmbeddingTable("a", 0, 1),
+            "EmbeddingTable 'a': rows and width must be positive; got 0 and 1.",
+        ),
+        (
+            lambda: EmbeddingTable("a", 1, 1, mode="max"),
+            "EmbeddingTable 'a': mode must be sum or mean; got 'max'.",
+        ),
+        (
+            lambda: EmbeddingTable("a", 1, 1, bag_length=0),
+            "EmbeddingTable 'a': bag_length must be positive or None; got 0.",
+        ),
+        (
+            lambda: EmbeddingTable("a", 1, 4, column_shards=5),
+            "EmbeddingTable 'a': column_shards must be 1 to 4; got 5.",
+        ),
         (
             lambda: EmbeddingTable("a", 1, 1, dtype=torch.float64),
             "EmbeddingTable 'a': dtype must be float32, float16 or bfloat16; got torch.float64.",

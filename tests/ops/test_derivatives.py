@@ -1,4 +1,6 @@
-"""Derivatives of every operator are right or refused: second ones, forward mode, vmap, autocast, operands of mixed dtypes."""
+"""Derivatives of every operator are right or refused: second ones, forward mode, vmap, autocast,
+operands of mixed dtypes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _options(operator: str, rank: int) -> dict[str, Any]:
 def _penalty(y: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Gradients of the squared norm of the gradients of ``sum(y^3)``."""
     first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
-    return torch.autograd.grad(sum((grad.square().sum() for grad in first), start=y.new_zeros(())), inputs)
+    return torch.autograd.grad(
+        sum((grad.square().sum() for grad in first), start=y.new_zeros(())), inputs
+    )
 
 
 def _exact(operator: str) -> list[tuple[torch.Tensor, ...]]:
@@ -52,7 +56,8 @@ def _exact(operator: str) -> list[tuple[torch.Tensor, ...]]:
     elif operator == "all_gather_gemm":
         y = [torch.cat(wide_x) @ each.T for each in wide_w]
     else:
-        y = [a @ b.T for a, b in zip(wide_x, wide_w, strict=True)]  # the all-to-all puts rows elsewhere, and that is all
+        # The all-to-all puts rows elsewhere, and that is all
+        y = [a @ b.T for a, b in zip(wide_x, wide_w, strict=True)]
     found = _penalty(torch.cat(y), inputs)
     return [(found[rank], found[2 + rank]) for rank in range(2)]
 
@@ -76,12 +81,19 @@ def test_second_derivatives(ranks: Any, operator: str, impl: str) -> None:
 
 
 def _calls() -> dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]]:
-    """For each operator that has a gradient: a call as a function of one of its arguments, and that argument."""
+    """For each operator that has a gradient: a call as a function of one of its arguments, and that
+    argument.
+    """
     rank = dist.get_rank()
     xs, ws, _ = _inputs(2)
     x, w = xs[rank], ws[rank]
     calls: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
-        name: (lambda x, name=name: getattr(interlace, name)(x, w, impl="unfused", **_options(name, rank)), x)
+        name: (
+            lambda x, name=name: getattr(interlace, name)(
+                x, w, impl="unfused", **_options(name, rank)
+            ),
+            x,
+        )
         for name in (*SUMMED, "all_gather_gemm", "gemm_all_to_all")
     }
     experts, weights = torch.tensor([[0]] * ROWS), torch.ones(ROWS, 1)
@@ -99,11 +111,15 @@ def _calls() -> dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]]:
 
 
 def _refused_twice(operator: str) -> tuple[bool, Any]:
-    """On a rank: whether the first derivative is a tensor of numbers where its graph is kept; the second one's error."""
+    """On a rank: whether the first derivative is a tensor of numbers where its graph is kept; the
+    second one's error.
+    """
     call, argument = _calls()[operator]
     argument.requires_grad_()
     (first,) = torch.autograd.grad(call(argument).pow(2).sum(), argument, create_graph=True)
-    return bool(first.isfinite().all()), error_of(lambda: torch.autograd.grad(first.pow(2).sum(), argument))
+    return bool(first.isfinite().all()), error_of(
+        lambda: torch.autograd.grad(first.pow(2).sum(), argument)
+    )
 
 
 @pytest.mark.parametrize("operator", ["mixture_of_experts", "embedding_all_to_all"])
@@ -111,7 +127,9 @@ def test_second_derivatives_that_are_refused(ranks: Any, operator: str) -> None:
     for finite, error in ranks(2).run(_refused_twice, operator):
         assert finite
         assert error[0] == "ArgumentError"
-        assert error[1].startswith(f"{operator}: this operator cannot be differentiated twice; got a second derivative.")
+        assert error[1].startswith(
+            f"{operator}: this operator cannot be differentiated twice; got a second derivative."
+        )
 
 
 def _updates_with_the_graph_kept() -> list[bool]:
@@ -152,12 +170,15 @@ def test_forward_mode_is_refused(ranks: Any) -> None:
                 assert error is not None, operator
                 assert error[0] == "ArgumentError"
                 assert error[1].startswith(
-                    f"{operator}: this operator cannot be differentiated in forward mode; got an argument with a tangent."
+                    f"{operator}: this operator cannot be differentiated in forward mode; got an "
+                    "argument with a tangent."
                 )
 
 
 def _without_a_gradient() -> dict[str, Any]:
-    """On a rank: errors of the operators that the pass for ``torch.compile`` makes, if they are called with autograd."""
+    """On a rank: errors of the operators that the pass for ``torch.compile`` makes, if they are
+    called with autograd.
+    """
     name, ops = dist.group.WORLD.group_name, torch.ops.interlace
     x, w = torch.randn(2, 4, INNER, requires_grad=True), torch.randn(2, INNER, COLUMNS)
     calls: dict[str, Callable[[], Any]] = {
@@ -191,7 +212,9 @@ def _mapped_over() -> dict[str, bool]:
     for name, (call, argument) in _calls().items():
         batch = torch.stack([argument, -2 * argument, argument.square()])
         wanted = torch.stack([call(each) for each in batch])
-        if name == "embedding_all_to_all":  # torch has no vmap for operators that take lists of tensors, and says so
+        if (
+            name == "embedding_all_to_all"
+        ):  # torch has no vmap for operators that take lists of tensors, and says so
             with pytest.raises(RuntimeError, match="Batching rule not implemented"):
                 torch.func.vmap(call)(batch)
         else:

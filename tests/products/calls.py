@@ -12,7 +12,8 @@ import interlace
 from interlace.products.splits import balanced
 
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn,
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
 }  # fmt: skip
 
 IMPLS = {
@@ -26,10 +27,12 @@ IMPLS = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call on every rank; ``inner`` and ``columns`` are those of a rank's product, ``rows`` those of its x without ``splits``.
+    """One call on every rank; ``inner`` and ``columns`` are those of a rank's product, ``rows``
+    those of its x without ``splits``.
 
     Attributes:
-        splits: None, or ``splits[s][d]`` rows from rank s to rank d (all-to-all), or a rank's rows (reduce-scatter, all-gather).
+        splits: None, or ``splits[s][d]`` rows from rank s to rank d (all-to-all), or a rank's rows
+            (reduce-scatter, all-gather).
         w_along: what w is contiguous along, ``"K"`` or ``"N"``.
         scale: float8's scales, one ``"tensor"`` or one a ``"row"``.
     """
@@ -57,7 +60,9 @@ class Call:
     @property
     def can_run(self) -> bool:
         """Whether ``impl`` takes these operands."""
-        return self.impl not in ("mapped", "split") or (self.dtype != "float8" and self.out_dtype is None)
+        return self.impl not in ("mapped", "split") or (
+            self.dtype != "float8" and self.out_dtype is None
+        )
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -78,7 +83,9 @@ class Call:
         if self.w_along == "N":
             found["w"] = found["w"].T.contiguous().T
         if self.bias:
-            found["bias"] = torch.randn(self.columns, generator=shared if summed else generator).to(self.result_dtype)
+            found["bias"] = torch.randn(self.columns, generator=shared if summed else generator).to(
+                self.result_dtype
+            )
         if self.dtype == "float8":
             shapes = ([rows, 1], [1, self.columns]) if self.scale == "row" else ([], [1])
             for name, shape in zip(("x_scale", "w_scale"), shapes, strict=True):
@@ -86,15 +93,21 @@ class Call:
         return found
 
     def make(self, group: dist.ProcessGroup | None = None, **more: Any) -> Any:
-        """On a rank: make the call on its device; ``more`` replaces arguments, all tensors where it has x and w."""
-        tensors = {} if {"x", "w"} <= more.keys() else self.placed(group)  # copies to a GPU cannot be captured in a graph
+        """On a rank: make the call on its device; ``more`` replaces arguments, all tensors where it
+        has x and w.
+        """
+        tensors = (
+            {} if {"x", "w"} <= more.keys() else self.placed(group)
+        )  # copies to a GPU cannot be captured in a graph
         arguments = tensors | self.options(group) | more
         return getattr(interlace, self.operator)(**arguments)
 
     def placed(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """On a rank: its tensors on its device."""
         device = interlace.group_of(group).device
-        return {name: tensor.to(device) for name, tensor in self.inputs(dist.get_rank(group)).items()}
+        return {
+            name: tensor.to(device) for name, tensor in self.inputs(dist.get_rank(group)).items()
+        }
 
     def options(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         rank = dist.get_rank(group)
@@ -121,14 +134,19 @@ class Call:
     def whole(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Every rank's result from every rank's inputs."""
         ranks = len(inputs)
-        biases = [each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in inputs]
+        biases = [
+            each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in inputs
+        ]
         if self.operator == "all_gather_gemm":
             x = torch.cat([each["x"] for each in inputs])
             return [x @ each["w"].T + bias for each, bias in zip(inputs, biases, strict=True)]
         parts = [each["x"] @ each["w"].T for each in inputs]
         if self.operator == "gemm_all_to_all":
             sent = self.splits or [[self.rows // ranks] * ranks] * ranks
-            pieces = [(part + bias).split(list(counts)) for part, bias, counts in zip(parts, biases, sent, strict=True)]
+            pieces = [
+                (part + bias).split(list(counts))
+                for part, bias, counts in zip(parts, biases, sent, strict=True)
+            ]
             return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
         total = torch.stack(parts).sum(0) + biases[0]
         if self.operator == "gemm_all_reduce":
@@ -138,14 +156,17 @@ class Call:
     def check(self, results: list[torch.Tensor]) -> None:
         """Every rank's result is as right as the arithmetic allows.
 
-        Products and sums over K are float32: at most ``(K + 4) u`` times the sum of absolute values, scales included. What is
-        rounded to the result's dtype: the result; parts that travel; and, unfused, every step of their sum, and the bias. The
+        Products and sums over K are float32: at most ``(K + 4) u`` times the sum of absolute
+        values, scales included. What is rounded to the result's dtype: the result; parts that
+        travel; and, unfused, every step of their sum, and the bias. The
         CPU backend truncates to bfloat16: a whole unit in the last place instead of half of one.
         """
         ranks = len(results)
         inputs = [self.exact(rank) for rank in range(ranks)]
         expected = self.whole(inputs)
-        sizes = self.whole([{name: tensor.abs() for name, tensor in each.items()} for each in inputs])
+        sizes = self.whole(
+            [{name: tensor.abs() for name, tensor in each.items()} for each in inputs]
+        )
         u = torch.finfo(torch.float32).eps / 2
         out = torch.finfo(self.result_dtype)
         unit = out.eps if self.result_dtype == torch.bfloat16 else out.eps / 2
@@ -153,9 +174,13 @@ class Call:
         for rank, (y, wanted, size) in enumerate(zip(results, expected, sizes, strict=True)):
             assert y.dtype == self.result_dtype
             assert y.shape == wanted.shape, self
-            bound = ((self.inner + ranks + 4) * u + roundings * unit) * size + out.smallest_normal * out.eps
+            bound = (
+                (self.inner + ranks + 4) * u + roundings * unit
+            ) * size + out.smallest_normal * out.eps
             error = (y.double() - wanted).abs()
-            assert (error <= bound).all(), f"{self}: rank {rank} is wrong by {(error / bound).max():.3g} times the bound"
+            assert (error <= bound).all(), (
+                f"{self}: rank {rank} is wrong by {(error / bound).max():.3g} times the bound"
+            )
 
 
 def run(calls: list[Call]) -> list[Any]:
@@ -170,14 +195,21 @@ def check_all(calls: list[Call], results: list[list[Any]]) -> None:
 
 
 def differentiate(call: Call) -> dict[str, torch.Tensor]:
-    """On a rank: gradients of ``sum over ranks of <y, target>`` by every input, and what they should be in float64.
+    """On a rank: gradients of ``sum over ranks of <y, target>`` by every input, and what they
+    should be in float64.
 
     ``gemm_all_reduce``'s target is the same on every rank, and counted once.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    inputs = [{name: tensor.requires_grad_() for name, tensor in call.exact(each).items()} for each in range(ranks)]
+    inputs = [
+        {name: tensor.requires_grad_() for name, tensor in call.exact(each).items()}
+        for each in range(ranks)
+    ]
     expected = call.whole(inputs)
-    targets = [torch.randn(y.shape, generator=torch.Generator().manual_seed(77)).to(call.result_dtype) for y in expected]
+    targets = [
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(77)).to(call.result_dtype)
+        for y in expected
+    ]
     same = call.operator == "gemm_all_reduce"
     losses = [(y * target).sum() for y, target in zip(expected, targets, strict=True)]
     (losses[0] if same else torch.stack(losses).sum()).backward()
@@ -193,24 +225,40 @@ def differentiate(call: Call) -> dict[str, torch.Tensor]:
     return {name: torch.stack([found[name].double(), wanted[name]]) for name in mine}
 
 
-def check_gradients(call: Call, outcomes: list[dict[str, torch.Tensor]], factor: float = 40.0) -> None:
-    """Within ``factor`` roundings of the dtypes; by default, of sums of some dozen products of normally distributed numbers."""
-    tolerance = factor * max(torch.finfo(dtype).eps for dtype in (call.result_dtype, DTYPES[call.dtype]))
+def check_gradients(
+    call: Call, outcomes: list[dict[str, torch.Tensor]], factor: float = 40.0
+) -> None:
+    """Within ``factor`` roundings of the dtypes; by default, of sums of some dozen products of
+    normally distributed numbers.
+    """
+    tolerance = factor * max(
+        torch.finfo(dtype).eps for dtype in (call.result_dtype, DTYPES[call.dtype])
+    )
     for rank, outcome in enumerate(outcomes):
         for name, (found, wanted) in outcome.items():
             error, size = (found - wanted).norm(), wanted.norm()  # 0 for a rank without rows
-            assert error <= tolerance * size, f"{call}: the gradient of {name} on rank {rank} is wrong by {error:.2g} of {size:.2g}"
+            assert error <= tolerance * size, (
+                f"{call}: the gradient of {name} on rank {rank} is wrong by {error:.2g} of "
+                f"{size:.2g}"
+            )
 
 
 # As torch's own tools see an operator
 
 
 def opcheck(call: Call, arguments: tuple[Any, ...]) -> dict[str, str]:
-    """On a rank: schema, fake tensors, autograd registration and AOT dispatch; ``arguments`` follow the five tensors."""
-    tensors = {name: tensor.requires_grad_() for name, tensor in call.inputs(dist.get_rank()).items()}
-    assert getattr(interlace, call.operator) is not None  # the first use of the name registers the op
+    """On a rank: schema, fake tensors, autograd registration and AOT dispatch; ``arguments`` follow
+    the five tensors.
+    """
+    tensors = {
+        name: tensor.requires_grad_() for name, tensor in call.inputs(dist.get_rank()).items()
+    }
+    # The first use of the name registers the op
+    assert getattr(interlace, call.operator) is not None
     op = getattr(torch.ops.interlace, call.operator).default
-    return torch.library.opcheck(op, (tensors["x"], tensors["w"], tensors["bias"], None, None, *arguments))
+    return torch.library.opcheck(
+        op, (tensors["x"], tensors["w"], tensors["bias"], None, None, *arguments)
+    )
 
 
 def compiled(call: Call) -> list[Any]:

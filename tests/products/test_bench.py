@@ -1,4 +1,6 @@
-"""The benchmark's steps, on small shapes and the CPU backend: they run, they are right, and the tuner keeps the fastest."""
+"""The benchmark's steps, on small shapes and the CPU backend: they run, they are right, and the
+tuner keeps the fastest.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def _bench(operator):
 def test_every_way_of_an_operator(ranks, operator):
     for result, best, first in ranks(2).run(_bench, operator):
         summary = report.summarise(result)
-        assert (summary.fused_us, summary.unfused, summary.compute[0]) == (10.0, ("cuBLAS + NCCL", 10.0), "cuBLAS alone")
+        assert (summary.fused_us, summary.unfused, summary.compute[0]) == (
+            10.0,
+            ("cuBLAS + NCCL", 10.0),
+            "cuBLAS alone",
+        )
         assert result["flops"] == 2 * 8 * 16 * 24
         assert best == first, "ties keep what was tried first"
         assert {"fused", "split", "cuBLAS + NCCL"} <= result["host_us"].keys()
@@ -54,7 +60,9 @@ def _bench_batch(operator):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "measure", _measure)
-        patch.setattr(batches, "host_us", lambda step, **_: 1.0)  # fifty calls take the interpreter a while
+        patch.setattr(
+            batches, "host_us", lambda step, **_: 1.0
+        )  # fifty calls take the interpreter a while
         shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
         case = batches.CASES[operator](shape)
         case.pair(0)
@@ -65,12 +73,18 @@ def _bench_batch(operator):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("operator", "columns", "ways"), [("bmm_all_to_all", 16, 2), ("all_to_all_bmm", 24, 1)])
+@pytest.mark.parametrize(
+    ("operator", "columns", "ways"), [("bmm_all_to_all", 16, 2), ("all_to_all_bmm", 24, 1)]
+)
 def test_a_batch(ranks, operator, columns, ways):
     for result, same in ranks(2).run(_bench_batch, operator):
         assert same == [True] * ways
         summary = report.summarise(result)
-        assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == ("cuBLAS + NCCL", "cuBLAS alone", "NCCL alone")
+        assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == (
+            "cuBLAS + NCCL",
+            "cuBLAS alone",
+            "NCCL alone",
+        )
         assert result["flops"] == 3 * 2 * 8 * 16 * 24
         assert result["link_bytes"] == 3 * 4 * columns * 4
         assert report.fastest_impl(result)[0] in ("fused", "unfused")
@@ -94,8 +108,8 @@ def test_every_transport(ranks, operator):
     for result in ranks(2).run(_compare, operator):
         carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
         assert carried == {
-            "fused, tile stores", "fused, SM stores", "cuBLAS, mapped output, natural", "cuBLAS, mapped output, rotated",
-            "cuBLAS in parts, copy engines",
+            "fused, tile stores", "fused, SM stores", "cuBLAS, mapped output, natural",
+            "cuBLAS, mapped output, rotated", "cuBLAS in parts, copy engines",
             "counted product, copy engines", "counted product, copy engines, 2 pieces a rank",
             "counted product, copy engines, 4 pieces a rank", "cuBLAS + NCCL",
         }  # fmt: skip
@@ -115,7 +129,11 @@ def test_kernels_of_a_trace():
         {"cat": "kernel", "name": "sum", "dur": 2.0, "args": {"grid": [4, 2, 1]}},
     ]
     found = kernels(events, 2)
-    assert found == [Kernel("product", 132, 11.0, 1.0), Kernel("Memcpy PtoP", 0, 4.5, 1.0), Kernel("sum", 8, 2.0, 0.5)]
+    assert found == [
+        Kernel("product", 132, 11.0, 1.0),
+        Kernel("Memcpy PtoP", 0, 4.5, 1.0),
+        Kernel("sum", 8, 2.0, 0.5),
+    ]
 
 
 @pytest.mark.parametrize("text", ["8192x8192", "0x8x8", "axbxc"])

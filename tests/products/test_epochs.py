@@ -1,4 +1,5 @@
-"""Operators after very many calls: numbers of calls that come again, and what calls long ago left behind.
+"""Operators after very many calls: numbers of calls that come again, and what calls long ago left
+behind.
 
 Nobody makes 16 million calls in a test: the cells that count them are set by hand.
 """
@@ -23,7 +24,8 @@ from tests.ops.mixture_of_experts.calls import run_one as run_moe
 
 _EPOCHS = 1 << 24
 _CLEARING = (1 << 22) - 2  # the first call in which old signals are cleared
-_LAST_CLEARING = 3 * (1 << 22) - 2  # the last one that is not near the number where they begin again
+# The last one that is not near the number where they begin again
+_LAST_CLEARING = 3 * (1 << 22) - 2
 
 
 def _signals(group, block, count, kind=ctypes.c_int32):
@@ -47,15 +49,19 @@ def _jump(group, epoch):
 
 def _reduce_scatter(rows, inner, columns, rank):
     generator = torch.Generator().manual_seed(rank)
-    x, w = torch.randn(rows, inner, generator=generator), torch.randn(columns, inner, generator=generator)
+    x, w = (
+        torch.randn(rows, inner, generator=generator),
+        torch.randn(columns, inner, generator=generator),
+    )
     return lambda factor: interlace.gemm_reduce_scatter(factor * x, w, impl="fused")
 
 
 def _after_many_calls(first, then, again):
-    """A large call at an epoch, and another, ``again``, when the same number, or one near it, has come again.
+    """A large call at an epoch, and another, ``again``, when the same number, or one near it, has
+    come again.
 
-    Meanwhile only small calls were made, which set few signals. Rank 1 is late in the last call, so a signal of the first
-    call would be taken for one of the last.
+    Meanwhile only small calls were made, which set few signals. Rank 1 is late in the last call, so
+    a signal of the first call would be taken for one of the last.
     """
     rank, group = dist.get_rank(), group_of()
     group.release()  # signals of other tests may be of the same numbers
@@ -76,10 +82,19 @@ def _after_many_calls(first, then, again):
 
 @pytest.mark.parametrize(
     ("then", "again"),
-    [(5000, "a"), (4997, "a"), (5000, "b"), (_EPOCHS + 5000, "b"), (_EPOCHS + 1001, "b"), (2**31 - 2, "a")],
+    [
+        (5000, "a"),
+        (4997, "a"),
+        (5000, "b"),
+        (_EPOCHS + 5000, "b"),
+        (_EPOCHS + 1001, "b"),
+        (2**31 - 2, "a"),
+    ],
 )
 def test_a_signal_of_long_ago_does_not_pass_for_a_new_one(ranks, then, again):
-    """The same mark and number after all numbers have been used; another mark; cells that never wrapped, as they once did."""
+    """The same mark and number after all numbers have been used; another mark; cells that never
+    wrapped, as they once did.
+    """
     assert ranks(2).run(_after_many_calls, 5001, then, again) == [True, True]
 
 
@@ -101,7 +116,9 @@ def _operators(rank):
             tables = [random(9, rows // 2).requires_grad_(backward)] * (1 if rows < 8 else 4)
             lookups = 4 * len(tables)
             indices, offsets = torch.zeros(lookups, dtype=torch.int64), torch.arange(lookups + 1)
-            y = interlace.embedding_all_to_all(tables, indices, offsets, config=config, name=f"{rows}", batch_size=4)
+            y = interlace.embedding_all_to_all(
+                tables, indices, offsets, config=config, name=f"{rows}", batch_size=4
+            )
             if backward:
                 y.sum().backward()
             return [table.grad for table in tables] if backward else y
@@ -109,7 +126,9 @@ def _operators(rank):
         return call
 
     def product(operator, impl, **more):
-        return lambda rows: getattr(interlace, operator)(random(2 * rows, 16), random(2 * rows, 16), impl=impl, **more)
+        return lambda rows: getattr(interlace, operator)(
+            random(2 * rows, 16), random(2 * rows, 16), impl=impl, **more
+        )
 
     def mapped(rows):
         return interlace.gemm_reduce_scatter(random(64 * rows, 16), random(1024, 16), impl="mapped")
@@ -118,7 +137,13 @@ def _operators(rank):
         return run_moe(MoeCall(2, tokens=rows, routing="random" if rows > 4 else "one"))
 
     small = EmbeddingAllToAllConfig(
-        block_bags=4, max_programs=3, slice_blocks=1, push_programs=2, push_rows=4, update_programs=3, block_runs=4
+        block_bags=4,
+        max_programs=3,
+        slice_blocks=1,
+        push_programs=2,
+        push_rows=4,
+        update_programs=3,
+        block_runs=4,
     )
     return {
         "gemm_reduce_scatter": product("gemm_reduce_scatter", "fused"),
@@ -139,7 +164,9 @@ def _operators(rank):
 
 
 def _left_behind(epoch):
-    """For each operator: how many signals and words a large call at ``epoch`` leaves to a small one, and after clearing."""
+    """For each operator: how many signals and words a large call at ``epoch`` leaves to a small
+    one, and after clearing.
+    """
     found = {}
     for name, call in _operators(dist.get_rank()).items():
         group = group_of()
@@ -156,7 +183,9 @@ def _left_behind(epoch):
             for workspace in group._workspaces.values():
                 words = list(_signals(group, workspace.signals, workspace.signal_count))
                 if name.startswith(("one_shot", "two_phase")):
-                    words = list(_signals(group, workspace.data, workspace.half_bytes // 4, ctypes.c_int64))
+                    words = list(
+                        _signals(group, workspace.data, workspace.half_bytes // 4, ctypes.c_int64)
+                    )
                 count += sum(word & (_EPOCHS - 1) == epoch for word in words)
             counts.append(count)
             dist.barrier()
@@ -169,7 +198,9 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
     for found in ranks(2).run(_left_behind, 70001, timeout_s=120):
         for name, (at_once, later, cleared) in found.items():
             assert at_once > 0, name
-            assert cleared == 0, f"{name}: {cleared} signals of an old call are left, of {later} before"
+            assert cleared == 0, (
+                f"{name}: {cleared} signals of an old call are left, of {later} before"
+            )
 
 
 # Calls where numbers begin again
@@ -177,13 +208,18 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
 
 def _cells(group):
     """The numbers of every workspace's next call and of its next launch beside a kernel."""
-    return {name: (int(each.epochs[0]), int(each.side_epochs[0])) for name, each in group._workspaces.items()}
+    return {
+        name: (int(each.epochs[0]), int(each.side_epochs[0]))
+        for name, each in group._workspaces.items()
+    }
 
 
 def _move(group, used, epoch):
-    """Let the next calls of the workspaces ``used`` be of ``epoch``, or one less, so that parity goes on alternating.
+    """Let the next calls of the workspaces ``used`` be of ``epoch``, or one less, so that parity
+    goes on alternating.
 
-    Cells that their calls do not change stay as they are, and so do signals but for those that carry a number alone.
+    Cells that their calls do not change stay as they are, and so do signals but for those that
+    carry a number alone.
     """
     group.synchronize()
     dist.barrier()  # no rank has a call under way
@@ -204,9 +240,10 @@ def _move(group, used, epoch):
 def _call_until(group, prepared, used, last, when):
     """What went wrong in calls until every workspace has had the call of number ``last``.
 
-    The first case is called at 1 and 2 and every seventh number from there on, the others in between. So none of the calls
-    from 3 to ``2**24 - 2`` that are made here hides what the first case has left at 1 and 2 from its calls at 1 and 2.
-    Ranks take turns in being late: each passes a number both before the other one and after it.
+    The first case is called at 1 and 2 and every seventh number from there on, the others in
+    between. So none of the calls from 3 to ``2**24 - 2`` that are made here hides what the first
+    case has left at 1 and 2 from its calls at 1 and 2. Ranks take turns in being late: each passes
+    a number both before the other one and after it.
     """
     first, *others = prepared
     wrong, calls, number = [], 0, _cells(group)[next(iter(used))][0]
@@ -219,7 +256,10 @@ def _call_until(group, prepared, used, last, when):
         counts = case.check(calls % 3)
         if any(counts):
             numbers = {name: each for name, each in before.items() if each != _cells(group)[name]}
-            wrong.append(f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; numbers {numbers}")
+            wrong.append(
+                f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; "
+                f"numbers {numbers}"
+            )
         calls, number = calls + 1, 1 if number == _EPOCHS - 2 else number + 1
     return wrong
 
@@ -227,7 +267,8 @@ def _call_until(group, prepared, used, last, when):
 def _fill_counters(group, used):
     """Bring every counter that only grows close to 2**31; how many there were.
 
-    Between two launches they are multiples of ``MAX_PROGRAMS``; all other signals among them have marks.
+    Between two launches they are multiples of ``MAX_PROGRAMS``; all other signals among them have
+    marks.
     """
     filled = 0
     for name in used:
@@ -245,7 +286,8 @@ def _where_numbers_begin_again(operator, impl):
     group = group_of()
     group.release()  # other tests may have left signals of numbers that come again here
     cases = [case for case in every_case(group.world_size, [operator]) if case.impl == impl]
-    prepared = [case.prepare(seeds=(0, 1, 2)) for case in reversed(cases)]  # the last one sets most signals
+    # The last one sets most signals
+    prepared = [case.prepare(seeds=(0, 1, 2)) for case in reversed(cases)]
     for case in prepared:  # memory grows before numbers are set
         case.run()
     used = {name: beside > 1 for name, (number, beside) in _cells(group).items() if number > 1}
@@ -257,7 +299,8 @@ def _where_numbers_begin_again(operator, impl):
     wrong = _call_until(group, prepared, used, 3, "at first")
     _move(group, used, _CLEARING - 1)
     wrong += _call_until(group, prepared, used, _CLEARING + 1, "where signals are cleared")
-    # The last clearing before numbers come again: without it, signals of the first calls would pass for new ones.
+    # The last clearing before numbers come again: without it, signals of the first calls would pass
+    # for new ones.
     _move(group, used, _LAST_CLEARING)
     wrong += _call_until(group, prepared, used, _LAST_CLEARING, "where signals are cleared again")
     _move(group, used, _EPOCHS - 4)
@@ -269,10 +312,17 @@ def _where_numbers_begin_again(operator, impl):
 
 @pytest.mark.parametrize(
     ("operator", "impl"),
-    [(operator, impl) for operator, impls in IMPLEMENTATIONS.items() for impl in impls if impl != "unfused" and operator != KERNEL],
+    [
+        (operator, impl)
+        for operator, impls in IMPLEMENTATIONS.items()
+        for impl in impls
+        if impl != "unfused" and operator != KERNEL
+    ],
 )
 def test_calls_where_numbers_begin_again(ranks, operator, impl):
-    """Calls around 2**22, where old signals are cleared, and around 2**24; counters that only grow pass 2**31."""
+    """Calls around 2**22, where old signals are cleared, and around 2**24; counters that only grow
+    pass 2**31.
+    """
     for wrong, used, counters in ranks(2).run(_where_numbers_begin_again, operator, impl):
         assert not wrong, "\n".join(wrong)
         assert used
@@ -280,7 +330,8 @@ def test_calls_where_numbers_begin_again(ranks, operator, impl):
 
 
 def _where_the_host_counts():
-    """Wrong elements of each call of a kernel whose calls the host counts, from number ``2**24 - 4`` on.
+    """Wrong elements of each call of a kernel whose calls the host counts, from number ``2**24 -
+    4`` on.
 
     The last rank signals the first one long before the others: that one is a call ahead of those.
     """

@@ -1,4 +1,6 @@
-"""Products and collectives at once: traffic equal to the costs, many calls under faults, a peer that never calls."""
+"""Products and collectives at once: traffic equal to the costs, many calls under faults, a peer
+that never calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import AllGatherGemmConfig, Faults, GemmAllReduceConfig, GemmAllToAllConfig, GemmReduceScatterConfig
+from interlace import (
+    AllGatherGemmConfig,
+    Faults,
+    GemmAllReduceConfig,
+    GemmAllToAllConfig,
+    GemmReduceScatterConfig,
+)
 from interlace.comm import MAX_PROGRAMS
 from interlace.language import primitives
 from interlace.products.choice import ANY_ROWS
@@ -40,17 +48,36 @@ OWNED = [7, 0, 19, 6]
 
 def _config(operator, **more):
     """Several tiles a rank, several programs, a turn of destinations that does not divide anything."""
-    sizes = {"block_m": 16, "block_n": 16, "block_k": 16, "max_programs": 3, "interleave": 2, "group_m": 2} | more
+    sizes = {
+        "block_m": 16,
+        "block_n": 16,
+        "block_k": 16,
+        "max_programs": 3,
+        "interleave": 2,
+        "group_m": 2,
+    } | more
     return _CONFIGS[operator](**sizes)
 
 
 def _call(operator, rows, columns, inner, dtype="float32", splits=None, impl="fused", **more):
-    return Call(operator, rows, columns, inner, dtype, splits=splits, impl=impl, config=_config(operator, **more))
+    return Call(
+        operator,
+        rows,
+        columns,
+        inner,
+        dtype,
+        splits=splits,
+        impl=impl,
+        config=_config(operator, **more),
+    )
 
 
 def _calls(operator, impl):
     """Even, and uneven where the operator takes splits; float8, whose scales travel where rows do."""
-    found = [_call(operator, 36, 40, 20, impl=impl), _call(operator, 64, 33, 24, "float8", impl=impl, max_programs=1)]
+    found = [
+        _call(operator, 36, 40, 20, impl=impl),
+        _call(operator, 64, 33, 24, "float8", impl=impl, max_programs=1),
+    ]
     if operator != "gemm_all_reduce":
         splits = SENT if operator == "gemm_all_to_all" else OWNED
         found.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits, impl))
@@ -70,8 +97,9 @@ def _with_traffic(calls):
 def _cost(call, rank, world_size):
     cost = importlib.import_module(f"interlace.costs.{call.operator}").fused
     sizes = {
-        "rows": call.rows_of(rank), "columns": call.columns, "inner": call.inner, "itemsize": DTYPES[call.dtype].itemsize,
-        "world_size": world_size, "output_itemsize": call.result_dtype.itemsize,
+        "rows": call.rows_of(rank), "columns": call.columns, "inner": call.inner,
+        "itemsize": DTYPES[call.dtype].itemsize, "world_size": world_size,
+        "output_itemsize": call.result_dtype.itemsize,
     }  # fmt: skip
     if call.operator == "all_gather_gemm":
         sizes["rows"] = sum(call.rows_of(each) for each in range(world_size))
@@ -91,25 +119,42 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
     check_all(calls, [[y for y, _, _ in answer] for answer in answers])
     for rank, answer in enumerate(answers):
         for i, (call, (_, put, fetched)) in enumerate(zip(calls, answer, strict=True)):
-            besides = 0 if operator in ("gemm_reduce_scatter", "all_gather_gemm") else _GRANT_BYTES * (world_size - 1)
-            if (operator, impl) == ("gemm_reduce_scatter", "split"):  # in pieces of as many rows as a tile has
+            besides = (
+                0
+                if operator in ("gemm_reduce_scatter", "all_gather_gemm")
+                else _GRANT_BYTES * (world_size - 1)
+            )
+            if (operator, impl) == (
+                "gemm_reduce_scatter",
+                "split",
+            ):  # in pieces of as many rows as a tile has
                 owned = call.splits or balanced(call.rows, world_size)
-                besides = _STAMP_BYTES * sum(ceil_div(rows, 16) for peer, rows in enumerate(owned) if peer != rank)
+                besides = _STAMP_BYTES * sum(
+                    ceil_div(rows, 16) for peer, rows in enumerate(owned) if peer != rank
+                )
             if operator == "all_gather_gemm" and call.dtype == "float8":
                 besides = _SCALE_BYTES * call.rows_of(rank) * (world_size - 1)
-            if (operator, impl) == ("all_gather_gemm", "mapped"):  # copies take the padding of rows along, stores do not
+            if (operator, impl) == (
+                "all_gather_gemm",
+                "mapped",
+            ):  # copies take the padding of rows along, stores do not
                 dtype = DTYPES[call.dtype]
                 padding = (padded_columns(call.inner, dtype) - call.inner) * dtype.itemsize
                 besides = -padding * call.rows_of(rank) * (world_size - 1)
             expected = _cost(call, rank, world_size).link_bytes + besides
             taken = sum(other[i][2].get(rank, 0) for other in answers)
             fetches = operator == "all_gather_gemm" and impl != "mapped"
-            assert (sum(put.values()), taken) == ((0, expected) if fetches else (expected, 0)), (rank, call)
+            assert (sum(put.values()), taken) == ((0, expected) if fetches else (expected, 0)), (
+                rank,
+                call,
+            )
             assert rank not in put | fetched
 
 
 def _under_faults(batch, count, faults):
-    """Calls in turn, under faults of this rank's own: indices of those that are not right bit by bit."""
+    """Calls in turn, under faults of this rank's own: indices of those that are not right bit by
+    bit.
+    """
     expected = [call.make() for call in batch]
     wrong = []
     with interlace.inject(dataclasses.replace(faults, seed=dist.get_rank())):
@@ -123,7 +168,9 @@ def _under_faults(batch, count, faults):
 
 @pytest.mark.parametrize(("operator", "impl"), WAYS)
 def test_calls_back_to_back_with_slow_ranks(ranks, operator, impl):
-    """Shapes and grids change from call to call; puts come in any order. A stale slot, signal or ticket shows here."""
+    """Shapes and grids change from call to call; puts come in any order. A stale slot, signal or
+    ticket shows here.
+    """
     batch = [
         _call(operator, 36, 40, 20, impl=impl),
         _call(operator, 4, 9, 5, max_programs=1),
@@ -176,11 +223,15 @@ def test_results_stay_as_they_are(ranks, operator):
 
 
 def _settled(stamp):
-    """What becomes of a result of five elements whose call is the first, where ``stamp`` is what staging noted; and the epochs."""
+    """What becomes of a result of five elements whose call is the first, where ``stamp`` is what
+    staging noted; and the epochs.
+    """
     from interlace.products import staged
 
     y, epochs = torch.arange(5.0), torch.ones(MAX_PROGRAMS, dtype=torch.int32)
-    staged.settle_products[(2,)](y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4)
+    staged.settle_products[(2,)](
+        y, epochs, torch.tensor([1, stamp], dtype=torch.int32), 7 << 24, 2, 5, BLOCK=4
+    )
     return y.tolist(), epochs.unique().tolist()
 
 
@@ -192,7 +243,9 @@ def test_products_without_a_peers_rows_become_nan(ranks):
 
 
 def _without_rows(inner):
-    """Rank 1 owns no rows and waits for none; rank 0 is held up at every look at a signal, as by other work on its GPU."""
+    """Rank 1 owns no rows and waits for none; rank 0 is held up at every look at a signal, as by
+    other work on its GPU.
+    """
     generator = torch.Generator().manual_seed(dist.get_rank())
     operands = [[torch.randn(32, each, generator=generator) for _ in range(2)] for each in inner]
 
@@ -206,7 +259,9 @@ def _without_rows(inner):
             patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
         found = [call(*each) for each in operands]
     dist.barrier()
-    return [torch.allclose(one, other, atol=1e-4) for one, other in zip(found, expected, strict=True)]
+    return [
+        torch.allclose(one, other, atol=1e-4) for one, other in zip(found, expected, strict=True)
+    ]
 
 
 def _held_up(look):
@@ -218,12 +273,16 @@ def _held_up(look):
 
 
 def test_a_rank_without_rows_may_be_one_call_ahead(ranks):
-    """That it is done with the next call, which has another mark, must not hide that it is done with this one."""
+    """That it is done with the next call, which has another mark, must not hide that it is done
+    with this one.
+    """
     assert ranks(2).run(_without_rows, (16, 48)) == [[True, True]] * 2
 
 
 def _left_by_an_absent_peer(call):
-    """What rank 0 is left with where rank 1 does not come, as on a GPU, where the error comes with the next call."""
+    """What rank 0 is left with where rank 1 does not come, as on a GPU, where the error comes with
+    the next call.
+    """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     call(process_group.group_name)
@@ -241,19 +300,25 @@ def _left_by_an_absent_peer(call):
 def _gathered_rows(name, impl, dtype):
     """The peer's rows, multiplied and as they are."""
     x, w = torch.ones(16, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
-    y, gathered = torch.ops.interlace.all_gather_gemm(x, w, None, None, None, None, dtype, True, name, impl, "")
+    y, gathered = torch.ops.interlace.all_gather_gemm(
+        x, w, None, None, None, None, dtype, True, name, impl, ""
+    )
     return y[16:], gathered[16:].float()
 
 
 @pytest.mark.parametrize("impl", ["fused", "split", "mapped"])
 def test_rows_that_do_not_come_are_gathered_as_nan(ranks, impl):
     """Autograd keeps them for the weight's gradient."""
-    outcomes = ranks(2).run(_left_by_an_absent_peer, functools.partial(_gathered_rows, impl=impl, dtype=torch.bfloat16))
+    outcomes = ranks(2).run(
+        _left_by_an_absent_peer, functools.partial(_gathered_rows, impl=impl, dtype=torch.bfloat16)
+    )
     assert outcomes == [([True, True], True), (None, False)]
 
 
 def _gathered_batch(name, impl):
-    y, received = torch.ops.interlace.all_to_all_bmm(torch.ones(8, 4), torch.ones(2, 4, 3), name, impl)
+    y, received = torch.ops.interlace.all_to_all_bmm(
+        torch.ones(8, 4), torch.ones(2, 4, 3), name, impl
+    )
     return y[:, 2:], received[:, 2:]
 
 
@@ -264,13 +329,19 @@ def test_a_batch_that_does_not_come_is_nan(ranks, impl):
 
 
 def _padding_that_libraries_see(call, module, product):
-    """Whether rows are padded where a library multiplies them, and what is in the padding, in all calls."""
+    """Whether rows are padded where a library multiplies them, and what is in the padding, in all
+    calls.
+    """
     found = []
     multiply = getattr(module, product)
 
     def watched(first, second, *rest, **more):
         for operand in (first, second):
-            if isinstance(operand, torch.Tensor) and operand.dim() > 1 and operand.stride(-2) > operand.shape[-1] > 1:
+            if (
+                isinstance(operand, torch.Tensor)
+                and operand.dim() > 1
+                and operand.stride(-2) > operand.shape[-1] > 1
+            ):
                 wide = operand.stride(-2)
                 whole = operand.as_strided((*operand.shape[:-1], wide), operand.stride())
                 found.append(bool((whole[..., operand.shape[-1] :] == 0).all()))
@@ -288,7 +359,9 @@ def _padded_gather(name, impl):
     rows = [9, 4, 8, 0][: dist.get_world_size()]
     for inner in (37, 29):  # memory is used again, with another row length
         x, w = torch.ones(rows[dist.get_rank()], inner).bfloat16(), torch.ones(6, inner).bfloat16()
-        y = torch.ops.interlace.all_gather_gemm(x, w, None, None, None, rows, x.dtype, True, name, impl, "")[0]
+        y = torch.ops.interlace.all_gather_gemm(
+            x, w, None, None, None, rows, x.dtype, True, name, impl, ""
+        )[0]
         assert torch.equal(y, torch.full_like(y, inner))
 
 
@@ -303,13 +376,20 @@ def _padding(kind, impl):
     from interlace.ops.all_gather_gemm import launch
 
     if kind == "gather":
-        return _padding_that_libraries_see(functools.partial(_padded_gather, impl=impl), launch, "multiply_into")
+        return _padding_that_libraries_see(
+            functools.partial(_padded_gather, impl=impl), launch, "multiply_into"
+        )
     return _padding_that_libraries_see(functools.partial(_padded_batch, impl=impl), torch, "bmm")
 
 
-@pytest.mark.parametrize(("kind", "impl"), [("gather", "split"), ("gather", "mapped"), ("batch", "fused"), ("batch", "mapped")])
+@pytest.mark.parametrize(
+    ("kind", "impl"),
+    [("gather", "split"), ("gather", "mapped"), ("batch", "fused"), ("batch", "mapped")],
+)
 def test_padding_beside_what_a_library_reads_is_zero(ranks, kind, impl):
-    """A product of bfloat16 may multiply it by zero (AMX does), which turns memory that nobody wrote into NaN."""
+    """A product of bfloat16 may multiply it by zero (AMX does), which turns memory that nobody
+    wrote into NaN.
+    """
     for found in ranks(4).run(_padding, kind, impl):
         assert found
         assert all(found)

@@ -1,4 +1,6 @@
-"""What all operators around a product refuse, with its message; what they make of odd layouts; their configurations."""
+"""What all operators around a product refuse, with its message; what they make of odd layouts;
+their configurations.
+"""
 
 import importlib
 import re
@@ -68,21 +70,31 @@ def test_bad_arguments(operator, x, w, more, message):
 def test_an_implementation_that_does_not_exist(operator):
     carried = "mapped, split" if operator == "all_gather_gemm" else "mapped, split, triggered"
     impls = f"auto, fused, {carried}, unfused"
-    with pytest.raises(ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"):
+    with pytest.raises(
+        ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"
+    ):
         getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl="fast")
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_configuration_is_another_operators(operator):
     other = interlace.GemvAllReduceConfig()
-    with pytest.raises(ArgumentError, match=rf"^{operator}: config must be a \w+Config; got GemvAllReduceConfig\.$"):
+    with pytest.raises(
+        ArgumentError, match=rf"^{operator}: config must be a \w+Config; got GemvAllReduceConfig\.$"
+    ):
         getattr(interlace, operator)(_t(2, 4), _t(5, 4), config=other)
 
 
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        (torch.tensor([2]), "must be a list of rows, an integer for each rank; got Tensor. Call .tolist() on a tensor."),
+        (
+            torch.tensor([2]),
+            (
+                "must be a list of rows, an integer for each rank; got Tensor. Call .tolist() on "
+                "a tensor."
+            ),
+        ),
         ([2.0], "must hold integers; got 2.0."),
         ([1, 1], "must have an entry for each of 1 ranks; got [1, 1]."),
         ([-2], "must not be negative; got [-2]."),
@@ -104,10 +116,13 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch):
     with pytest.raises(BackendError) as caught:
         operands.require_supported("gemm_all_reduce")
     assert str(caught.value) == (
-        "gemm_all_reduce: float8_e4m3fn must run on a GPU of compute capability 8.9 or later; got NVIDIA A100 with 8.0. "
+        "gemm_all_reduce: float8_e4m3fn must run on a GPU of compute capability 8.9 or later; got "
+        "NVIDIA A100 with 8.0. "
         "It supports float16, bfloat16 and float32."
     )
-    Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16).require_supported("gemm_all_reduce")
+    Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16).require_supported(
+        "gemm_all_reduce"
+    )
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16])
@@ -115,7 +130,12 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch):
 def test_kernels_get_aligned_operands(dtype, inner):
     """Views at odd places, rows too close, columns apart: copied. What is aligned is not."""
     buffer = torch.randn(64, 64).to(dtype)
-    for x in (buffer[:5, :inner], buffer[:5, 3 : 3 + inner], buffer[:inner, :5].T, buffer.flatten()[: 5 * inner].view(5, inner)):
+    for x in (
+        buffer[:5, :inner],
+        buffer[:5, 3 : 3 + inner],
+        buffer[:inner, :5].T,
+        buffer.flatten()[: 5 * inner].view(5, inner),
+    ):
         for w in (buffer[9:12, :inner], buffer[:inner, :3].T, buffer[:inner, 5:8].T):
             operands = Operands(x, w, None, None, None, dtype).for_kernel()
             assert torch.equal(operands.x, x)
@@ -123,7 +143,10 @@ def test_kernels_get_aligned_operands(dtype, inner):
             assert contiguous_dimension(operands.x) == 1
             for matrix, along in ((operands.x, 1), (operands.w, contiguous_dimension(w))):
                 assert matrix.data_ptr() % ALIGNMENT_BYTES == 0
-                assert matrix.stride(1 - along) * dtype.itemsize % ALIGNMENT_BYTES == 0 or matrix.shape[1 - along] == 1
+                assert (
+                    matrix.stride(1 - along) * dtype.itemsize % ALIGNMENT_BYTES == 0
+                    or matrix.shape[1 - along] == 1
+                )
     operands = Operands(buffer[:5], buffer[:3], None, None, None, dtype)
     assert operands.for_kernel().x is operands.x
     assert operands.for_kernel().w is operands.w
@@ -161,7 +184,9 @@ def test_descriptors_of_matrices_without_elements_have_an_address(shape):
     ],
 )
 def test_bad_configurations(change, message):
-    with pytest.raises(ArgumentError, match=f"^{re.escape('GemmReduceScatterConfig: ' + message)}$"):
+    with pytest.raises(
+        ArgumentError, match=f"^{re.escape('GemmReduceScatterConfig: ' + message)}$"
+    ):
         GemmReduceScatterConfig(**change)
 
 
@@ -195,13 +220,11 @@ SAME = "a result of the dtype of x"
         ("gemm_reduce_scatter", 4, {"splits": [1, 3]}, EVEN),
         ("gemm_reduce_scatter", 4, {"splits": [2, 2]}, ""),
         ("gemm_reduce_scatter", 5, {"bias": _t(5, dtype=bf16), "out_dtype": bf16}, f"{EVEN} and {SAME} and no bias"),
-        ("gemm_all_reduce", 5, {}, EVEN),
-        ("gemm_all_reduce", 4, {"out_dtype": f32}, ""),
+        ("gemm_all_reduce", 5, {}, EVEN), ("gemm_all_reduce", 4, {"out_dtype": f32}, ""),
         ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [2, 2]}, ""),
         ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [3, 1]}, EVEN),
         ("gemm_all_to_all", 4, {"input_splits": [1, 3], "output_splits": [2, 2]}, EVEN),
-        ("all_gather_gemm", 4, {"splits": [4, 9]}, ""),
-        ("all_gather_gemm", 4, {"bias": _t(5)}, ""),
+        ("all_gather_gemm", 4, {"splits": [4, 9]}, ""), ("all_gather_gemm", 4, {"bias": _t(5)}, ""),
         ("all_gather_gemm", 4, {"out_dtype": bf16}, SAME),
     ],
 )  # fmt: skip
@@ -218,9 +241,15 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     text = interlace.explain(operator, _t(rows, 8), _t(5, 8), **options)
-    expected = f"unfused, because mapped must have {unmet}; measured." if unmet else "mapped, because measured."
+    expected = (
+        f"unfused, because mapped must have {unmet}; measured."
+        if unmet
+        else "mapped, because measured."
+    )
     assert text.endswith(f" on 2 ranks: {expected}")
-    assert asked == [{"all_gather_gemm": sum(options.get("splits", [rows, rows]))}.get(operator, rows)]
+    assert asked == [
+        {"all_gather_gemm": sum(options.get("splits", [rows, rows]))}.get(operator, rows)
+    ]
 
 
 @pytest.mark.parametrize("options", [{"bias": _t(5)}, {"out_dtype": bf16}, {}])
@@ -228,10 +257,14 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
 def test_a_call_runs_what_explain_says(monkeypatch, operator, options):
     """One rank, and a table that says mapped."""
     launch, ran = importlib.import_module(f"interlace.ops.{operator}.launch"), []
-    config = launch.choose(rows=4, columns=5, inner=8, dtype=f32, device=torch.device("cpu"), world_size=1).config
+    config = launch.choose(
+        rows=4, columns=5, inner=8, dtype=f32, device=torch.device("cpu"), world_size=1
+    ).config
     unfused = getattr(launch.reference, operator)
     monkeypatch.setattr(launch, "choose", lambda **_: Choice("mapped", config, "measured"))
-    monkeypatch.setattr(launch, "run_into_output", lambda how, *_, **__: ran.append(how) or _t(4, 5))
+    monkeypatch.setattr(
+        launch, "run_into_output", lambda how, *_, **__: ran.append(how) or _t(4, 5)
+    )
     monkeypatch.setattr(launch.reference, operator, lambda *a: ran.append("unfused") or unfused(*a))
     getattr(interlace, operator)(_t(4, 8), _t(5, 8), **options)
     assert f": {ran[0]}, because" in interlace.explain(operator, _t(4, 8), _t(5, 8), **options)

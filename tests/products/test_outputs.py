@@ -1,4 +1,6 @@
-"""``impl="mapped"``, ``"split"`` and ``"triggered"``: products whose output is carried to the peers as it is written."""
+"""``impl="mapped"``, ``"split"`` and ``"triggered"``: products whose output is carried to the peers
+as it is written.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,31 @@ CONFIGS = {
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_mapped_matches_float64(ranks, world_size, operator):
-    """Every dtype, w along either dimension, sizes that need padding; the same memory for several calls."""
+    """Every dtype, w along either dimension, sizes that need padding; the same memory for several
+    calls.
+    """
     sizes = [
         (16, 24, 20, "float32", "K"),
         (64, 1000, 12, "bfloat16", "N"),
         (8, 1024, 5, "float16", "K"),
         (64, 1000, 12, "bfloat16", "K"),
     ]
-    calls = [Call(operator, *size[:4], w_along=size[4], impl="mapped", seed=i) for i, size in enumerate(sizes)]
+    calls = [
+        Call(operator, *size[:4], w_along=size[4], impl="mapped", seed=i)
+        for i, size in enumerate(sizes)
+    ]
     check_all(calls, ranks(world_size).run(run, calls))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_triggered_matches_float64(ranks, world_size, operator):
-    """What mapped outputs do not take, too: biases, float8; tiles that the rows of a rank fill, and that they do not."""
-    config = CONFIGS[operator](block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0)
+    """What mapped outputs do not take, too: biases, float8; tiles that the rows of a rank fill, and
+    that they do not.
+    """
+    config = CONFIGS[operator](
+        block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0
+    )
     calls = [
         Call(operator, 128, 40, 20, bias=True, impl="triggered", config=config),
         Call(operator, 8, 1024, 5, "float16", w_along="N", impl="triggered", config=config, seed=1),
@@ -56,8 +67,12 @@ def test_triggered_matches_float64(ranks, world_size, operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_split_matches_float64(ranks, world_size, operator):
-    """Biases; rows that would have to be padded; rows for a rank in two pieces, the second one shorter."""
-    config = CONFIGS[operator](block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0)
+    """Biases; rows that would have to be padded; rows for a rank in two pieces, the second one
+    shorter.
+    """
+    config = CONFIGS[operator](
+        block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0
+    )
     calls = [
         Call(operator, 16, 24, 20, bias=True, impl="split"),
         Call(operator, 80 * world_size, 24, 20, bias=True, impl="split", config=config, seed=4),
@@ -76,7 +91,9 @@ def test_gradients(ranks, operator, impl):
 
 
 def _as_graphs(call, turns):
-    """Whether calls are right where each rank, in some of them, does what a graph does: all of it, and nothing on the host."""
+    """Whether calls are right where each rank, in some of them, does what a graph does: all of it,
+    and nothing on the host.
+    """
     group, random = interlace.group_of(), torch.Generator().manual_seed(dist.get_rank())
     right = []
 
@@ -100,7 +117,12 @@ def _as_graphs(call, turns):
     return right
 
 
-_KEPT = [(operator, impl) for operator in OPERATORS for impl in ("mapped", "split") if (operator, impl) not in ANY_ROWS]
+_KEPT = [
+    (operator, impl)
+    for operator in OPERATORS
+    for impl in ("mapped", "split")
+    if (operator, impl) not in ANY_ROWS
+]
 
 
 @pytest.mark.parametrize(("operator", "impl"), _KEPT)
@@ -111,7 +133,10 @@ def test_ranks_that_replay_graphs_in_some_calls(ranks, operator, impl):
 
 def _memory_of_many_sizes(impl):
     """Sizes come and go; what is kept is bounded, and ``release`` gives it back."""
-    group, config = interlace.group_of(), interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16)
+    group, config = (
+        interlace.group_of(),
+        interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
+    )
     w = torch.ones(512, 4)
     for rows in range(2, 28, 2):
         Call("gemm_all_reduce", rows, 512, 4, impl=impl, config=config).make()
@@ -120,7 +145,9 @@ def _memory_of_many_sizes(impl):
     unasked = []
     for rows in (40, 26):
         operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
-        y = run_into_output(impl, "all_reduce", operands, group, dist.group.WORLD, config, replace=False)
+        y = run_into_output(
+            impl, "all_reduce", operands, group, dist.group.WORLD, config, replace=False
+        )
         unasked.append(y is None)
     interlace.synchronize()
     group.release()
@@ -133,14 +160,23 @@ def test_memory_is_bounded(ranks, impl):
 
 
 def _sum_of(rows, impl, process_group, replace):
-    """The all-reduce of ones ``[rows, 4] @ [4, 512]`` by ``impl``; None if there is no output for it."""
-    group, config = interlace.group_of(process_group), interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16)
+    """The all-reduce of ones ``[rows, 4] @ [4, 512]`` by ``impl``; None if there is no output for
+    it.
+    """
+    group, config = (
+        interlace.group_of(process_group),
+        interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
+    )
     operands = Operands(torch.ones(rows, 4), torch.ones(512, 4), None, None, None, torch.float32)
-    return run_into_output(impl, "all_reduce", operands, group, process_group, config, replace=replace)
+    return run_into_output(
+        impl, "all_reduce", operands, group, process_group, config, replace=replace
+    )
 
 
 def _captured_on_one_rank():
-    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone: which are kept when two more sizes come."""
+    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone: which are kept when two
+    more sizes come.
+    """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     for rows in range(2, 18, 2):
@@ -157,7 +193,9 @@ def test_ranks_give_up_the_same_output(ranks):
 
 
 def _without_driver(impl, replace):
-    """Rank 1 cannot map memory, or let copies wait: what comes of it, and of the same call once it can."""
+    """Rank 1 cannot map memory, or let copies wait: what comes of it, and of the same call once it
+    can.
+    """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     interlace.set_deadline(90.0, process_group)
@@ -179,13 +217,17 @@ def _without_driver(impl, replace):
 
 @pytest.mark.parametrize("impl", tuning.CARRIED)
 def test_ranks_fall_back_together(ranks, impl):
-    """One rank's driver refuses. No rank was asked for this implementation, so all take another one, now and later."""
+    """One rank's driver refuses. No rank was asked for this implementation, so all take another
+    one, now and later.
+    """
     assert ranks(2).run(_without_driver, impl, False) == [(None, None, False)] * 2
 
 
 @pytest.mark.parametrize("impl", tuning.CARRIED)
 def test_ranks_fail_together(ranks, impl):
-    """Where the implementation was asked for, every rank is told which one cannot, and the next call works."""
+    """Where the implementation was asked for, every rank is told which one cannot, and the next
+    call works.
+    """
     told, found = ranks(2).run(_without_driver, impl, True)
     assert told[0].endswith("must succeed on every rank; got on rank 1: the driver refuses.")
     assert found[0] == "the driver refuses."
@@ -194,10 +236,15 @@ def test_ranks_fail_together(ranks, impl):
 
 def _mostly_padding():
     """Six rows of 500 floats on two ranks fill whole pages only with rows of 1024."""
-    group, config = interlace.group_of(), interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16)
+    group, config = (
+        interlace.group_of(),
+        interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16),
+    )
     operands = Operands(torch.ones(6, 4), torch.ones(500, 4), None, None, None, torch.float32)
     call = "mapped", "reduce_scatter", operands, group, dist.group.WORLD, config
-    return run_into_output(*call, replace=False) is None, error_of(lambda: run_into_output(*call, replace=True))[0]
+    return run_into_output(*call, replace=False) is None, error_of(
+        lambda: run_into_output(*call, replace=True)
+    )[0]
 
 
 def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
@@ -210,18 +257,36 @@ def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
         (Call("gemm_reduce_scatter", 7, 8, 4, impl="mapped"), "rows that are split evenly"),
         (Call("gemm_all_to_all", 8, 8, 4, bias=True, impl="mapped"), "no bias"),
         (Call("gemm_all_reduce", 8, 8, 4, "float8", impl="mapped"), "a result of the dtype of x"),
-        (Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="mapped"), "rows that are split evenly and no bias"),
-        (Call("gemm_all_reduce", 7, 8, 4, "float8", impl="split"), "rows that are split evenly and a result of the dtype of x"),
-        (Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="split"), "a result of the dtype of x"),
-        (Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"), "rows that are split evenly"),
+        (
+            Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="mapped"),
+            "rows that are split evenly and no bias",
+        ),
+        (
+            Call("gemm_all_reduce", 7, 8, 4, "float8", impl="split"),
+            "rows that are split evenly and a result of the dtype of x",
+        ),
+        (
+            Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="split"),
+            "a result of the dtype of x",
+        ),
+        (
+            Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"),
+            "rows that are split evenly",
+        ),
         (Call("all_gather_gemm", 7, 8, 4, "float8", impl="split"), "a result of the dtype of x"),
-        (Call("all_gather_gemm", 7, 8, 4, "float16", out_dtype="float32", impl="split"), "a result of the dtype of x"),
+        (
+            Call("all_gather_gemm", 7, 8, 4, "float16", out_dtype="float32", impl="split"),
+            "a result of the dtype of x",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(ranks, call, missing):
     for kind, message in ranks(2).run(_refused, call):
         assert kind == "ArgumentError"
-        assert message == f"{call.operator}: impl={call.impl!r} must have {missing}. Take impl='auto', 'fused' or 'unfused'."
+        assert (
+            message
+            == f"{call.operator}: impl={call.impl!r} must have {missing}. Take impl='auto', 'fused' or 'unfused'."
+        )
 
 
 def _refused(call):

@@ -14,7 +14,9 @@ A2A, RS, AR, AG = "gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "
 
 def _call(operator, x=(4, 8), w=(6, 8), dtype=torch.float32, bias=False, **options):
     more = {"bias": torch.zeros(w[0], dtype=dtype)} if bias else {}
-    return getattr(interlace, operator)(torch.zeros(x, dtype=dtype), torch.zeros(w, dtype=dtype), **more, **options)
+    return getattr(interlace, operator)(
+        torch.zeros(x, dtype=dtype), torch.zeros(w, dtype=dtype), **more, **options
+    )
 
 
 # Operator, each rank's arguments, the error on both ranks.
@@ -69,11 +71,15 @@ def _all_cases():
 
 def test_ranks_that_disagree_are_told_on_every_rank(ranks):
     for outcomes in ranks(2).run(_all_cases):
-        for (operator, *_, message), (error, good, broken) in zip(CASES + BAD, outcomes, strict=True):
+        for (operator, *_, message), (error, good, broken) in zip(
+            CASES + BAD, outcomes, strict=True
+        ):
             mismatch = (operator, message) in [(case[0], case[3]) for case in CASES]
             assert error is not None, message
             assert error[0] == ("RankMismatchError" if mismatch else "ArgumentError")
-            assert error[1] == f"{operator}: {message}" + (" Nothing was computed." if mismatch else "")
+            assert error[1] == f"{operator}: {message}" + (
+                " Nothing was computed." if mismatch else ""
+            )
             assert good
             assert not broken
 
@@ -82,7 +88,8 @@ def test_splits_are_given_together():
     with pytest.raises(interlace.ArgumentError) as caught:
         _call(A2A, output_splits=[4])
     assert str(caught.value) == (
-        "gemm_all_to_all: input_splits and output_splits must be given together; got output_splits only. "
+        "gemm_all_to_all: input_splits and output_splits must be given together; got "
+        "output_splits only. "
         "Pass input_splits too, or neither for an even split."
     )
 
@@ -94,7 +101,11 @@ def _x_too_long():
 def test_rows_and_splits_that_never_fit(ranks):
     messages = [error[:2] for error in ranks(2).run(_x_too_long)]
     assert messages == [
-        ("ArgumentError", f"all_gather_gemm: x must have as many rows as splits say, 4 on rank {rank}; got 5.") for rank in range(2)
+        (
+            "ArgumentError",
+            f"all_gather_gemm: x must have as many rows as splits say, 4 on rank {rank}; got 5.",
+        )
+        for rank in range(2)
     ]
 
 
@@ -109,4 +120,7 @@ def _too_large():
 def test_groups_that_are_too_large(ranks):
     for errors in ranks(2).run(_too_large):
         for operator, error in zip((A2A, RS, AR, AG), errors, strict=True):
-            assert error[:2] == ("GroupError", f"{operator}: a group must have at most 1 ranks; got 2.")
+            assert error[:2] == (
+                "GroupError",
+                f"{operator}: a group must have at most 1 ranks; got 2.",
+            )

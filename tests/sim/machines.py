@@ -9,7 +9,9 @@ from interlace.sim.machine import Machine
 
 
 def machine(**changes: Any) -> Machine:
-    """A machine without overheads. ``changes`` replace values in gpu, collectives and network by key."""
+    """A machine without overheads. ``changes`` replace values in gpu, collectives and network by
+    key.
+    """
     data: dict[str, Any] = {
         "name": "test",
         "gpu": {
@@ -34,5 +36,7 @@ def machine(**changes: Any) -> Machine:
         "network": {"topology": "switch", "link_bytes_per_s": 1e9, "latency_ns": 0},
     }
     for key, value in changes.items():
-        next(part for part in (data["gpu"], data["collectives"], data["network"]) if key in part)[key] = value
+        next(part for part in (data["gpu"], data["collectives"], data["network"]) if key in part)[
+            key
+        ] = value
     return parse(Machine, data, "test machine")

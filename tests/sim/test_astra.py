@@ -1,4 +1,6 @@
-"""The compatibility mode: recorded runs to the nanosecond, its rules one by one, bad input, Chakra traces."""
+"""The compatibility mode: recorded runs to the nanosecond, its rules one by one, bad input, Chakra
+traces.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ CASES = json.loads(packaged_cases().read_text(encoding="utf-8"))
 
 def ring(count: int = 4, **changes: Any) -> Network:
     return parse(
-        Network, {"topology": ["Ring"], "npus_count": [count], "bandwidth": [1e9 / GIB], "latency": [10.0], **changes}, "test"
+        Network,
+        {
+            "topology": ["Ring"],
+            "npus_count": [count],
+            "bandwidth": [1e9 / GIB],
+            "latency": [10.0],
+            **changes,
+        },
+        "test",
     )
 
 
@@ -34,18 +44,27 @@ def collective(kind: str, size: int) -> list[Node]:
 
 
 def run_all(network: Network, system: dict[str, Any], graph: list[Node], aware: bool = True) -> Any:
-    return run(network, parse(System, system, "test"), [graph] * network.npus, congestion_aware=aware)
+    return run(
+        network, parse(System, system, "test"), [graph] * network.npus, congestion_aware=aware
+    )
 
 
-@pytest.mark.parametrize("case", CASES["collectives"] + CASES["overlap"], ids=lambda case: case["id"])
+@pytest.mark.parametrize(
+    "case", CASES["collectives"] + CASES["overlap"], ids=lambda case: case["id"]
+)
 def test_recorded_runs_are_met_to_the_nanosecond(case: dict[str, Any]) -> None:
     """One set of semantics for all of them; these are ASTRA-sim's own outputs."""
-    network, system = parse(Network, case["network"], "network"), parse(System, case["system"], "system")
+    network, system = (
+        parse(Network, case["network"], "network"),
+        parse(System, case["system"], "system"),
+    )
     if "collective" in case:
         graph = collective(case["collective"], case["comm_size_bytes_per_npu"])
     else:
         graph = describe(case["workload"], "case")
-    report = run(network, system, [graph] * network.npus, congestion_aware="unaware" not in case["backend"])
+    report = run(
+        network, system, [graph] * network.npus, congestion_aware="unaware" not in case["backend"]
+    )
     assert (max(report.end_ns), min(report.end_ns)) == (case["time_ns_max"], case["time_ns_min"])
     if "exposed_comm_ns" in case:
         assert sorted(set(report.exposed_ns)) == case["exposed_comm_ns"]
@@ -60,20 +79,31 @@ def test_the_recorded_dlrm_graph() -> None:
     graph = read_graph(CASES["dlrm_graph"]["graph"], "graph")
     network = parse(Network, case["network"], "network")
     report = run(network, parse(System, case["system"], "system"), [graph] * network.npus)
-    assert [list(pair) for pair in set(zip(report.end_ns, report.exposed_ns, strict=True))] == case["times_ns_and_exposed_comm_ns"]
+    assert [list(pair) for pair in set(zip(report.end_ns, report.exposed_ns, strict=True))] == case[
+        "times_ns_and_exposed_comm_ns"
+    ]
 
 
 def test_two_runs_are_the_same() -> None:
     network = ring(8)
     first, second = (
-        run_all(network, {"all-to-all-implementation": ["direct"]}, collective("all_to_all", 80_000)) for _ in range(2)
+        run_all(
+            network, {"all-to-all-implementation": ["direct"]}, collective("all_to_all", 80_000)
+        )
+        for _ in range(2)
     )
     assert first == second
 
 
 def test_ring_all_gather_by_hand() -> None:
-    """3 steps of a 1000 B shard: endpoint 10, link 10 + 1000; and the last packet passes the endpoint again."""
-    report = run_all(ring(4), {"all-gather-implementation": ["ring"], "endpoint-delay": 10}, collective("all_gather", 1000))
+    """3 steps of a 1000 B shard: endpoint 10, link 10 + 1000; and the last packet passes the
+    endpoint again.
+    """
+    report = run_all(
+        ring(4),
+        {"all-gather-implementation": ["ring"], "endpoint-delay": 10},
+        collective("all_gather", 1000),
+    )
     assert report.end_ns == [3 * (10 + 1010) + 10] * 4
     assert report.sent_bytes == 4 * 3 * 1000
 
@@ -81,7 +111,9 @@ def test_ring_all_gather_by_hand() -> None:
 def test_a_reduction_takes_three_memory_passes() -> None:
     slow, fast = (
         run_all(
-            ring(4), {"reduce-scatter-implementation": ["ring"], "local-mem-bw": rate}, collective("reduce_scatter", 4000)
+            ring(4),
+            {"reduce-scatter-implementation": ["ring"], "local-mem-bw": rate},
+            collective("reduce_scatter", 4000),
         ).total_ns
         for rate in (1, 1e9)
     )
@@ -90,7 +122,10 @@ def test_a_reduction_takes_three_memory_passes() -> None:
 
 def test_shared_links_wait_only_where_congestion_is_modelled() -> None:
     """Direct all-to-all on a ring of 4: six hops of 1000 B share each node's two links, or do not."""
-    aware, unaware = (run_all(ring(4), {}, collective("all_to_all", 4000), aware).total_ns for aware in (True, False))
+    aware, unaware = (
+        run_all(ring(4), {}, collective("all_to_all", 4000), aware).total_ns
+        for aware in (True, False)
+    )
     assert unaware == 10 + (2 * 10 + 1000) + 10
     assert aware > 3000
 
@@ -98,9 +133,14 @@ def test_shared_links_wait_only_where_congestion_is_modelled() -> None:
 def test_splits_are_chunks_and_active_chunks_a_limit() -> None:
     network = ring(4)
     whole = run_all(network, {}, collective("all_reduce", 64_000), aware=False).total_ns
-    one_by_one = run_all(network, {"preferred-dataset-splits": 4}, collective("all_reduce", 64_000), aware=False).total_ns
+    one_by_one = run_all(
+        network, {"preferred-dataset-splits": 4}, collective("all_reduce", 64_000), aware=False
+    ).total_ns
     together = run_all(
-        network, {"preferred-dataset-splits": 4, "active-chunks-per-dimension": 4}, collective("all_reduce", 64_000), aware=False
+        network,
+        {"preferred-dataset-splits": 4, "active-chunks-per-dimension": 4},
+        collective("all_reduce", 64_000),
+        aware=False,
     ).total_ns
     assert together < whole < one_by_one
 
@@ -112,7 +152,9 @@ def test_what_splits_do_not_divide_is_a_whole_chunk_more() -> None:
     assert odd.sent_bytes == 5 / 4 * even.sent_bytes
 
 
-@pytest.mark.parametrize(("policy", "order"), [("LIFO", ["a", "c", "b"]), ("FIFO", ["a", "b", "c"])])
+@pytest.mark.parametrize(
+    ("policy", "order"), [("LIFO", ["a", "c", "b"]), ("FIFO", ["a", "b", "c"])]
+)
 def test_lifo_lets_the_later_collective_go_first(policy: str, order: list[str]) -> None:
     """Three at once, one chunk at a time: the first is running already when the others come."""
     engine, system, shape = Engine(), parse(System, {"scheduling-policy": policy}, "s"), (4,)
@@ -122,14 +164,23 @@ def test_lifo_lets_the_later_collective_go_first(policy: str, order: list[str]) 
         npu = Npu(rank, engine, mailbox, system, shape)
         for name in "abc":
             npu.collective(
-                "all_reduce", 4000, None, None, 0, lambda name=name, rank=rank: ended.append(name) if rank == 0 else None
+                "all_reduce",
+                4000,
+                None,
+                None,
+                0,
+                lambda name=name, rank=rank: ended.append(name) if rank == 0 else None,
             )
     engine.run()
     assert ended == order
 
 
 def test_one_computation_and_one_collective_at_a_time() -> None:
-    graph = [Node(0, "a", (), duration_us=5), Node(1, "b", (), duration_us=7), Node(2, "host", (), duration_us=3, cpu=True)]
+    graph = [
+        Node(0, "a", (), duration_us=5),
+        Node(1, "b", (), duration_us=7),
+        Node(2, "host", (), duration_us=3, cpu=True),
+    ]
     report = run(ring(1, npus_count=[1]), parse(System, {}, "s"), [graph])
     assert report.spans[0] == [(2, 0, 3000), (0, 0, 5000), (1, 5000, 12000)]
     assert report.exposed_ns == [0]
@@ -137,7 +188,10 @@ def test_one_computation_and_one_collective_at_a_time() -> None:
 
 def test_sends_and_receives() -> None:
     graphs = [
-        [Node(0, "send", (), "send", size=1000, peer=1, tag=3), Node(1, "after", (0,), duration_us=1)],
+        [
+            Node(0, "send", (), "send", size=1000, peer=1, tag=3),
+            Node(1, "after", (0,), duration_us=1),
+        ],
         [Node(0, "receive", (), "receive", size=1000, peer=0, tag=3)],
     ]
     report = run(ring(2), parse(System, {}, "s"), graphs)
@@ -147,13 +201,22 @@ def test_sends_and_receives() -> None:
 def test_communicator_groups_are_rings_of_their_own() -> None:
     graph = [Node(0, "c", (), "collective", collective="all_gather", size=1000, group=7)]
     idle = [Node(0, "c", (), duration_us=1)]
-    report = run(ring(4), parse(System, {"endpoint-delay": 99}, "s"), [graph, idle, graph, idle], groups={7: [0, 2]})
-    assert report.end_ns[0] == 10 + (2 * (10 + 1000)) + 10  # two hops; the endpoint of a group is 10 ns
+    report = run(
+        ring(4),
+        parse(System, {"endpoint-delay": 99}, "s"),
+        [graph, idle, graph, idle],
+        groups={7: [0, 2]},
+    )
+    # Two hops; the endpoint of a group is 10 ns
+    assert report.end_ns[0] == 10 + (2 * (10 + 1000)) + 10
 
 
 def test_roofline() -> None:
     system = {"roofline-enabled": 1, "peak-perf": 1, "local-mem-bw": 100}
-    graph = [Node(0, "flops", flops=10**9, size=10), Node(1, "bytes", (0,), flops=10**6, size=10**6)]
+    graph = [
+        Node(0, "flops", flops=10**9, size=10),
+        Node(1, "bytes", (0,), flops=10**6, size=10**6),
+    ]
     report = run(ring(1, npus_count=[1]), parse(System, system, "s"), [graph])
     assert report.end_ns == [1_000_000 + 10_000]
 
@@ -189,7 +252,10 @@ def test_trees_have_every_member_once() -> None:
             "topology: [Ring]\nnpus_count: [4]\nbandwidth: [1]\nlatency: [1]\nlinks: 3\n",
             r"net.yml: links must be a known key; it is not. Remove",
         ),
-        ("topology: [Ring]\nnpus_count: [4]\nbandwidth: [1]\n", r"net.yml: latency must be given; it is missing"),
+        (
+            "topology: [Ring]\nnpus_count: [4]\nbandwidth: [1]\n",
+            r"net.yml: latency must be given; it is missing",
+        ),
         ("topology: [Ring\n", r"net.yml, line 2, column 1 must be YAML"),
         ("- 1\n", r"net.yml must be a mapping of keys to values; got \[1\]"),
     ],
@@ -204,28 +270,51 @@ def test_network_files(tmp_path: Path, text: str, message: str) -> None:
 def test_system_files(tmp_path: Path) -> None:
     file = tmp_path / "sys.json"
     for content, message in (
-        ('{"endpoint-delay": -1}', r"sys.json: endpoint-delay is wrong: .*greater than or equal to 0; got -1"),
-        ('{"all-reduce-implementation": ["bruck"]}', r"sys.json: all-reduce-implementation.0 is wrong"),
+        (
+            '{"endpoint-delay": -1}',
+            r"sys.json: endpoint-delay is wrong: .*greater than or equal to 0; got -1",
+        ),
+        (
+            '{"all-reduce-implementation": ["bruck"]}',
+            r"sys.json: all-reduce-implementation.0 is wrong",
+        ),
         ('{"endpoint-delay": 1', r"sys.json, line 1, column 21 must be JSON"),
     ):
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
             load(System, file)
-    with pytest.raises(ConfigError, match=r"nowhere.json must be a file that can be read; No such file"):
+    with pytest.raises(
+        ConfigError, match=r"nowhere.json must be a file that can be read; No such file"
+    ):
         load(System, tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        ([Node(0, "a", (1,)), Node(1, "b", (0,))], r"dependencies must not form a cycle; nodes 0, 1 do"),
-        ([Node(0, "a", (5,))], r"node 0 must depend on nodes of the graph; got 5. The graph is cut short"),
+        (
+            [Node(0, "a", (1,)), Node(1, "b", (0,))],
+            r"dependencies must not form a cycle; nodes 0, 1 do",
+        ),
+        (
+            [Node(0, "a", (5,))],
+            r"node 0 must depend on nodes of the graph; got 5. The graph is cut short",
+        ),
         ([Node(0, "a"), Node(0, "b")], r"node ids must differ; got 0 twice"),
         (collective("all_to_all", 0), r"node 0 must move bytes; got 0"),
-        ([Node(0, "a", (), "collective", collective="broadcast", size=8)], r"must be one of all_reduce, .*; got 'broadcast'"),
-        ([Node(0, "a", (), "receive", size=8, peer=1)], r"every node must end; NPU 0 \(of 4\) still waits in node 0"),
+        (
+            [Node(0, "a", (), "collective", collective="broadcast", size=8)],
+            r"must be one of all_reduce, .*; got 'broadcast'",
+        ),
+        (
+            [Node(0, "a", (), "receive", size=8, peer=1)],
+            r"every node must end; NPU 0 \(of 4\) still waits in node 0",
+        ),
         ([Node(0, "a", (), "send", size=8, peer=9)], r"peer must be an NPU below 4; got 9"),
-        ([Node(0, "a", (), "collective", collective="all_reduce", size=8, group=3)], r"communicator group must be defined; got 3"),
+        (
+            [Node(0, "a", (), "collective", collective="all_reduce", size=8, group=3)],
+            r"communicator group must be defined; got 3",
+        ),
     ],
 )
 def test_bad_graphs(graph: list[Node], message: str) -> None:
@@ -237,11 +326,19 @@ def test_what_does_not_fit_together() -> None:
     with pytest.raises(ConfigError, match=r"one graph per NPU; got 1 for 4"):
         run(ring(4), parse(System, {}, "s"), [collective("all_reduce", 400)])
     with pytest.raises(ConfigError, match=r"must name at most one algorithm per dimension"):
-        run_all(ring(4), {"all-reduce-implementation": ["ring", "ring"]}, collective("all_reduce", 400))
-    with pytest.raises(ConfigError, match=r"at least preferred-dataset-splits; got 3 bytes and 4 splits"):
+        run_all(
+            ring(4), {"all-reduce-implementation": ["ring", "ring"]}, collective("all_reduce", 400)
+        )
+    with pytest.raises(
+        ConfigError, match=r"at least preferred-dataset-splits; got 3 bytes and 4 splits"
+    ):
         run_all(ring(4), {"preferred-dataset-splits": 4}, collective("all_gather", 3))
     with pytest.raises(ConfigError, match=r"power of two of NPUs in its dimension; got 6"):
-        run_all(ring(6), {"all-reduce-implementation": ["halvingDoubling"]}, collective("all_reduce", 600))
+        run_all(
+            ring(6),
+            {"all-reduce-implementation": ["halvingDoubling"]},
+            collective("all_reduce", 600),
+        )
 
 
 # Validation.
@@ -249,7 +346,10 @@ def test_what_does_not_fit_together() -> None:
 
 def test_validate_reports_each_figure(tmp_path: Path) -> None:
     document = {
-        "collectives": [CASES["collectives"][0], {**CASES["collectives"][0], "id": "wrong", "time_ns_max": 1}],
+        "collectives": [
+            CASES["collectives"][0],
+            {**CASES["collectives"][0], "id": "wrong", "time_ns_max": 1},
+        ],
         "measured_torus_all_to_all": CASES["measured_torus_all_to_all"],
     }
     file = tmp_path / "cases.json"
@@ -266,8 +366,14 @@ def test_validate_names_what_it_does_not_understand(tmp_path: Path) -> None:
     file = tmp_path / "cases.json"
     for document, message in (
         ({"collectives": [{"id": "x"}]}, r"collectives\[0\] \(x\): collective must be given"),
-        ({"overlap": [{**CASES["overlap"][0], "workload": "two of them"}]}, r"workload must read .*; got 'two of them'"),
-        ({"collectives": [{**CASES["collectives"][0], "npus": 3}]}, r"npus must be the product of npus_count; got 3 and 16"),
+        (
+            {"overlap": [{**CASES["overlap"][0], "workload": "two of them"}]},
+            r"workload must read .*; got 'two of them'",
+        ),
+        (
+            {"collectives": [{**CASES["collectives"][0], "npus": 3}]},
+            r"npus must be the product of npus_count; got 3 and 16",
+        ),
     ):
         document["collectives"] = [*document.get("collectives", []), CASES["collectives"][0]]
         file.write_text(json.dumps(document))
@@ -275,7 +381,9 @@ def test_validate_names_what_it_does_not_understand(tmp_path: Path) -> None:
         assert sorted(case.passed for case in cases) == [False, True, True]  # the others are run
         assert re.search(message, next(case.problem for case in cases if not case.passed))
     file.write_text("{}")
-    with pytest.raises(ConfigError, match=r"must have collectives, overlap or dlrm_graph; it has none"):
+    with pytest.raises(
+        ConfigError, match=r"must have collectives, overlap or dlrm_graph; it has none"
+    ):
         validate(file)
 
 
@@ -302,7 +410,16 @@ def test_traces_written_are_traces_read(tmp_path: Path) -> None:
     graphs = [
         [
             Node(0, "embedding", (), duration_us=100, flops=7, size=9),
-            Node(1, "All-to-All", (0,), "collective", collective="all_to_all", size=1 << 20, dims=(True,), priority=2),
+            Node(
+                1,
+                "All-to-All",
+                (0,),
+                "collective",
+                collective="all_to_all",
+                size=1 << 20,
+                dims=(True,),
+                priority=2,
+            ),
             Node(2, "send", (0,), "send", size=300 * (1 + rank), peer=1 - rank, tag=5),
             Node(3, "receive", (2,), "receive", size=300 * (2 - rank), peer=1 - rank, tag=5),
             Node(4, "host", (1, 3), duration_us=1, cpu=True),
@@ -325,7 +442,8 @@ def test_truncated_and_missing_traces(tmp_path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-3])
     with pytest.raises(
-        ConfigError, match=r"trace.0.et must end with a whole message; the one at byte \d+ has \d+ bytes, of which \d+ are there"
+        ConfigError,
+        match=r"trace.0.et must end with a whole message; the one at byte \d+ has \d+ bytes, of which \d+ are there",
     ):
         chakra.read_trace(path)
     path.write_bytes(b"")
@@ -334,7 +452,9 @@ def test_truncated_and_missing_traces(tmp_path: Path) -> None:
     path.write_bytes(content + b"\x05\xff\xff\xff\xff\xff")
     with pytest.raises(ConfigError, match=r"node 1 must be a Chakra node"):
         chakra.read_trace(path)
-    with pytest.raises(ConfigError, match=re.escape(f"{prefix}.1.et must be a Chakra trace; No such file")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{prefix}.1.et must be a Chakra trace; No such file")
+    ):
         chakra.read_traces(prefix, 2) if path.write_bytes(content) else None
 
 

@@ -1,4 +1,6 @@
-"""What comes out: tables, traces, pictures, sweeps, fits, the study, and the commands that make them."""
+"""What comes out: tables, traces, pictures, sweeps, fits, the study, and the commands that make
+them.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +65,28 @@ def test_trace_opens_in_perfetto(results: list[Result]) -> None:
     trace = json.loads(json.dumps(to_perfetto(results)))["traceEvents"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     names = [name for (pid, _), name in rows.items() if pid == 0]
-    assert names == ["compute", "all_reduce", "all_to_all", "link x+", "link x-", "link y+", "link y-"]
+    assert names == [
+        "compute",
+        "all_reduce",
+        "all_to_all",
+        "link x+",
+        "link x-",
+        "link y+",
+        "link y-",
+    ]
     slices = [e for e in trace if e["ph"] == "X"]
-    assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= results[e["pid"]].total_ns / 1000 + 1e-6 for e in slices)
+    assert all(
+        e["ts"] >= 0 and e["ts"] + e["dur"] <= results[e["pid"]].total_ns / 1000 + 1e-6
+        for e in slices
+    )
     assert {(e["pid"], e["tid"]) for e in slices} == set(rows)
     starts = {e["id"]: e for e in trace if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace if e["ph"] == "f"}
     assert starts.keys() == ends.keys() != set()
     for flow in ends.values():
-        assert any((e["pid"], e["tid"], e["ts"]) == (flow["pid"], flow["tid"], flow["ts"]) for e in slices)
+        assert any(
+            (e["pid"], e["tid"], e["ts"]) == (flow["pid"], flow["tid"], flow["ts"]) for e in slices
+        )
 
 
 def test_pictures(results: list[Result], tmp_path: Path) -> None:
@@ -101,7 +116,12 @@ def test_sweep_is_cartesian_cached_and_the_same_in_parallel(tmp_path: Path) -> N
     base = Scenario("dlrm", fused="both")
     parameters = {"nodes": [4, 8], "machine.network.latency_ns": [100, 700]}
     first = sweep(base, parameters, workers=1, cache_folder=tmp_path)
-    assert [tuple(point.parameters.values()) for point in first] == [(4, 100), (4, 700), (8, 100), (8, 700)]
+    assert [tuple(point.parameters.values()) for point in first] == [
+        (4, 100),
+        (4, 700),
+        (8, 100),
+        (8, 700),
+    ]
     assert not any(point.cached for point in first)
     again = sweep(base, parameters, workers=1, cache_folder=tmp_path)
     assert all(point.cached for point in again)
@@ -145,12 +165,22 @@ def test_sweep_rejections() -> None:
 
 
 def made_up_products() -> list[dict[str, float]]:
-    """Times of a machine with 0.6 of 989 TFLOP/s, 0.7 of 4.8 TB/s, 5 us, and a norm of 3; with a ripple of 2 %."""
+    """Times of a machine with 0.6 of 989 TFLOP/s, 0.7 of 4.8 TB/s, 5 us, and a norm of 3; with a
+    ripple of 2 %.
+    """
     out = []
     for number, (m, n, k) in enumerate(
-        [(m, n, k) for m in (128, 1024, 8192) for n in (1024, 4096, 16384) for k in (1024, 4096, 16384)]
+        [
+            (m, n, k)
+            for m in (128, 1024, 8192)
+            for n in (1024, 4096, 16384)
+            for k in (1024, 4096, 16384)
+        ]
     ):
-        compute, memory = 2 * m * n * k / 989e12 / 0.6 * 1e6, 2 * (m * k + n * k + m * n) / 4.8e12 / 0.7 * 1e6
+        compute, memory = (
+            2 * m * n * k / 989e12 / 0.6 * 1e6,
+            2 * (m * k + n * k + m * n) / 4.8e12 / 0.7 * 1e6,
+        )
         time = 5 + (compute**3 + memory**3) ** (1 / 3)
         out.append({"m": m, "n": n, "k": k, "us": time * (1 + 0.02 * math.sin(number))})
     return out
@@ -160,14 +190,22 @@ def test_a_fit_finds_the_machine_behind_the_times(tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     collectives = [
         {"op": op, "gpus": 8, "bytes": size, "us": 8 + 0.7 * steps + factor * size / 380e3 / share}
-        for op, steps, factor, share in (("all_reduce", 14, 14 / 8, 0.9), ("alltoall", 1, 7 / 8, 0.75))
+        for op, steps, factor, share in (
+            ("all_reduce", 14, 14 / 8, 0.9),
+            ("alltoall", 1, 7 / 8, 0.75),
+        )
         for size in (2**i for i in range(12, 29))
     ]
     file.write_text(json.dumps({"any_gemm": made_up_products(), "any_nccl": collectives}))
     products, timings = calibrate.read_measurements([file])
     fit = calibrate.fit_products(products, 989e12, 4.8e12)
     norm = fit.values["roofline_norm"]
-    expected = {"flops_efficiency": 0.6, "memory_efficiency": 0.7, "kernel_ns": 5000, "roofline_norm": norm}
+    expected = {
+        "flops_efficiency": 0.6,
+        "memory_efficiency": 0.7,
+        "kernel_ns": 5000,
+        "roofline_norm": norm,
+    }
     assert fit.values == pytest.approx(expected, rel=0.1)
     assert 2 < norm < 6  # few points have both parts alike, and those ripple
     assert fit.held_out == 6
@@ -186,7 +224,9 @@ def test_a_fit_finds_the_machine_behind_the_times(tmp_path: Path) -> None:
     assert made.collectives.reduction.value == 0
     largest = Task("c", "c", Collective("all_reduce", "ring", 2**28))
     ours = run(made, made.build_topology(8), [largest]).total_ns / 1e3
-    assert ours == pytest.approx(collectives[16]["us"], rel=0.05)  # the machine file says what was measured
+    assert ours == pytest.approx(
+        collectives[16]["us"], rel=0.05
+    )  # the machine file says what was measured
     assert Scenario("dlrm", machine=str(out), nodes=4).simulate().total_ns > 0
 
 
@@ -200,7 +240,9 @@ def test_our_own_benchmarks_are_read() -> None:
 
 
 def test_third_party_measurements() -> None:
-    """512 products and 252 collectives on H200, where the file is at hand: about 10 % on points not seen."""
+    """512 products and 252 collectives on H200, where the file is at hand: about 10 % on points not
+    seen.
+    """
     file = Path(__file__).parents[3] / "shared" / "data" / "h200_gemm_nccl_measurements.json"
     if not file.exists():
         pytest.skip("needs h200_gemm_nccl_measurements.json beside the repository")
@@ -216,12 +258,16 @@ def test_calibration_rejections(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 8 matrix products; got 3"):
         calibrate.fit_products(calibrate.read_measurements([file])[0], 1e12, 1e12)
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="must have lists of m, n, k, us or of op, gpus, bytes, us"):
+    with pytest.raises(
+        ConfigError, match="must have lists of m, n, k, us or of op, gpus, bytes, us"
+    ):
         calibrate.read_measurements([file])
 
 
 def test_minimise() -> None:
-    found = calibrate.minimise(lambda x: float((x[0] - 3) ** 2 + 10 * (x[1] + 1) ** 2), np.array([0.0, 0.0]))
+    found = calibrate.minimise(
+        lambda x: float((x[0] - 3) ** 2 + 10 * (x[1] + 1) ** 2), np.array([0.0, 0.0])
+    )
     assert found == pytest.approx([3, -1], abs=1e-3)
 
 
@@ -232,14 +278,18 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of it, as a user would run it: files, and the paper's figure inside the range."""
     monkeypatch.setattr(reproduce, "NETWORKS", reproduce.NETWORKS[:1])
     monkeypatch.setattr(reproduce, "ASSUMPTIONS", reproduce.ASSUMPTIONS[2:4])
-    monkeypatch.setattr(reproduce.sc24, "__kwdefaults__", {"workers": 1, "cache_folder": None, "nodes": (2, 4, 8)})
+    monkeypatch.setattr(
+        reproduce.sc24, "__kwdefaults__", {"workers": 1, "cache_folder": None, "nodes": (2, 4, 8)}
+    )
     done = command("reproduce", "sc24", "--out", tmp_path, "--workers", "1", "--no-cache")
     assert "Paper (SC24, ASTRA-sim, 128 nodes): up to 21 %." in done.output
     assert "lies inside" in " ".join(done.output.split())
     document = json.loads((tmp_path / "sc24.json").read_text())
     low, high = document["range"]["forward"]
     assert low < 21 < high
-    assert ["2-D torus 8x16", "per_dimension", "forward"] in [match[:3] for match in document["matches"]]
+    assert ["2-D torus 8x16", "per_dimension", "forward"] in [
+        match[:3] for match in document["matches"]
+    ]
     for name in ("tornado", "tornado-both", "tornado-per_dimension", "nodes", "networks"):
         assert (tmp_path / f"sc24-{name}.png").read_bytes().startswith(PNG)
 
@@ -278,8 +328,30 @@ def test_dlrm_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("transformer", "--nodes", 2, "--tensor", 8, "--pipeline", 1, "--set", "model.layers=2", "--set", "model.microbatches=2"),
-        ("moe", "--nodes", 2, "--model", "deepspeed-1.3b-moe128", "--set", "model.layers=1", "--fused", "forward"),
+        (
+            "transformer",
+            "--nodes",
+            2,
+            "--tensor",
+            8,
+            "--pipeline",
+            1,
+            "--set",
+            "model.layers=2",
+            "--set",
+            "model.microbatches=2",
+        ),
+        (
+            "moe",
+            "--nodes",
+            2,
+            "--model",
+            "deepspeed-1.3b-moe128",
+            "--set",
+            "model.layers=1",
+            "--fused",
+            "forward",
+        ),
         ("collective", "all_reduce", "--size", "1MiB", "--nodes", 8),
         ("presets",),
         ("presets", "sc24-torus"),
@@ -291,7 +363,18 @@ def test_commands(arguments: tuple[Any, ...]) -> None:
 
 def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
-    done = command("collective", "all_to_all", "--nodes", 16, "--size", "1MiB", "--json", file, "--plot", tmp_path / "c.png")
+    done = command(
+        "collective",
+        "all_to_all",
+        "--nodes",
+        16,
+        "--size",
+        "1MiB",
+        "--json",
+        file,
+        "--plot",
+        tmp_path / "c.png",
+    )
     assert "Bound by the bisection." in done.output
     results = json.loads(file.read_text())["results"]
     assert list(results) == ["one_shot", "direct", "per_dimension", "ring"]
@@ -328,7 +411,11 @@ def test_validate_command(tmp_path: Path) -> None:
 
     document = json.loads(packaged_cases().read_text())
     file = tmp_path / "cases.json"
-    file.write_text(json.dumps({"collectives": document["collectives"][:3], "overlap": document["overlap"][-2:]}))
+    file.write_text(
+        json.dumps(
+            {"collectives": document["collectives"][:3], "overlap": document["overlap"][-2:]}
+        )
+    )
     done = command("validate", "--cases", file, "--out", tmp_path)
     assert "exact to the nanosecond, largest error 0.0000 %" in " ".join(done.output.split())
     assert (tmp_path / "validate.png").read_bytes().startswith(PNG)
@@ -358,7 +445,9 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
         tmp_path / "trace.json",
     )
     rows = {
-        e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["name"] == "thread_name"
+        e["args"]["name"]
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["name"] == "thread_name"
     }
     assert rows == {"compute", "communication"}
     assert "4 NPUs" in done.output
@@ -386,9 +475,15 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
     [
         (("dlrm", "--nodes", "4", "--set", "model.tabels=3"), "tabels must be a known key"),
         (("dlrm", "--nodes", "4", "--set", "tables"), "--set must be KEY=VALUE; got 'tables'"),
-        (("dlrm", "--topology", "torus:3x3"), "topology torus:3x3 must have as many ranks as the run; got 9 for 128"),
+        (
+            ("dlrm", "--topology", "torus:3x3"),
+            "topology torus:3x3 must have as many ranks as the run; got 9 for 128",
+        ),
         (("collective", "broadcast"), "a collective must be one of"),
-        (("collective", "all_reduce", "--size", "many"), "--size must be a number of bytes; got 'many'"),
+        (
+            ("collective", "all_reduce", "--size", "many"),
+            "--size must be a number of bytes; got 'many'",
+        ),
         (("presets", "nothing"), "a preset must be one of"),
         (
             ("astra", "--network", "none.yml", "--system", "none.json", "--workload", "x"),
@@ -405,7 +500,8 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
 
 def test_help_is_quick_and_light() -> None:
     code = (
-        "import sys\nfrom interlace.cli import main\nsys.argv = ['interlace', 'sim', 'dlrm', '--help']\n"
+        "import sys\nfrom interlace.cli import main\nsys.argv = ['interlace', 'sim', 'dlrm', "
+        "'--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert not {'torch', 'triton', 'numpy', 'yaml', 'matplotlib'} & sys.modules.keys()"
     )

@@ -16,7 +16,18 @@ from interlace.sim.fabric import Fabric
 from interlace.sim.results import Result
 from interlace.sim.step import run
 from interlace.sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
-from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work
+from interlace.sim.work import (
+    COMPUTE,
+    COPY,
+    Collective,
+    Consuming,
+    Fused,
+    HostCopy,
+    Kernel,
+    Message,
+    Task,
+    Work,
+)
 from tests.sim.machines import machine
 
 
@@ -28,7 +39,9 @@ def one(topology: Topology, work: Work, *, all_ranks: bool = False, **changes: f
 
 
 def test_all_to_all_at_once_on_a_switch_takes_what_must_leave() -> None:
-    """15 blocks of 1000 B leave each port; the last one passes the second port a block later, and two latencies."""
+    """15 blocks of 1000 B leave each port; the last one passes the second port a block later, and
+    two latencies.
+    """
     result = one(Switch(16, 1e9, 7), Collective("all_to_all", "one_shot", 16_000))
     assert result.total_ns == 15 * 1000 + 2 * 7
     assert result.bound.time_ns == 15_000
@@ -36,7 +49,9 @@ def test_all_to_all_at_once_on_a_switch_takes_what_must_leave() -> None:
 
 
 def test_ring_all_reduce_takes_2_n_minus_1_steps() -> None:
-    result = one(Torus((8,), 1e9, 50), Collective("all_reduce", "ring", 8000), memory_bytes_per_s=1e18)
+    result = one(
+        Torus((8,), 1e9, 50), Collective("all_reduce", "ring", 8000), memory_bytes_per_s=1e18
+    )
     assert result.total_ns == pytest.approx(14 * (1000 + 50), abs=14)
 
 
@@ -46,13 +61,21 @@ def test_ring_relay_all_to_all_moves_half_the_buffer_times_the_ring() -> None:
 
 
 def test_halving_doubling_on_a_switch() -> None:
-    result = one(Switch(8, 1e9, 0), Collective("all_reduce", "halving_doubling", 8000), memory_bytes_per_s=1e18)
+    result = one(
+        Switch(8, 1e9, 0),
+        Collective("all_reduce", "halving_doubling", 8000),
+        memory_bytes_per_s=1e18,
+    )
     assert result.total_ns == pytest.approx(2 * (4000 + 2000 + 1000), abs=8)
 
 
 def test_reduction_reads_two_and_writes_one() -> None:
-    fast = one(Switch(2, 1e9, 0), Collective("reduce_scatter", "direct", 2000), memory_bytes_per_s=1e18)
-    slow = one(Switch(2, 1e9, 0), Collective("reduce_scatter", "direct", 2000), memory_bytes_per_s=1e9)
+    fast = one(
+        Switch(2, 1e9, 0), Collective("reduce_scatter", "direct", 2000), memory_bytes_per_s=1e18
+    )
+    slow = one(
+        Switch(2, 1e9, 0), Collective("reduce_scatter", "direct", 2000), memory_bytes_per_s=1e9
+    )
     assert slow.total_ns - fast.total_ns == pytest.approx(3 * 1000, abs=2)
 
 
@@ -65,13 +88,19 @@ def test_messages_that_share_a_link_wait() -> None:
 
 
 def test_both_ways_of_switching() -> None:
-    """1000 B over three idle hops of 50 ns: the bytes count once, or at every hop; a second message waits behind the first."""
+    """1000 B over three idle hops of 50 ns: the bytes count once, or at every hop; a second message
+    waits behind the first.
+    """
     for store_and_forward, expected in ((False, [1150, 2150]), (True, [3150, 4150])):
         engine = Engine()
-        fabric = Fabric(engine, Torus((8,), 1e9, 50), mirrored=False, store_and_forward=store_and_forward)
+        fabric = Fabric(
+            engine, Torus((8,), 1e9, 50), mirrored=False, store_and_forward=store_and_forward
+        )
         arrivals: list[int] = []
         for _ in range(2):
-            fabric.send(0, 3, 1000, lambda arrivals=arrivals, engine=engine: arrivals.append(engine.now))
+            fabric.send(
+                0, 3, 1000, lambda arrivals=arrivals, engine=engine: arrivals.append(engine.now)
+            )
         engine.run()
         assert arrivals == expected
         assert fabric.sent_bytes[0] == 2 * 3 * 1000
@@ -79,7 +108,10 @@ def test_both_ways_of_switching() -> None:
 
 
 def test_oversubscribed_uplinks_slow_what_leaves_the_leaf() -> None:
-    full, half = (one(FatTree(4, 4, up, 1e9, 0), Collective("all_to_all", "one_shot", 16_000)) for up in (4, 1))
+    full, half = (
+        one(FatTree(4, 4, up, 1e9, 0), Collective("all_to_all", "one_shot", 16_000))
+        for up in (4, 1)
+    )
     assert full.total_ns < half.total_ns
     assert half.total_ns >= 12 * 1000 * 4  # twelve blocks of each of four ranks pass one uplink
 
@@ -106,7 +138,9 @@ TOPOLOGIES = ["torus:4x4", "torus:2x3x4", "ring:6", "switch:8", "full:5", "fattr
 
 
 @pytest.mark.parametrize("text", TOPOLOGIES)
-@pytest.mark.parametrize(("kind", "algorithm"), [(k, a) for k, names in ALGORITHMS.items() for a in names])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), [(k, a) for k, names in ALGORITHMS.items() for a in names]
+)
 def test_mirrored_equals_every_rank(text: str, kind: str, algorithm: str) -> None:
     ranks = 1
     for part in text.split(":")[1].split("/")[0].split("x"):
@@ -116,7 +150,10 @@ def test_mirrored_equals_every_rank(text: str, kind: str, algorithm: str) -> Non
     try:
         mirrored = one(topology, work)
     except ConfigError:
-        assert algorithm in ("halving_doubling", "double_binary_tree")  # not the same for all ranks, or no power of two
+        assert algorithm in (
+            "halving_doubling",
+            "double_binary_tree",
+        )  # not the same for all ranks, or no power of two
         return
     every = one(topology, work, all_ranks=True)
     assert every.total_ns == mirrored.total_ns
@@ -138,8 +175,13 @@ def test_fused_mirrored_equals_every_rank(work: Work) -> None:
 
 
 def test_shared_links_are_close_to_every_rank() -> None:
-    """Ranks that share an uplink end together in the mirrored fabric; every rank for itself is a little faster, never slower."""
-    for topology in (FatTree(4, 4, 2, 1e9, 10), Hierarchical(Switch(4, 1e10, 5), Switch(8, 1e9, 10), cards=2)):
+    """Ranks that share an uplink end together in the mirrored fabric; every rank for itself is a
+    little faster, never slower.
+    """
+    for topology in (
+        FatTree(4, 4, 2, 1e9, 10),
+        Hierarchical(Switch(4, 1e10, 5), Switch(8, 1e9, 10), cards=2),
+    ):
         work = Collective("all_to_all", "one_shot", 64_000)
         mirrored, every = one(topology, work).total_ns, one(topology, work, all_ranks=True).total_ns
         assert every <= mirrored <= 1.25 * every
@@ -149,7 +191,11 @@ def test_trees_need_every_rank_and_reduce_everywhere() -> None:
     with pytest.raises(ConfigError, match="must be run on every rank"):
         one(Switch(8, 1e9, 5), Collective("all_reduce", "double_binary_tree", 8000))
     for ranks in (2, 3, 7, 8):
-        result = one(Switch(ranks, 1e9, 5), Collective("all_reduce", "double_binary_tree", 8000), all_ranks=True)
+        result = one(
+            Switch(ranks, 1e9, 5),
+            Collective("all_reduce", "double_binary_tree", 8000),
+            all_ranks=True,
+        )
         assert result.bound.time_ns <= result.total_ns < 10 * 8000
 
 
@@ -160,11 +206,17 @@ def test_a_fused_kernel_hides_the_shorter_part() -> None:
     topology = Switch(8, 1e9, 0)
     kernel = Kernel(given_ns=20_000)
     unfused = run(
-        machine(), topology, [Task("k", COMPUTE, kernel), Task("c", "row", Collective("all_to_all", "one_shot", 8000), ("k",))]
+        machine(),
+        topology,
+        [
+            Task("k", COMPUTE, kernel),
+            Task("c", "row", Collective("all_to_all", "one_shot", 8000), ("k",)),
+        ],
     )
     fused = one(topology, Fused(kernel, "all_to_all", 8000, slices=8))
     assert unfused.total_ns == 27_000
-    assert 20_000 <= fused.total_ns <= 20_000 + 200  # all but the last slices leave while it computes
+    # All but the last slices leave while it computes
+    assert 20_000 <= fused.total_ns <= 20_000 + 200
     slow = one(topology, Fused(Kernel(given_ns=2000), "all_to_all", 80_000, slices=8))
     assert 70_000 <= slow.total_ns <= 72_000  # the links decide
 
@@ -185,7 +237,12 @@ def test_a_consumer_starts_on_what_has_come() -> None:
     topology = Switch(8, 1e9, 0)
     kernel = Kernel(given_ns=8000)
     unfused = run(
-        machine(), topology, [Task("c", "row", Collective("all_to_all", "one_shot", 8000)), Task("k", COMPUTE, kernel, ("c",))]
+        machine(),
+        topology,
+        [
+            Task("c", "row", Collective("all_to_all", "one_shot", 8000)),
+            Task("k", COMPUTE, kernel, ("c",)),
+        ],
     )
     fused = one(topology, Consuming(kernel, "all_to_all", 8000, slices=8))
     assert unfused.total_ns == 15_000
@@ -195,9 +252,16 @@ def test_a_consumer_starts_on_what_has_come() -> None:
 def test_what_a_producer_sends_a_consumer_gets_even_later() -> None:
     topology = Torus((4, 2), 1e9, 3)
     tasks = [
-        Task("send", COMPUTE, Fused(Kernel(given_ns=1000), "all_to_all", 8000, slices=4, waits=False)),
+        Task(
+            "send", COMPUTE, Fused(Kernel(given_ns=1000), "all_to_all", 8000, slices=4, waits=False)
+        ),
         Task("between", COMPUTE, Kernel(given_ns=50_000), ("send",)),
-        Task("use", COMPUTE, Consuming(Kernel(given_ns=700), "all_to_all", 8000, slices=4, sent_by="send"), ("between",)),
+        Task(
+            "use",
+            COMPUTE,
+            Consuming(Kernel(given_ns=700), "all_to_all", 8000, slices=4, sent_by="send"),
+            ("between",),
+        ),
     ]
     for all_ranks in (False, True):
         result = run(machine(), topology, tasks, all_ranks=all_ranks)
@@ -216,12 +280,19 @@ def test_nothing_is_faster_than_physics(data: st.DataObject) -> None:
     ranks = 1
     for part in text.split(":")[1].split("/")[0].split("x"):
         ranks *= int(part)
-    topology = build(text, ranks, bytes_per_s=data.draw(st.sampled_from([1e9, 7e9])), latency_ns=data.draw(st.integers(0, 900)))
+    topology = build(
+        text,
+        ranks,
+        bytes_per_s=data.draw(st.sampled_from([1e9, 7e9])),
+        latency_ns=data.draw(st.integers(0, 900)),
+    )
     kind = data.draw(st.sampled_from(sorted(ALGORITHMS)))
     algorithm = data.draw(st.sampled_from(ALGORITHMS[kind]))
     size = data.draw(st.integers(0, 10**6))
     try:
-        result = one(topology, Collective(kind, algorithm, size), all_ranks=data.draw(st.booleans()))
+        result = one(
+            topology, Collective(kind, algorithm, size), all_ranks=data.draw(st.booleans())
+        )
     except ConfigError:
         return
     assert result.total_ns >= result.bound.time_ns
@@ -229,7 +300,10 @@ def test_nothing_is_faster_than_physics(data: st.DataObject) -> None:
 
 
 def test_a_result_below_its_bound_is_refused() -> None:
-    with pytest.raises(UnphysicalError, match="must not be faster than physics; got 9 ns, where the bisection alone needs 10 ns"):
+    with pytest.raises(
+        UnphysicalError,
+        match="must not be faster than physics; got 9 ns, where the bisection alone needs 10 ns",
+    ):
         Bound(10, "the bisection").check(9, "a run")
 
 
@@ -240,25 +314,37 @@ def test_more_bandwidth_or_less_latency_is_not_slower(kind: str) -> None:
             continue
         work = Collective(kind, algorithm, 160_000)
         times = [
-            one(Torus((4, 4), bandwidth, latency), work).total_ns for bandwidth, latency in ((1e9, 1000), (1e9, 10), (4e9, 10))
+            one(Torus((4, 4), bandwidth, latency), work).total_ns
+            for bandwidth, latency in ((1e9, 1000), (1e9, 10), (4e9, 10))
         ]
         assert times[0] >= times[1] >= times[2]
 
 
 def test_bytes_leave_as_the_algorithm_says() -> None:
     topology = Switch(8, 1e9, 0)
-    for kind, share in (("all_to_all", 7 / 8), ("all_reduce", 14 / 8), ("reduce_scatter", 7 / 8), ("all_gather", 7 / 8)):
+    for kind, share in (
+        ("all_to_all", 7 / 8),
+        ("all_reduce", 14 / 8),
+        ("reduce_scatter", 7 / 8),
+        ("all_gather", 7 / 8),
+    ):
         for algorithm in ALGORITHMS[kind]:
             if algorithm == "double_binary_tree" or (kind, algorithm) == ("all_to_all", "ring"):
                 continue
-            assert one(topology, Collective(kind, algorithm, 80_000)).sent_bytes["up"] == pytest.approx(80_000 * share), algorithm
+            assert one(topology, Collective(kind, algorithm, 80_000)).sent_bytes[
+                "up"
+            ] == pytest.approx(80_000 * share), algorithm
 
 
 def test_schedules_deliver_every_block_once() -> None:
     """All-to-all at once and one after the other: each of the other ranks gets one block."""
     group = Group(Torus((3, 4), 1e9, 0))
     for algorithm in ("one_shot", "direct"):
-        places = [place for step in schedule("all_to_all", algorithm, 1200, group) for place, _ in step.sends]
+        places = [
+            place
+            for step in schedule("all_to_all", algorithm, 1200, group)
+            for place, _ in step.sends
+        ]
         assert sorted(places) == list(range(1, 12))
     assert sorted(group.displacement(place) for place in range(12)) == list(range(12))
     assert Group(Torus((3, 4), 1e9, 0), (1,)).members(4) == [1, 4, 7, 10]
@@ -297,10 +383,22 @@ def test_two_runs_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ([Task("a", "r", Kernel(), ("b",)), Task("b", "r", Kernel(), ("a",))], "task 'a' must wait for tasks before it; got 'b'"),
-        ([Task("a", "r", Kernel()), Task("a", "r", Kernel())], "must have different names; got 'a' twice"),
-        ([Task("a", "r", Collective("all_to_all", "bruck", 8))], "all_to_all's algorithm must be one of one_shot, .*; got 'bruck'"),
-        ([Task("a", "r", Collective("broadcast", "ring", 8))], "a collective must be one of .*; got 'broadcast'"),
+        (
+            [Task("a", "r", Kernel(), ("b",)), Task("b", "r", Kernel(), ("a",))],
+            "task 'a' must wait for tasks before it; got 'b'",
+        ),
+        (
+            [Task("a", "r", Kernel()), Task("a", "r", Kernel())],
+            "must have different names; got 'a' twice",
+        ),
+        (
+            [Task("a", "r", Collective("all_to_all", "bruck", 8))],
+            "all_to_all's algorithm must be one of one_shot, .*; got 'bruck'",
+        ),
+        (
+            [Task("a", "r", Collective("broadcast", "ring", 8))],
+            "a collective must be one of .*; got 'broadcast'",
+        ),
         (
             [Task("a", "r", Collective("all_reduce", "halving_doubling", 8))],
             "halving_doubling must have a power of two of ranks; got 6",

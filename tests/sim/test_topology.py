@@ -7,7 +7,15 @@ from collections import Counter
 import pytest
 
 from interlace.errors import ConfigError
-from interlace.sim.topology import FatTree, FullyConnected, Hierarchical, Switch, Topology, Torus, build
+from interlace.sim.topology import (
+    FatTree,
+    FullyConnected,
+    Hierarchical,
+    Switch,
+    Topology,
+    Torus,
+    build,
+)
 
 ALL = [
     Torus((6,), 1e9, 10),
@@ -27,7 +35,9 @@ ALL = [
 
 @pytest.mark.parametrize("topology", ALL, ids=lambda topology: topology.name)
 def test_every_rank_sees_the_same_network(topology: Topology) -> None:
-    """What one displacement uses is the same from every rank, and spreads evenly over the links of each class."""
+    """What one displacement uses is the same from every rank, and spreads evenly over the links of
+    each class.
+    """
     for displacement in range(1, topology.ranks):
         expected = [[index for index, _ in path] for path in topology.paths(0, displacement)]
         used: Counter[tuple[int, int, int]] = Counter()
@@ -41,7 +51,11 @@ def test_every_rank_sees_the_same_network(topology: Topology) -> None:
                 links = topology.classes[index].count
                 counts = [used[number, hop, link] for link in range(links)]
                 assert sum(counts) == topology.ranks
-                if links <= topology.ranks and "full" not in topology.name and "inner" not in topology.name:
+                if (
+                    links <= topology.ranks
+                    and "full" not in topology.name
+                    and "inner" not in topology.name
+                ):
                     assert max(counts) == topology.ranks / links
 
 
@@ -57,9 +71,15 @@ def test_torus_goes_dimension_by_dimension_the_shorter_way() -> None:
     names = [torus.classes[index].name for index, _ in torus.path(0, 4 * 3 + 1)]
     assert names == ["x+", "y-"]
     assert [link for _, link in torus.path(0, 4 * 3 + 1)] == [0, 1]  # from rank 0, then from rank 1
-    assert [torus.classes[index].name for index, _ in torus.path(0, 2)] == ["x+", "x+"]  # a tie goes clockwise
+    assert [torus.classes[index].name for index, _ in torus.path(0, 2)] == [
+        "x+",
+        "x+",
+    ]  # a tie goes clockwise
     split = Torus((4, 4), 1e9, 10, "split")
-    assert [[split.classes[index].name for index, _ in path] for path in split.paths(0, 2)] == [["x+", "x+"], ["x-", "x-"]]
+    assert [[split.classes[index].name for index, _ in path] for path in split.paths(0, 2)] == [
+        ["x+", "x+"],
+        ["x-", "x-"],
+    ]
 
 
 def test_fat_tree_goes_to_the_spine_of_the_destination() -> None:
@@ -90,7 +110,11 @@ def test_names(text: str, ranks: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("torus:8x8", 128, r"topology torus:8x8 must have as many ranks as the run; got 64 for 128. Say --nodes 64"),
+        (
+            "torus:8x8",
+            128,
+            r"topology torus:8x8 must have as many ranks as the run; got 64 for 128. Say --nodes 64",
+        ),
         ("mesh", 4, r"--topology must be ring, .*; got 'mesh'"),
         ("torus:8xA", 8, r"must have sizes such as torus:8x16"),
         ("fattree:2x4/3", 8, r"must divide evenly over its uplinks; got 4 and 3"),

@@ -13,7 +13,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.costs import all_gather_gemm, gemm_all_reduce, gemm_all_to_all, gemm_reduce_scatter, gemv_all_reduce
+from interlace.costs import (
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_all_to_all,
+    gemm_reduce_scatter,
+    gemv_all_reduce,
+)
 from interlace.costs import embedding_all_to_all as costs
 from interlace.errors import ConfigError
 from interlace.sim import operators
@@ -31,10 +37,17 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Presets.
 
 
-@pytest.mark.parametrize(("folder", "name"), [(f, n) for f in ("machines", "dlrm", "transformer", "moe") for n in presets(f)])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [(f, n) for f in ("machines", "dlrm", "transformer", "moe") for n in presets(f)],
+)
 def test_every_value_of_every_preset_has_a_source(folder: str, name: str) -> None:
     document = yaml.safe_load(find(folder, name).read_text(encoding="utf-8"))
-    models: dict[str, Any] = {"dlrm": dlrm.Dlrm, "transformer": transformer.Transformer, "moe": moe.Moe}
+    models: dict[str, Any] = {
+        "dlrm": dlrm.Dlrm,
+        "transformer": transformer.Transformer,
+        "moe": moe.Moe,
+    }
     if folder == "machines":
         load_machine(name)
     else:
@@ -65,22 +78,32 @@ def test_dlrm_traffic_is_the_models() -> None:
     ranks, samples = 16, 512
     result = dlrm.simulate(model, machine(), Switch(ranks, 1e9, 10))
     exchanged = 26 * samples * 128 * 2
-    weights = sum(a * b for sizes in (model.bottom_mlp.value, model.top_mlp.value) for a, b in itertools.pairwise(sizes))
+    weights = sum(
+        a * b
+        for sizes in (model.bottom_mlp.value, model.top_mlp.value)
+        for a, b in itertools.pairwise(sizes)
+    )
     assert result.traffic_bytes["all_to_all"] == pytest.approx(2 * exchanged * 15 / 16, rel=1e-4)
     assert result.traffic_bytes["all_reduce"] == pytest.approx(2 * weights * 2 * 15 / 16, rel=1e-4)
     for fused in FUSING:
         again = dlrm.simulate(model, machine(), Switch(ranks, 1e9, 10), fused=fused)
-        assert sum(again.sent_bytes.values()) == pytest.approx(sum(result.sent_bytes.values()), rel=1e-4)
+        assert sum(again.sent_bytes.values()) == pytest.approx(
+            sum(result.sent_bytes.values()), rel=1e-4
+        )
 
 
 def test_dlrm_overlaps_as_a_trainer_does() -> None:
     result = Scenario("dlrm", nodes=16).simulate()
     tasks = {task.name: task for task in result.tasks}
-    assert tasks["bottom 0"].start_ns < tasks["All-to-All"].end_ns  # the bottom MLP beside the exchange
+    assert (
+        tasks["bottom 0"].start_ns < tasks["All-to-All"].end_ns
+    )  # the bottom MLP beside the exchange
     assert tasks["interaction"].start_ns >= tasks["All-to-All"].end_ns
     assert tasks["bottom 0 weight gradient"].start_ns < tasks["gradient All-to-All"].end_ns
     assert tasks["AllReduce 0"].start_ns < tasks["top 0 weight gradient"].end_ns
-    assert tasks["optimizer"].start_ns >= max(t.end_ns for t in result.tasks if t.name.startswith("AllReduce"))
+    assert tasks["optimizer"].start_ns >= max(
+        t.end_ns for t in result.tasks if t.name.startswith("AllReduce")
+    )
     assert result.critical_path()[0].start_ns == 0
     assert result.critical_path()[-1].end_ns == result.total_ns
     assert result.exposed_ns + result.busy_ns[COMPUTE] == result.total_ns
@@ -103,19 +126,31 @@ def test_results_do_not_change_between_runs() -> None:
 
 
 def test_cost_grows_as_documented() -> None:
-    """Ranks times hops, and slices: events, which no machine's speed changes. The largest takes half a second."""
-    events = {nodes: Scenario("dlrm", nodes=nodes, fused="both").simulate().events for nodes in (128, 256, 1024)}
+    """Ranks times hops, and slices: events, which no machine's speed changes. The largest takes
+    half a second.
+    """
+    events = {
+        nodes: Scenario("dlrm", nodes=nodes, fused="both").simulate().events
+        for nodes in (128, 256, 1024)
+    }
     assert events == {128: 7653, 256: 19045, 1024: 140389}
-    slices = {count: Scenario("dlrm", nodes=128, fused="both", slices=count).simulate().events for count in (1, 4, 16)}
+    slices = {
+        count: Scenario("dlrm", nodes=128, fused="both", slices=count).simulate().events
+        for count in (1, 4, 16)
+    }
     assert slices == {1: 2283, 4: 7653, 16: 29133}
 
 
 def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
-    """21 %: between forward and both against the best unfused all-to-all, and within a point with ASTRA-sim's per-dimension one."""
+    """21 %: between forward and both against the best unfused all-to-all, and within a point with
+    ASTRA-sim's per-dimension one.
+    """
 
     def saved(fused: str, algorithm: str) -> float:
         scenario = Scenario("dlrm", all_to_all=algorithm)
-        return 100 * (1 - scenario.change({"fused": fused}).simulate().total_ns / scenario.simulate().total_ns)
+        return 100 * (
+            1 - scenario.change({"fused": fused}).simulate().total_ns / scenario.simulate().total_ns
+        )
 
     assert saved("forward", "one_shot") < 21 < saved("both", "one_shot")
     assert saved("forward", "per_dimension") == pytest.approx(21, abs=1)
@@ -125,8 +160,12 @@ def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
 
 
 def test_transformer_traffic_is_the_models() -> None:
-    """Two all-reduces a layer and pass of the activations; every weight's gradient over the data-parallel group."""
-    model = load_workload(transformer.Transformer, "transformer", "gpt3-175b", {"layers": 2, "microbatches": 3})
+    """Two all-reduces a layer and pass of the activations; every weight's gradient over the
+    data-parallel group.
+    """
+    model = load_workload(
+        transformer.Transformer, "transformer", "gpt3-175b", {"layers": 2, "microbatches": 3}
+    )
     result = transformer.simulate(model, machine(), Switch(16, 1e9, 10), tensor=8, pipeline=1)
     activations = 2048 * 12288 * 2
     weights = 2 * 12 * 12288**2 / 8
@@ -138,11 +177,17 @@ def test_transformer_traffic_is_the_models() -> None:
 
 def test_pipeline_fill_and_drain() -> None:
     base = Scenario(
-        "transformer", machine="h200-cluster", nodes=8, topology="switch", model_changes=(("layers", 8), ("microbatches", 4))
+        "transformer",
+        machine="h200-cluster",
+        nodes=8,
+        topology="switch",
+        model_changes=(("layers", 8), ("microbatches", 4)),
     )
     flat, deep = base.change({"pipeline": 1}).simulate(), base.change({"pipeline": 4}).simulate()
     assert flat.added_ns == 0
-    micro = [task for task in deep.tasks if task.name.startswith("m0 ") and task.row != "copy engine"]
+    micro = [
+        task for task in deep.tasks if task.name.startswith("m0 ") and task.row != "copy engine"
+    ]
     once = max(task.end_ns for task in micro) - min(task.start_ns for task in micro)
     assert 3 * once <= deep.added_ns < 4 * once
     assert {task.row for task in deep.tasks} == {COMPUTE, "all_reduce", "gradients", "copy engine"}
@@ -150,8 +195,15 @@ def test_pipeline_fill_and_drain() -> None:
 
 def test_fused_transformer_and_moe_are_not_slower() -> None:
     for base in (
-        Scenario("transformer", nodes=8, pipeline=1, model_changes=(("layers", 2), ("microbatches", 2))),
-        Scenario("moe", nodes=4, model="deepspeed-1.3b-moe128", model_changes=(("layers", 3), ("experts", 32))),
+        Scenario(
+            "transformer", nodes=8, pipeline=1, model_changes=(("layers", 2), ("microbatches", 2))
+        ),
+        Scenario(
+            "moe",
+            nodes=4,
+            model="deepspeed-1.3b-moe128",
+            model_changes=(("layers", 3), ("experts", 32)),
+        ),
     ):
         times = [dataclasses.replace(base, fused=fused).simulate().total_ns for fused in FUSING]
         assert times[2] < times[1] < times[0]
@@ -161,13 +213,17 @@ def test_moe_traffic_is_the_models() -> None:
     """Each token top_k times out and back, forward and backward."""
     model = load_workload(moe.Moe, "moe", "deepspeed-1.3b-moe128", {"layers": 2, "experts": 16})
     result = moe.simulate(model, machine(), Switch(16, 1e9, 10))
-    assert result.traffic_bytes["all_to_all"] == pytest.approx(2 * 4 * 2048 * 2048 * 2 * 15 / 16, rel=1e-4)
+    assert result.traffic_bytes["all_to_all"] == pytest.approx(
+        2 * 4 * 2048 * 2048 * 2 * 15 / 16, rel=1e-4
+    )
 
 
 def test_fewer_experts_than_ranks() -> None:
     model = load_workload(moe.Moe, "moe", "mixtral-8x7b", {"layers": 1})
     result = moe.simulate(model, machine(), Switch(16, 1e9, 10))
-    assert result.traffic_bytes["all_to_all"] == pytest.approx(4 * 2 * 4096 * 4096 * 2 * 7 / 8, rel=1e-4)
+    assert result.traffic_bytes["all_to_all"] == pytest.approx(
+        4 * 2 * 4096 * 4096 * 2 * 7 / 8, rel=1e-4
+    )
     assert "l0 expert gradients" in {task.name for task in result.tasks}
 
 
@@ -186,8 +242,14 @@ def test_operators_follow_the_costs() -> None:
         assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes)
         for fused in (True, False):
             result = run(machine(), Switch(4, 1e9, 0), operator.tasks(fused))
-            assert sum(result.traffic_bytes.values()) == pytest.approx(cost.link_bytes), (operator.name, fused)
-            assert result.sent_bytes["up"] == pytest.approx(cost.link_bytes, rel=0.01), (operator.name, fused)
+            assert sum(result.traffic_bytes.values()) == pytest.approx(cost.link_bytes), (
+                operator.name,
+                fused,
+            )
+            assert result.sent_bytes["up"] == pytest.approx(cost.link_bytes, rel=0.01), (
+                operator.name,
+                fused,
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -201,9 +263,17 @@ def test_operators_follow_the_costs() -> None:
     all_ranks=st.booleans(),
 )
 def test_links_carry_what_the_costs_say(
-    protocol: str, world_size: int, tokens: int, tiles: int, itemsize: int, slices: int, all_ranks: bool
+    protocol: str,
+    world_size: int,
+    tokens: int,
+    tiles: int,
+    itemsize: int,
+    slices: int,
+    all_ranks: bool,
 ) -> None:
-    """The same formulas are held against the bytes that the CPU backend counts: kernel, formula and simulator agree."""
+    """The same formulas are held against the bytes that the CPU backend counts: kernel, formula and
+    simulator agree.
+    """
     rows = 32 * tiles
     cost = gemv_all_reduce.fused(
         protocol=protocol,
@@ -217,7 +287,13 @@ def test_links_carry_what_the_costs_say(
         block_tokens=tokens,
     )
     made = operators.gemv_all_reduce(
-        tokens=tokens, rows=rows, columns=64, itemsize=itemsize, world_size=world_size, protocol=protocol, slices=slices
+        tokens=tokens,
+        rows=rows,
+        columns=64,
+        itemsize=itemsize,
+        world_size=world_size,
+        protocol=protocol,
+        slices=slices,
     )
     result = run(machine(), Switch(world_size, 1e9, 5), made.tasks(True), all_ranks=all_ranks)
     assert result.sent_bytes.get("up", 0) == cost.link_bytes
@@ -227,7 +303,9 @@ def test_links_carry_what_the_costs_say(
 
 
 def test_embedding_operator() -> None:
-    bags = operators.embedding_all_to_all(bags=40, pooling_factor=10, dim=8, itemsize=4, exchange_itemsize=2, unpack=True)
+    bags = operators.embedding_all_to_all(
+        bags=40, pooling_factor=10, dim=8, itemsize=4, exchange_itemsize=2, unpack=True
+    )
     assert isinstance(bags.fused, Fused)
     assert bags.fused.size == 40 * 8 * 2
     assert bags.fused.kernel.memory_bytes == 40 * 10 * 8 * 4 + 8 * (40 * 10 + 40 + 1) + 640
@@ -237,9 +315,13 @@ def test_embedding_operator() -> None:
 def test_the_embedding_operator_moves_what_its_costs_say() -> None:
     """Two tables of width 8 on each of four ranks, 20 samples, 10 lookups a bag."""
     widths, batch = [[8, 8]] * 4, 20
-    made = operators.embedding_all_to_all(bags=2 * batch, pooling_factor=10, dim=8, itemsize=4, exchange_itemsize=2)
+    made = operators.embedding_all_to_all(
+        bags=2 * batch, pooling_factor=10, dim=8, itemsize=4, exchange_itemsize=2
+    )
     sizes = {"itemsize": 4, "output_itemsize": 2, "index_itemsize": 8}
-    memory = costs.floor_memory_bytes(widths=widths, batch=batch, rank=0, lookups=[200, 200], **sizes)
+    memory = costs.floor_memory_bytes(
+        widths=widths, batch=batch, rank=0, lookups=[200, 200], **sizes
+    )
     assert made.fused.kernel.memory_bytes == memory
     traffic = run(machine(), Switch(4, 1e9, 0), made.tasks(True)).traffic_bytes["all_to_all"]
     assert traffic == costs.floor_link_bytes(widths=widths, batch=batch, rank=0, itemsize=2)
@@ -250,7 +332,9 @@ def test_the_embedding_operator_moves_what_its_costs_say() -> None:
 
 def results(name: str) -> list[dict[str, Any]]:
     """The results of a file under benchmarks/results."""
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+    found: list[dict[str, Any]] = json.loads(
+        (RESULTS / f"{name}.json").read_text(encoding="utf-8")
+    )["results"]
     return found
 
 
@@ -265,7 +349,10 @@ def microseconds(work: list[Task]) -> float:
 
 def errors(tasks: list[list[Task]], found: list[dict[str, Any]], name: str) -> list[int]:
     """By how many percent the model is above the measured times of that name."""
-    return [round(100 * (microseconds(work) / measured(result, name) - 1)) for work, result in zip(tasks, found, strict=True)]
+    return [
+        round(100 * (microseconds(work) / measured(result, name) - 1))
+        for work, result in zip(tasks, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -277,12 +364,15 @@ def errors(tasks: list[list[Task]], found: list[dict[str, Any]], name: str) -> l
         ("all_gather_gemm", [0, -3, 3, 5, 7], [2, -1, 3, 9, 5]),
     ],
 )
-def test_h200_products_against_measurements(name: str, unfused: list[int], fused: list[int]) -> None:
+def test_h200_products_against_measurements(
+    name: str, unfused: list[int], fused: list[int]
+) -> None:
     """With fewer rows a kernel's tiles do not fill the GPU, of which the model knows nothing."""
     large = [result for result in results(f"2026-11-21-{name}-4xh200") if result["rows"] >= 4096]
     made = [
         getattr(operators, name)(
-            rows=result["rows"], columns=result["columns"], inner=result["inner"], itemsize=2, world_size=4
+            rows=result["rows"], columns=result["columns"], inner=result["inner"], itemsize=2,
+            world_size=4
         )
         for result in large
     ]  # fmt: skip
@@ -291,7 +381,9 @@ def test_h200_products_against_measurements(name: str, unfused: list[int], fused
 
 
 def test_h200_embedding_against_measurements() -> None:
-    """The model pools as a kernel does that is bound by memory; ``F.embedding_bag`` takes about twice as long."""
+    """The model pools as a kernel does that is bound by memory; ``F.embedding_bag`` takes about
+    twice as long.
+    """
     found, made = results("2026-11-21-embedding_all_to_all-4xh200-forward"), []
     for result in found:
         itemsize = {"float32": 4, "float16": 2}[result["dtype"]]
@@ -304,20 +396,55 @@ def test_h200_embedding_against_measurements() -> None:
             exchange_itemsize=itemsize,
         )
         made.append(operator)
-    assert errors([operator.tasks(False) for operator in made], found, "our bags + NCCL") == [4, 1, -6, -6, -12, 12]
-    assert errors([operator.tasks(True) for operator in made], found, "fused") == [2, 6, 18, 24, 1, 23]
+    assert errors([operator.tasks(False) for operator in made], found, "our bags + NCCL") == [
+        4,
+        1,
+        -6,
+        -6,
+        -12,
+        12,
+    ]
+    assert errors([operator.tasks(True) for operator in made], found, "fused") == [
+        2,
+        6,
+        18,
+        24,
+        1,
+        23,
+    ]
 
 
 def test_h200_gemv_against_measurements() -> None:
     found = results("2026-11-20-gemv_all_reduce-4xh200-one-token")
     made = [
         operators.gemv_all_reduce(
-            tokens=1, rows=result["rows"], columns=result["columns"], itemsize=2, world_size=4, protocol="one_shot"
+            tokens=1,
+            rows=result["rows"],
+            columns=result["columns"],
+            itemsize=2,
+            world_size=4,
+            protocol="one_shot",
         )
         for result in found
     ]
-    assert errors([operator.tasks(False) for operator in made], found, "cuBLAS + NCCL") == [11, 6, 8, 7, 2, 5, 6]
-    assert errors([operator.tasks(True) for operator in made], found, "fused") == [20, 18, 17, 16, 17, 18, 13]
+    assert errors([operator.tasks(False) for operator in made], found, "cuBLAS + NCCL") == [
+        11,
+        6,
+        8,
+        7,
+        2,
+        5,
+        6,
+    ]
+    assert errors([operator.tasks(True) for operator in made], found, "fused") == [
+        20,
+        18,
+        17,
+        16,
+        17,
+        18,
+        13,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +456,18 @@ def test_h200_gemv_against_measurements() -> None:
     ],
 )
 def test_h200_nccl_between_products(kind: str, above: list[int]) -> None:
-    """128, 64, 224, 128, 32, 16, 4 and 1 MiB. Short ones take up to 2.1 times as long as modelled if they are alone."""
+    """128, 64, 224, 128, 32, 16, 4 and 1 MiB. Short ones take up to 2.1 times as long as modelled
+    if they are alone.
+    """
     found = results(f"2026-11-21-gemm_{kind}-4xh200")
-    assert errors([_nccl(kind, 2 * result["rows"] * result["columns"]) for result in found], found, "NCCL alone") == above
+    assert (
+        errors(
+            [_nccl(kind, 2 * result["rows"] * result["columns"]) for result in found],
+            found,
+            "NCCL alone",
+        )
+        == above
+    )
 
 
 def _nccl(kind: str, size: int) -> list[Task]:
@@ -348,7 +484,9 @@ NCCL_US = {
 
 @pytest.mark.parametrize("kind", NCCL_US)
 def test_h200_nccl_against_measurements(kind: str) -> None:
-    """The preset's launch and efficiencies come from the smallest and the largest size; those between are predictions."""
+    """The preset's launch and efficiencies come from the smallest and the largest size; those
+    between are predictions.
+    """
     for size, us in zip((1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28), NCCL_US[kind], strict=True):
         assert microseconds(_nccl(kind, size)) == pytest.approx(us, rel=0.21), size
 
@@ -376,13 +514,22 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tabels": 4}, r"file.yaml: tabels must be a known key; it is not. Remove it, or use one of: name, .*tables"),
+        (
+            {"tabels": 4},
+            r"file.yaml: tabels must be a known key; it is not. Remove it, or use one of: name, .*tables",
+        ),
         ({"tables": ...}, r"file.yaml: tables must be given; it is missing"),
         ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got"),
         ({"tables": 2.5}, r"tables must be a whole number of at least 1; got 2.5"),
-        ({"tables": {"value": 4, "source": "x" * 9, "confidence": "sure"}}, r"file.yaml: tables.confidence is wrong: .*'measured'"),
+        (
+            {"tables": {"value": 4, "source": "x" * 9, "confidence": "sure"}},
+            r"file.yaml: tables.confidence is wrong: .*'measured'",
+        ),
         ({"bottom_mlp": [4]}, r"file.yaml: bottom_mlp.value is wrong: .*at least 2"),
-        ({"interaction": "sum"}, r"file.yaml: interaction is wrong: .*'dot' or 'concatenate'; got 'sum'"),
+        (
+            {"interaction": "sum"},
+            r"file.yaml: interaction is wrong: .*'dot' or 'concatenate'; got 'sum'",
+        ),
     ],
 )
 def test_model_files(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -393,10 +540,22 @@ def test_model_files(tmp_path: Path, changes: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"network__link_bytes_per_s": 0}, r"file.yaml: network is wrong: link_bytes_per_s must be above 0"),
-        ({"gpu__flops_efficiency": 1.2}, r"file.yaml: gpu is wrong: flops_efficiency must not be above 1"),
-        ({"collectives__fused_slowdown": 0.5}, r"file.yaml: collectives is wrong: fused_slowdown must be at least 1"),
-        ({"network__links": 3}, r"file.yaml: network.links must be a known key; it is not. Remove it, or use one of: topology, "),
+        (
+            {"network__link_bytes_per_s": 0},
+            r"file.yaml: network is wrong: link_bytes_per_s must be above 0",
+        ),
+        (
+            {"gpu__flops_efficiency": 1.2},
+            r"file.yaml: gpu is wrong: flops_efficiency must not be above 1",
+        ),
+        (
+            {"collectives__fused_slowdown": 0.5},
+            r"file.yaml: collectives is wrong: fused_slowdown must be at least 1",
+        ),
+        (
+            {"network__links": 3},
+            r"file.yaml: network.links must be a known key; it is not. Remove it, or use one of: topology, ",
+        ),
         (
             {"network__topology": "torus:3x3"},
             r"topology torus:3x3 must have as many ranks as the run; got 9 for 128. Say --nodes 9",
@@ -411,24 +570,47 @@ def test_machine_files(tmp_path: Path, changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
-        (Scenario("dlrm", model="modell"), r"dlrm must be a YAML file or one of mlperf, model-i; got 'modell'"),
+        (
+            Scenario("dlrm", model="modell"),
+            r"dlrm must be a YAML file or one of mlperf, model-i; got 'modell'",
+        ),
         (Scenario("cnn"), r"a workload must be one of dlrm, .*; got 'cnn'"),
-        (Scenario("dlrm", all_to_all="bruck"), r"all_to_all must be one of one_shot, .*; got 'bruck'"),
+        (
+            Scenario("dlrm", all_to_all="bruck"),
+            r"all_to_all must be one of one_shot, .*; got 'bruck'",
+        ),
         (Scenario("dlrm", nodes=-1), r"must not be negative; got -1"),
-        (Scenario("transformer", tensor=5), r"tensor x pipeline must divide the number of ranks; got 5 x 8 for 512"),
-        (Scenario("transformer", nodes=70, pipeline=7), r"layers must divide evenly over the pipeline's stages; got 96 and 7"),
+        (
+            Scenario("transformer", tensor=5),
+            r"tensor x pipeline must divide the number of ranks; got 5 x 8 for 512",
+        ),
+        (
+            Scenario("transformer", nodes=70, pipeline=7),
+            r"layers must divide evenly over the pipeline's stages; got 96 and 7",
+        ),
         (
             Scenario("transformer", machine="sc24-torus", nodes=64),
             r"parallel groups must fill dimensions of torus:8x8|rings undivided",
         ),
-        (Scenario("moe", nodes=3), r"experts must divide evenly over the ranks, or ranks over experts; got 256 and 24"),
-        (Scenario("dlrm", all_reduce="halving_doubling"), r"must be run on every rank; .*--all-ranks"),
-        (Scenario("dlrm", machine_changes=(("network.speed", 3),)), r"network.speed must be a known key"),
+        (
+            Scenario("moe", nodes=3),
+            r"experts must divide evenly over the ranks, or ranks over experts; got 256 and 24",
+        ),
+        (
+            Scenario("dlrm", all_reduce="halving_doubling"),
+            r"must be run on every rank; .*--all-ranks",
+        ),
+        (
+            Scenario("dlrm", machine_changes=(("network.speed", 3),)),
+            r"network.speed must be a known key",
+        ),
     ],
 )
 def test_scenarios(scenario: Scenario, message: str) -> None:
     if scenario.machine == "sc24-torus":
-        scenario = dataclasses.replace(scenario, tensor=4, pipeline=16, model_changes=(("layers", 96),))
+        scenario = dataclasses.replace(
+            scenario, tensor=4, pipeline=16, model_changes=(("layers", 96),)
+        )
     with pytest.raises(ConfigError, match=message):
         scenario.simulate()
 

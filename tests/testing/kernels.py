@@ -7,7 +7,16 @@ import interlace.language as il
 
 
 @triton.jit
-def send(data, signals, value, epoch, ctx, ORDER: tl.constexpr, FENCED: tl.constexpr, SIGNAL_FIRST: tl.constexpr):
+def send(
+    data,
+    signals,
+    value,
+    epoch,
+    ctx,
+    ORDER: tl.constexpr,
+    FENCED: tl.constexpr,
+    SIGNAL_FIRST: tl.constexpr,
+):
     """Rank 0 puts four numbers in rank 1's memory and signals."""
     group = il.join(ctx)
     four = tl.arange(0, 4)
@@ -82,7 +91,9 @@ def put_words(words, value, epoch, ctx):
     group = il.join(ctx)
     four = tl.arange(0, 4)[None, :]
     if il.rank(group) == 0:
-        il.put_packed(il.pointer(words, tl.int64) + four, value + four.to(tl.float32), epoch, 1, group)
+        il.put_packed(
+            il.pointer(words, tl.int64) + four, value + four.to(tl.float32), epoch, 1, group
+        )
 
 
 @triton.jit
@@ -91,4 +102,7 @@ def get_words(words, y, epoch, ctx):
     group = il.join(ctx)
     four = tl.arange(0, 4)[None, :]
     if il.rank(group) == 1:
-        tl.store(y + four, il.get_packed(il.pointer(words, tl.int64) + four, epoch, 0 * four, 0, group, four >= 0))
+        tl.store(
+            y + four,
+            il.get_packed(il.pointer(words, tl.int64) + four, epoch, 0 * four, 0, group, four >= 0),
+        )

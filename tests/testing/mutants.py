@@ -16,7 +16,14 @@ from typing import Any
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-_EPOCH_ARGUMENT = {"wait": 1, "get_packed": 1, "sum_packed": 3, "barrier": 1, "signal": 1, "put_packed": 2}
+_EPOCH_ARGUMENT = {
+    "wait": 1,
+    "get_packed": 1,
+    "sum_packed": 3,
+    "barrier": 1,
+    "signal": 1,
+    "put_packed": 2,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,9 @@ class Mutant:
         assert isinstance(definition, ast.FunctionDef)
         definition.decorator_list = []
         _MISTAKES[self.mistake](definition, *self.which)
-        changed = _compiled(ast.unparse(ast.fix_missing_locations(tree)), name, function.fn.__globals__)
+        changed = _compiled(
+            ast.unparse(ast.fix_missing_locations(tree)), name, function.fn.__globals__
+        )
         table = InterpretedFunction.rewritten_fn
         before = table.get(function.fn)
         table[function.fn] = triton.jit(changed).rewrite()
@@ -78,7 +87,11 @@ def _compiled(source: str, name: str, names: dict[str, Any]) -> Any:
 
 def _calls(tree: ast.AST, primitive: str) -> list[ast.Call]:
     names = f"il.{primitive}", primitive
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names
+    ]
     return sorted(found, key=lambda node: node.lineno)
 
 
@@ -114,10 +127,18 @@ def _signal_first(tree: ast.FunctionDef, primitive: str, number: int) -> None:
     """The call, where all its names are known, moves to the beginning of the innermost block with
     both it and a put before it.
     """
-    signal = next(node for node in ast.walk(tree) if isinstance(node, ast.Expr) and node.value is _calls(tree, primitive)[number])
+    signal = next(
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and node.value is _calls(tree, primitive)[number]
+    )
     for block in _blocks(tree):
         for i, statement in enumerate(block):
-            holds = [each for each in block[:i] if any(_calls(each, put) for put in ("put", "put_packed"))]
+            holds = [
+                each
+                for each in block[:i]
+                if any(_calls(each, put) for put in ("put", "put_packed"))
+            ]
             if holds and any(node is signal for node in ast.walk(statement)):
                 moved = statement if statement is not signal else signal
                 block.remove(moved)
@@ -172,9 +193,14 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 
 
 _GEMV, _SUM = "ops.gemv_all_reduce.kernel", "products.reduction:send_and_sum"
-_RS, _AR, _A2A = (f"ops.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_reduce", "all_to_all"))
+_RS, _AR, _A2A = (
+    f"ops.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_reduce", "all_to_all")
+)
 _EMBEDDING, _EXPERTS = "ops.embedding_all_to_all.kernel", "ops.mixture_of_experts.kernel"
-_FORWARD, _BACKWARD = f"{_EMBEDDING}:embedding_all_to_all_forward", f"{_EMBEDDING}:embedding_all_to_all_backward"
+_FORWARD, _BACKWARD = (
+    f"{_EMBEDDING}:embedding_all_to_all_forward",
+    f"{_EMBEDDING}:embedding_all_to_all_backward",
+)
 _STAGED, _MAPPED = "products.staged", "mapped.kernel"
 
 MUTANTS = [

@@ -20,7 +20,14 @@ from interlace.testing import Rank
 Call = tuple[Callable[[], Any], Any]
 """What is called, and what must come out."""
 
-_TILES = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "max_programs": 2, "stagger": 0}
+_TILES = {
+    "block_m": 16,
+    "block_n": 16,
+    "block_k": 16,
+    "num_warps": 1,
+    "max_programs": 2,
+    "stagger": 0,
+}
 
 
 def _rounds(rank: Rank, make: Callable[[int, int], Call]) -> None:
@@ -48,12 +55,16 @@ def _everyones(rank: Rank, *shape: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def gemv(rank: Rank, protocol: str = "one_shot", dtype: torch.dtype = torch.float32) -> None:
-    config = interlace.GemvAllReduceConfig(protocol=protocol, block_n=16, block_k=32, max_programs=2)
+    config = interlace.GemvAllReduceConfig(
+        protocol=protocol, block_n=16, block_k=32, max_programs=2
+    )
 
     def make(kind: int, turn: int) -> Call:
         tokens, rows = ((1, 16), (2, 48))[kind]
         x, w, total = _product(rank, tokens, rows, 32, turn)
-        return functools.partial(interlace.gemv_all_reduce, x.to(dtype), w.to(dtype), impl="fused", config=config), total.to(dtype)
+        return functools.partial(
+            interlace.gemv_all_reduce, x.to(dtype), w.to(dtype), impl="fused", config=config
+        ), total.to(dtype)
 
     _rounds(rank, make)
 
@@ -61,7 +72,9 @@ def gemv(rank: Rank, protocol: str = "one_shot", dtype: torch.dtype = torch.floa
 # Products
 
 
-def _product(rank: Rank, rows: int, columns: int, inner: int, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _product(
+    rank: Rank, rows: int, columns: int, inner: int, turn: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's x and w, and all ranks' sum of products."""
     xs, ws = _everyones(rank, rows, inner, seed=turn), _everyones(rank, columns, inner, seed=9)
     total = sum((x @ w.T for x, w in zip(xs, ws, strict=True)), torch.zeros(rows, columns))
@@ -78,13 +91,19 @@ def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None
     none.
     """
     config = interlace.GemmReduceScatterConfig(**_TILES)
-    splits = [_rows(rank, impl) // rank.world_size] * rank.world_size if impl == "mapped" else [36, 4, 20][: rank.world_size]
+    splits = (
+        [_rows(rank, impl) // rank.world_size] * rank.world_size
+        if impl == "mapped"
+        else [36, 4, 20][: rank.world_size]
+    )
     splits[-1] *= not empty
     rows = sum(splits)
 
     def make(kind: int, turn: int) -> Call:
         x, w, total = _product(rank, rows, 32, (16, 48)[kind], turn)
-        call = functools.partial(interlace.gemm_reduce_scatter, x, w, splits=splits, impl=impl, config=config)
+        call = functools.partial(
+            interlace.gemm_reduce_scatter, x, w, splits=splits, impl=impl, config=config
+        )
         return call, total.split(splits)[rank.rank]
 
     _rounds(rank, make)
@@ -106,8 +125,12 @@ def all_to_all(rank: Rank, impl: str = "fused") -> None:
     def make(kind: int, turn: int) -> Call:
         inner = (16, 48)[kind]
         xs, ws = _everyones(rank, rows, inner, seed=turn), _everyones(rank, 32, inner, seed=9)
-        parts = [(x @ w.T).tensor_split(rank.world_size)[rank.rank] for x, w in zip(xs, ws, strict=True)]
-        call = functools.partial(interlace.gemm_all_to_all, xs[rank.rank], ws[rank.rank], impl=impl, config=config)
+        parts = [
+            (x @ w.T).tensor_split(rank.world_size)[rank.rank] for x, w in zip(xs, ws, strict=True)
+        ]
+        call = functools.partial(
+            interlace.gemm_all_to_all, xs[rank.rank], ws[rank.rank], impl=impl, config=config
+        )
         return call, torch.cat(parts)
 
     _rounds(rank, make)
@@ -121,7 +144,14 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
         # another.
         rows, inner = ((4, 16), (3, 48))[kind] if impl == "mapped" else ((20, 16), (12, 48))[kind]
         xs, w = _everyones(rank, rows, inner, seed=turn), _numbers(rank.rank, 32, inner, seed=9)
-        call = functools.partial(interlace.all_gather_gemm, xs[rank.rank], w, impl=impl, config=config, return_gathered=True)
+        call = functools.partial(
+            interlace.all_gather_gemm,
+            xs[rank.rank],
+            w,
+            impl=impl,
+            config=config,
+            return_gathered=True,
+        )
         return call, (torch.cat(xs) @ w.T, torch.cat(xs))
 
     _rounds(rank, make)
@@ -160,17 +190,21 @@ def _lookups(rank: int, batch: int, turn: int) -> torch.Tensor:
 
 
 def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interleaved") -> None:
-    """A table on every rank. No gradients are recorded: else ranks ask in each call whether tables train."""
+    """A table on every rank. No gradients are recorded: else ranks ask in each call whether tables
+    train.
+    """
     chunk = 3
     config, batch = _embedding_config(protocol=protocol, order=order), chunk * rank.world_size
 
     def make(kind: int, turn: int) -> Call:
         width = (8, 12)[kind]
         tables = _everyones(rank, 8, width, seed=turn)
-        whole = torch.cat([table[_lookups(each, batch, turn)] for each, table in enumerate(tables)], 1)
+        whole = torch.cat(
+            [table[_lookups(each, batch, turn)] for each, table in enumerate(tables)], 1
+        )
         call = functools.partial(
-            interlace.embedding_all_to_all, [tables[rank.rank]], _lookups(rank.rank, batch, turn), torch.arange(batch + 1),
-            config=config, name=f"width {width}", check_indices=False,
+            interlace.embedding_all_to_all, [tables[rank.rank]], _lookups(rank.rank, batch, turn),
+            torch.arange(batch + 1), config=config, name=f"width {width}", check_indices=False,
         )  # fmt: skip
         return call, whole[rank.rank * chunk : (rank.rank + 1) * chunk]
 
@@ -188,22 +222,34 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
     def forward(table: torch.Tensor | None, width: int, turn: int) -> torch.Tensor:
         tables = [] if table is None else [table]
         y = interlace.embedding_all_to_all(
-            tables, _lookups(rank.rank, batch, turn)[: len(tables) * batch], torch.arange(len(tables) * batch + 1), config=config,
-            name=f"width {width}", batch_size=batch, output_dtype=torch.float32, check_indices=False,
+            tables, _lookups(rank.rank, batch, turn)[: len(tables) * batch],
+            torch.arange(len(tables) * batch + 1), config=config, name=f"width {width}",
+            batch_size=batch, output_dtype=torch.float32, check_indices=False,
         )  # fmt: skip
         scale = torch.arange(1.0, chunk + 1) + chunk * rank.rank
         return (y * scale[:, None]).sum()
 
     def gradients(tables: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
-        loss = sum(forward(tables[i] if tables else None, width, turn) for i, width in enumerate((8, 12)))
+        loss = sum(
+            forward(tables[i] if tables else None, width, turn) for i, width in enumerate((8, 12))
+        )
         loss.backward()  # type: ignore[union-attr]
         return [table.grad for table in tables]  # type: ignore[misc]
 
     def make(kind: int, turn: int) -> Call:
-        mine = [] if rank.rank == without else [_numbers(rank.rank, 8, width).requires_grad_() for width in (8, 12)]
+        mine = (
+            []
+            if rank.rank == without
+            else [_numbers(rank.rank, 8, width).requires_grad_() for width in (8, 12)]
+        )
         scale = torch.arange(1.0, batch + 1)
         lookups = _lookups(rank.rank, batch, turn)
-        expected = [torch.zeros_like(table).index_add_(0, lookups, scale[:, None].expand(-1, table.shape[1])) for table in mine]
+        expected = [
+            torch.zeros_like(table).index_add_(
+                0, lookups, scale[:, None].expand(-1, table.shape[1])
+            )
+            for table in mine
+        ]
         return functools.partial(gradients, mine, turn), expected
 
     _rounds(rank, make)
@@ -217,24 +263,44 @@ def experts(rank: Rank, backward: bool = False) -> None:
     two layers side by side.
     """
     config = interlace.MixtureOfExpertsConfig(
-        block_m=16, block_n=32, block_k=16, group_m=2, programs=1, push_programs=1, push_rows=4, sum_programs=1, stagger=0
+        block_m=16,
+        block_n=32,
+        block_k=16,
+        group_m=2,
+        programs=1,
+        push_programs=1,
+        push_rows=4,
+        sum_programs=1,
+        stagger=0,
     )
     w_in = [_numbers(each, 1, 16, 2, 16, seed=8) / 4 for each in range(rank.world_size)]
     w_out = [_numbers(each, 1, 16, 16, seed=9) / 4 for each in range(rank.world_size)]
     weight = [each[rank.rank].requires_grad_(backward) for each in (w_in, w_out)]
 
-    def layer(tokens: int, turn: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor], torch.Tensor]:
+    def layer(
+        tokens: int, turn: int
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor], torch.Tensor]:
         """x, the call, and what comes out of it."""
         x = (_numbers(rank.rank, tokens, 16, seed=turn) / 4).requires_grad_(backward)
         first = (torch.arange(tokens) + rank.rank) % rank.world_size
         chosen = torch.stack([first, (first + 1) % rank.world_size], 1)
         weights = torch.tensor([0.5, 0.25]).repeat(tokens, 1)
         call = functools.partial(
-            interlace.mixture_of_experts, x, chosen, weights, w_in[rank.rank], w_out[rank.rank], impl="fused", config=config
+            interlace.mixture_of_experts,
+            x,
+            chosen,
+            weights,
+            w_in[rank.rank],
+            w_out[rank.rank],
+            impl="fused",
+            config=config,
         )
         rows = []
         for t, numbers in enumerate(chosen.tolist()):
-            each = [weights[t, j] * _expert(x[t], w_in[e][0], w_out[e][0]) for j, e in enumerate(numbers)]
+            each = [
+                weights[t, j] * _expert(x[t], w_in[e][0], w_out[e][0])
+                for j, e in enumerate(numbers)
+            ]
             rows.append(torch.stack(each).sum(0))
         return x, call, torch.stack(rows)
 
@@ -246,7 +312,9 @@ def experts(rank: Rank, backward: bool = False) -> None:
         xs = [x for x, _, _ in layers]
         expected = torch.autograd.grad([y.sum() for _, _, y in layers], xs)
         # The weights' gradients, sums over all ranks' tokens, are computed but not compared.
-        return lambda: torch.autograd.grad([call().sum() for _, call, _ in layers], [*xs, *weight])[:2], expected
+        return lambda: torch.autograd.grad([call().sum() for _, call, _ in layers], [*xs, *weight])[
+            :2
+        ], expected
 
     _rounds(rank, make)
 
@@ -262,9 +330,16 @@ def fused(rank: Rank, collective: str, transport: str = "stores") -> None:
     """Somebody else's producers, whose stores are collectives: two of them, in turn."""
     ranks = rank.world_size
     # A page for each rank; few rows, which one program moves.
-    shapes = [(ranks, 1024), (ranks, 512)] if collective == "gather" else [(4 * ranks, 256), (2 * ranks, 512)]
+    shapes = (
+        [(ranks, 1024), (ranks, 512)]
+        if collective == "gather"
+        else [(4 * ranks, 256), (2 * ranks, 512)]
+    )
     producer = _copy if transport == "stores" else _copy_and_send
-    products = [interlace.fuse(producer, collective, shape=shape, dtype=torch.float32, transport=transport) for shape in shapes]
+    products = [
+        interlace.fuse(producer, collective, shape=shape, dtype=torch.float32, transport=transport)
+        for shape in shapes
+    ]
 
     def make(kind: int, turn: int) -> Call:
         shape, product = shapes[kind], products[kind]
@@ -335,13 +410,17 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "all_to_all_bmm, mapped": functools.partial(to_all_bmm, impl="mapped"),
     "embedding forward, direct": embedding_forward,
     "embedding forward, sliced": functools.partial(embedding_forward, protocol="sliced"),
-    "embedding forward, sliced, own samples first": functools.partial(embedding_forward, protocol="sliced", order="local_first"),
+    "embedding forward, sliced, own samples first": functools.partial(
+        embedding_forward, protocol="sliced", order="local_first"
+    ),
     "embedding backward": embedding_backward,
     "embedding backward, a rank without tables": functools.partial(embedding_backward, without=1),
     "mixture_of_experts": experts,
     "mixture_of_experts, backward": functools.partial(experts, backward=True),
     "mapped all-to-all": functools.partial(fused, collective="all_to_all"),
-    "mapped all-to-all by copies": functools.partial(fused, collective="all_to_all", transport="copy_engine"),
+    "mapped all-to-all by copies": functools.partial(
+        fused, collective="all_to_all", transport="copy_engine"
+    ),
     "mapped reduce-scatter": functools.partial(fused, collective="reduce_scatter"),
     "mapped all-reduce": functools.partial(fused, collective="all_reduce"),
     "mapped gather": functools.partial(fused, collective="gather"),

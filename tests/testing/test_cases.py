@@ -40,13 +40,19 @@ def test_every_implementation_is_listed():
     assert {"auto", *IMPLEMENTATIONS["all_gather_gemm"]} == set(ALL_GATHER_IMPLS)
     assert {"auto", *IMPLEMENTATIONS["all_to_all_bmm"]} == set(BATCH_IMPLS)
     for operator, protocols in (
-        ("gemv_all_reduce", GEMV_PROTOCOLS), ("embedding_all_to_all", EMBEDDING_PROTOCOLS), ("mixture_of_experts", OPERANDS),
+        ("gemv_all_reduce", GEMV_PROTOCOLS), ("embedding_all_to_all", EMBEDDING_PROTOCOLS),
+        ("mixture_of_experts", OPERANDS),
     ):  # fmt: skip
-        assert set(IMPLEMENTATIONS[operator]) == {"unfused", *(f"fused {protocol}" for protocol in protocols)}
+        assert set(IMPLEMENTATIONS[operator]) == {
+            "unfused",
+            *(f"fused {protocol}" for protocol in protocols),
+        }
     assert {impl.split()[0] for impl in IMPLEMENTATIONS["mapped_output"]} == set(COLLECTIVES)
 
 
 def test_random_cases_depend_on_the_seed_alone():
-    first, again, other = ([draw_case(3, source) for _ in range(50)] for source in map(random.Random, (5, 5, 6)))
+    first, again, other = (
+        [draw_case(3, source) for _ in range(50)] for source in map(random.Random, (5, 5, 6))
+    )
     assert first == again
     assert first != other

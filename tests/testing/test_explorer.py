@@ -21,7 +21,12 @@ def _memory() -> tuple[Any, Any]:
 
 
 def _sending(
-    rank: Rank, calls: int = 2, acknowledged: bool = True, order: str = "release", fenced: bool = False, signal_first: bool = False
+    rank: Rank,
+    calls: int = 2,
+    acknowledged: bool = True,
+    order: str = "release",
+    fenced: bool = False,
+    signal_first: bool = False,
 ) -> None:
     from tests.testing import kernels
 
@@ -31,7 +36,14 @@ def _sending(
         y = torch.zeros(4)
         with rank.group.running():
             kernels.send[(1,)](
-                data.address, signals.address, float(epoch), epoch, context, ORDER=order, FENCED=fenced, SIGNAL_FIRST=signal_first
+                data.address,
+                signals.address,
+                float(epoch),
+                epoch,
+                context,
+                ORDER=order,
+                FENCED=fenced,
+                SIGNAL_FIRST=signal_first,
             )
             kernels.receive[(1,)](data.address, signals.address, y, epoch, context)
             if acknowledged:
@@ -53,7 +65,9 @@ def _putting(rank: Rank) -> None:
 
     data, _ = _memory()
     with rank.group.running():
-        kernels.put_to_last[(1,)](data.address, rank.group.context("test"), WORLD_SIZE=rank.world_size)
+        kernels.put_to_last[(1,)](
+            data.address, rank.group.context("test"), WORLD_SIZE=rank.world_size
+        )
 
 
 def _halves(rank: Rank) -> None:
@@ -127,18 +141,42 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
             "race",
             "rank 1, .*receive.* does not come after the store by rank 0, .*send",
         ),
-        (functools.partial(_sending, signal_first=True), "race", "rank 1, .*receive.* does not come after the store by rank 0"),
-        (functools.partial(_sending, acknowledged=False), "race|wrong result", "may still load|not close"),
-        (functools.partial(_words, calls=2), "deadlock", "rank 1 waits for packed words, program 0 of get_words"),
+        (
+            functools.partial(_sending, signal_first=True),
+            "race",
+            "rank 1, .*receive.* does not come after the store by rank 0",
+        ),
+        (
+            functools.partial(_sending, acknowledged=False),
+            "race|wrong result",
+            "may still load|not close",
+        ),
+        (
+            functools.partial(_words, calls=2),
+            "deadlock",
+            "rank 1 waits for packed words, program 0 of get_words",
+        ),
         (
             _waiting,
             "deadlock",
             r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, kernels.py:\d+ .*; rank 1",
         ),
-        (_putting, "two writers", "stores where another rank has stored before, and nothing orders the two"),
+        (
+            _putting,
+            "two writers",
+            "stores where another rank has stored before, and nothing orders the two",
+        ),
         (functools.partial(_copying, through=""), "race|wrong result", "may still load|not close"),
-        (functools.partial(_failing, error=RuntimeError), "error", "rank 1 raised RuntimeError: this rank has failed"),
-        (functools.partial(_failing, error=AssertionError), "wrong result", "on rank 1: this rank has failed"),
+        (
+            functools.partial(_failing, error=RuntimeError),
+            "error",
+            "rank 1 raised RuntimeError: this rank has failed",
+        ),
+        (
+            functools.partial(_failing, error=AssertionError),
+            "wrong result",
+            "on rank 1: this rank has failed",
+        ),
     ],
 )
 def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
@@ -150,7 +188,9 @@ def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
     [again] = ranks(1).run(_exploring, program, 1, report.failure.schedule)
     assert again.failure is not None
     assert again.failure.kind == report.failure.kind
-    with pytest.raises(interlace.InterlaceError, match=f"every schedule of a program must be right; got a ({kind})"):
+    with pytest.raises(
+        interlace.InterlaceError, match=f"every schedule of a program must be right; got a ({kind})"
+    ):
         report.raise_if_failed()
 
 
@@ -163,7 +203,13 @@ def test_the_same_seed_tries_the_same_schedules(ranks: Any) -> None:
 
 def _refusals() -> list[str]:
     found = []
-    for options in ({"ranks": 1}, {"schedules": 0}, {"preemptions": -1}, {"replay": "0x1"}, {"replay": "eager 1!7"}):
+    for options in (
+        {"ranks": 1},
+        {"schedules": 0},
+        {"preemptions": -1},
+        {"replay": "0x1"},
+        {"replay": "eager 1!7"},
+    ):
         with pytest.raises(interlace.ArgumentError) as error:
             explore(_sending, **options)
         found.append(str(error.value))

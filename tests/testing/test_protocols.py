@@ -59,7 +59,9 @@ def _explore(name: str) -> int:
 def test_every_schedule_is_right(ranks: Any, name: str) -> None:
     counts = ranks(2).run(_explore, name)
     assert counts[0] > 100
-    assert sum(counts) * len(_NAMES) >= 10_000, "all programs together: also where tests run in several processes"
+    assert sum(counts) * len(_NAMES) >= 10_000, (
+        "all programs together: also where tests run in several processes"
+    )
 
 
 def _names() -> list[str]:
@@ -86,7 +88,9 @@ def _lost(part: int, parts: int) -> list[str]:
     from tests.testing.programs import PROGRAMS
 
     lost = []
-    for mutant in MUTANTS[part * dist.get_world_size() + dist.get_rank() :: parts * dist.get_world_size()]:
+    for mutant in MUTANTS[
+        part * dist.get_world_size() + dist.get_rank() :: parts * dist.get_world_size()
+    ]:
         with mutant.applied():
             failure = explore(PROGRAMS[mutant.protocol], ranks=mutant.ranks, schedules=300).failure
         if failure is None or failure.kind == "error":

@@ -41,7 +41,10 @@ def _script():
 
 def test_errors_are_read_and_other_libraries_kernels_left_out():
     first, second = _script().parse(LOG)
-    assert (first.what, first.kernel) == ("Invalid __global__ write of size 4 bytes", "gemm_reduce_scatter")
+    assert (first.what, first.kernel) == (
+        "Invalid __global__ write of size 4 bytes",
+        "gemm_reduce_scatter",
+    )
     assert first.lines[2] == "by thread (0,0,0) in block (3,0,0)"
     assert second.kernel.startswith("void at::native::vectorized_elementwise_kernel")
 
@@ -52,11 +55,25 @@ def test_a_clean_log_has_no_errors():
 
 def test_calls_are_made_on_every_rank(tmp_path):
     file = tmp_path / "sanitize.json"
-    command = [sys.executable, str(SCRIPT), "--tool", "none", "--backend", "cpu", "--json", str(file)]
-    done = subprocess.run([*command, "--operators", "gemv_all_reduce"], capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--tool",
+        "none",
+        "--backend",
+        "cpu",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [*command, "--operators", "gemv_all_reduce"], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(file.read_text(encoding="utf-8"))
     assert (document["errors"], document["wrong"], document["failed"]) == (0, 0, 0)
     assert document["right"] == len(document["results"]) > 0
-    assert {result["impl"] for result in document["results"]} == {"fused one_shot", "fused two_phase"}
+    assert {result["impl"] for result in document["results"]} == {
+        "fused one_shot",
+        "fused two_phase",
+    }
     assert {result["rank"] for result in document["results"]} == {0, 1}

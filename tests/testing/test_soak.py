@@ -26,14 +26,18 @@ def _soak(*arguments):
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_rounds_depend_on_seed_and_number_alone(backend):
-    rounds = [make_round(number, Plan(seed), backend, (4, 4, 3)) for seed, number in ((1, 5), (1, 5), (1, 6), (2, 5))]
+    rounds = [
+        make_round(number, Plan(seed), backend, (4, 4, 3))
+        for seed, number in ((1, 5), (1, 5), (1, 6), (2, 5))
+    ]
     assert rounds[0] == rounds[1]
     assert rounds[0] != rounds[2]
     assert rounds[0] != rounds[3]
     for calls in rounds:
         assert sum(len(step.slots) for step in calls.steps) == ROUND_CALLS[backend]
         assert len({slot.group for slot in calls.slots}) > 1
-        for number, graph in enumerate(calls.graphs):  # one stream's and one group's, and all may be captured
+        # One stream's and one group's, and all may be captured
+        for number, graph in enumerate(calls.graphs):
             assert graph.graph == number
             assert len({(calls.slots[i].group, calls.slots[i].stream) for i in graph.slots}) == 1
             assert all(calls.slots[i].case.capturable for i in graph.slots)
@@ -44,10 +48,19 @@ def test_right_calls_are_reported(ranks, tmp_path):
     plan = Plan(3, calls=ROUND_CALLS["cpu"] + 6, operators=QUICK, deadline_s=120.0)
     reports = ranks(3).run(run_rank, str(tmp_path), plan, timeout_s=200)
     for report in reports:
-        assert (report["wrong"], report["timeouts"], report["errors"], report["failures"]) == (0, 0, 0, [])
+        assert (report["wrong"], report["timeouts"], report["errors"], report["failures"]) == (
+            0,
+            0,
+            0,
+            [],
+        )
         assert report["calls"] >= plan.calls
         assert (
-            sum(count for implementations in report["by_operator"].values() for count in implementations.values())
+            sum(
+                count
+                for implementations in report["by_operator"].values()
+                for count in implementations.values()
+            )
             == report["calls"]
         )
         assert report["by_operator"] == reports[0]["by_operator"]
@@ -116,19 +129,37 @@ def _interrupted(folder, plan):
 
 
 def test_an_interrupt_ends_all_ranks_with_a_report(ranks, tmp_path):
-    for report in ranks(2).run(_interrupted, str(tmp_path), Plan(1, operators=QUICK), timeout_s=200):
+    for report in ranks(2).run(
+        _interrupted, str(tmp_path), Plan(1, operators=QUICK), timeout_s=200
+    ):
         assert report["interrupted"]
         assert report["failures"] == []
 
 
 def test_command(tmp_path):
     file = tmp_path / "soak.json"
-    done = _soak("--backend", "cpu", "--calls", 8, "--seed", 2, "--operators", "gemv_all_reduce", "--json", file)
+    done = _soak(
+        "--backend",
+        "cpu",
+        "--calls",
+        8,
+        "--seed",
+        2,
+        "--operators",
+        "gemv_all_reduce",
+        "--json",
+        file,
+    )
     assert done.exit_code == 0, done.output
     document = json.loads(file.read_text(encoding="utf-8"))
     (result,) = document["results"]
     assert document["machine"]["torch"]
-    assert (result["backend"], result["world_size"], result["seed"], result["wrong"]) == ("cpu", 2, 2, 0)
+    assert (result["backend"], result["world_size"], result["seed"], result["wrong"]) == (
+        "cpu",
+        2,
+        2,
+        0,
+    )
     assert set(result["by_operator"]) == {"gemv_all_reduce"}
     assert " 0 wrong, 0 timeouts, 0 errors" in done.output
 
@@ -170,12 +201,16 @@ def test_soaks_are_added_up(tmp_path):
     assert len(json.loads(total.read_text(encoding="utf-8"))["results"]) == 2
     refused = _soak("--add", first, "--add", total)
     assert refused.exit_code == 1
-    assert "must make different calls; got seed 1 from call 0 twice" in " ".join(refused.stderr.split())
+    assert "must make different calls; got seed 1 from call 0 twice" in " ".join(
+        refused.stderr.split()
+    )
 
 
 def test_a_failure_says_how_to_repeat_it(tmp_path):
     failure = {"rank": 1, "call": 7003, "kind": "wrong", "what": "some call: 2 wrong elements"}
-    file = _document(tmp_path / "a.json", start=5000, wrong=1, failures=[failure], operators=["gemv_all_reduce"])
+    file = _document(
+        tmp_path / "a.json", start=5000, wrong=1, failures=[failure], operators=["gemv_all_reduce"]
+    )
     done = _soak("--add", file)
     assert done.exit_code == 1
     assert "First failure: call 7003 on rank 1, wrong: some call: 2 wrong elements" in done.output

@@ -1,4 +1,6 @@
-"""Benchmark of batches of products before and after an all-to-all, which the pass for ``torch.compile`` makes of experts."""
+"""Benchmark of batches of products before and after an all-to-all, which the pass for
+``torch.compile`` makes of experts.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,27 @@ class Shape(products.Shape):
 
 
 class Case(abc.ABC):
-    """A shape's operands on this rank, and every way to compute it: what both directions have in common."""
+    """A shape's operands on this rank, and every way to compute it: what both directions have in
+    common.
+    """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         self.shape, self.group, self.owner = shape, group, group_of(group)
         generator = torch.Generator(self.owner.device).manual_seed(1 + self.owner.rank)
 
         def random(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(shape.count, rows, columns, generator=generator, device=self.owner.device).to(shape.dtype)
+            return torch.randn(
+                shape.count, rows, columns, generator=generator, device=self.owner.device
+            ).to(shape.dtype)
 
-        self.sets = [(random(shape.rows, shape.inner), random(shape.inner, shape.columns)) for _ in range(SETS)]
+        self.sets = [
+            (random(shape.rows, shape.inner), random(shape.inner, shape.columns))
+            for _ in range(SETS)
+        ]
         self.product = self.sets[0][0].new_empty([shape.count, shape.rows, shape.columns])
-        self.sent = self.product.new_empty([self.owner.world_size, shape.count, self.share, self.width])
+        self.sent = self.product.new_empty(
+            [self.owner.world_size, shape.count, self.share, self.width]
+        )
         self.received = torch.empty_like(self.sent)
 
     @property
@@ -74,14 +85,20 @@ class Case(abc.ABC):
     def error(self, i: int) -> float:
         """Largest relative difference of our ways from the same in float64, on this rank."""
         expected = self.expected(i)
-        found = (way(i).double().view(expected.shape) for name, way in self.ways().items() if name in ("fused", *CARRIED))
+        found = (
+            way(i).double().view(expected.shape)
+            for name, way in self.ways().items()
+            if name in ("fused", *CARRIED)
+        )
         return max(float((y - expected).norm() / expected.norm()) for y in found)
 
     def choose(self) -> Choice[Any]:
         """What the pass for ``torch.compile`` goes by."""
         shape = self.shape
         sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
-        return self.chooser(**sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.owner.device)
+        return self.chooser(
+            **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.owner.device
+        )
 
     def sizes(self) -> dict[str, Any]:
         """Of one product, as costs take them."""
@@ -137,7 +154,10 @@ class Sent(Case):
     def each(self, i: int) -> torch.Tensor:
         """An operator for each product, their results put together."""
         x, w = self.sets[i % SETS]
-        parts = [interlace.gemm_all_to_all(*pair, group=self.group, impl="fused") for pair in zip(x, w.mT, strict=True)]
+        parts = [
+            interlace.gemm_all_to_all(*pair, group=self.group, impl="fused")
+            for pair in zip(x, w.mT, strict=True)
+        ]
         return torch.cat([part.view(self.owner.world_size, self.share, -1) for part in parts], 1)
 
     def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
@@ -160,7 +180,9 @@ class Sent(Case):
 
     def cost(self) -> ProductCost:
         one = sent_costs.fused(**self.sizes())
-        return ProductCost(**{name: self.shape.count * each for name, each in dataclasses.asdict(one).items()})
+        return ProductCost(
+            **{name: self.shape.count * each for name, each in dataclasses.asdict(one).items()}
+        )
 
     def config(self) -> str:
         return str(self.choose().config)
@@ -177,7 +199,9 @@ class Received(Case):
 
     def call(self, i: int, impl: str) -> torch.Tensor:
         x, w = self.sets[i % SETS]
-        y, _ = torch.ops.interlace.all_to_all_bmm(x.flatten(0, 1), w, default_name(self.group), impl)
+        y, _ = torch.ops.interlace.all_to_all_bmm(
+            x.flatten(0, 1), w, default_name(self.group), impl
+        )
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -189,7 +213,9 @@ class Received(Case):
 
     def sort(self, i: int) -> torch.Tensor:
         """What comes, ``[B, M, K]``."""
-        dist.all_to_all_single(self.received, self.sets[i % SETS][0].view(self.sent.shape), group=self.group)
+        dist.all_to_all_single(
+            self.received, self.sets[i % SETS][0].view(self.sent.shape), group=self.group
+        )
         return self.received.transpose(0, 1).flatten(1, 2)
 
     def pair(self, i: int) -> None:
@@ -218,7 +244,8 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     if not worst.item() <= tolerance(shape):
         raise InterlaceError(
-            f"{shape.operator} {shape}: relative error {worst.item():.1e} is above {tolerance(shape):.1e}; not timed."
+            f"{shape.operator} {shape}: relative error {worst.item():.1e} is above "
+            f"{tolerance(shape):.1e}; not timed."
         )
     ways: dict[str, Step] = case.ways()
     alone: dict[str, Step] = {"NCCL alone": case.exchange, "cuBLAS alone": case.multiply}
@@ -237,7 +264,11 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         "config": case.config(),
         "auto": case.choose().impl,
         "relative_error": worst.item(),
-        "floor_us": round(H200_NODE.floor_ns(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops) / 1e3, 2),
+        "floor_us": round(
+            H200_NODE.floor_ns(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
+            / 1e3,
+            2,
+        ),
         "flops": cost.flops,
         "memory_bytes": cost.memory_bytes + cost.receive_bytes,
         "link_bytes": cost.link_bytes,

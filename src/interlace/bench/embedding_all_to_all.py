@@ -1,4 +1,6 @@
-"""Benchmark, study and tuner of ``embedding_all_to_all`` on CUDA, forward and backward: every figure that a claim needs."""
+"""Benchmark, study and tuner of ``embedding_all_to_all`` on CUDA, forward and backward: every
+figure that a claim needs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ Step = Callable[[int], object]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One benchmarked call: ``tables`` of ``[rows, width]`` on each rank, ``batch`` samples of all ranks.
+    """One benchmarked call: ``tables`` of ``[rows, width]`` on each rank, ``batch`` samples of all
+    ranks.
 
     Attributes:
         lookups: of a bag: ``"20"``, or ``"0-60"`` for a number drawn uniformly from 0 to 60.
@@ -52,7 +55,9 @@ class Shape:
     def __post_init__(self) -> None:
         first, last = self.range
         if not 0 <= first <= last:
-            raise ArgumentError(f"lookups must be a number or a range such as 0-60; got {self.lookups!r}.")
+            raise ArgumentError(
+                f"lookups must be a number or a range such as 0-60; got {self.lookups!r}."
+            )
 
     @property
     def range(self) -> tuple[int, int]:
@@ -78,44 +83,83 @@ class Case:
         self.shape, self.group = shape, group
         self.owner = group_of(group)
         if shape.batch % self.owner.world_size:
-            raise ArgumentError(f"the unfused pairs need a batch that {self.owner.world_size} ranks divide; got {shape.batch}.")
+            raise ArgumentError(
+                f"the unfused pairs need a batch that {self.owner.world_size} ranks divide; got "
+                f"{shape.batch}."
+            )
         self.rank, ranks, device = self.owner.rank, self.owner.world_size, self.owner.device
         generator = torch.Generator(device).manual_seed(1 + self.rank)
-        self.whole = torch.empty(shape.tables * shape.rows, shape.width, dtype=shape.dtype, device=device)
+        self.whole = torch.empty(
+            shape.tables * shape.rows, shape.width, dtype=shape.dtype, device=device
+        )
         self.whole.normal_(generator=generator)
         self.tables = list(self.whole.split(shape.rows))
         self.layout = Layout(((shape.width,) * shape.tables,) * ranks, shape.batch)
         self.samples, self.own_columns = shape.batch // ranks, shape.tables * shape.width
         self.sets = [self._lookups(generator) for _ in range(_SETS)]
-        self.grad = torch.randn(self.samples, self.layout.columns, generator=generator, device=device).to(shape.dtype)
+        self.grad = torch.randn(
+            self.samples, self.layout.columns, generator=generator, device=device
+        ).to(shape.dtype)
         self.states = [torch.zeros(shape.rows, device=device) for _ in self.tables]
-        self.received = torch.empty(shape.batch * self.own_columns, dtype=shape.dtype, device=device)
+        self.received = torch.empty(
+            shape.batch * self.own_columns, dtype=shape.dtype, device=device
+        )
         config = launch.choose(
-            tables=shape.tables, width=shape.width, batch=shape.batch, pooling_factor=shape.pooling_factor,
-            dtype=shape.dtype, world_size=ranks, device=device,
+            tables=shape.tables, width=shape.width, batch=shape.batch,
+            pooling_factor=shape.pooling_factor, dtype=shape.dtype, world_size=ranks, device=device,
         ).config  # fmt: skip
         self.config = config
 
-    def _lookups(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """indices and offsets, table-major; and the same by sample, over all tables as one, as ``F.embedding_bag`` wants them."""
+    def _lookups(
+        self, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """indices and offsets, table-major; and the same by sample, over all tables as one, as
+        ``F.embedding_bag`` wants them.
+        """
         shape, device = self.shape, self.whole.device
         first, last = shape.range
-        lengths = torch.randint(first, last + 1, (shape.tables, shape.batch), generator=generator, device=device)
+        lengths = torch.randint(
+            first, last + 1, (shape.tables, shape.batch), generator=generator, device=device
+        )
         offsets = F.pad(lengths.flatten().cumsum(0), (1, 0))
-        indices = torch.randint(0, shape.rows, (int(offsets[-1]),), generator=generator, device=device)
-        table = torch.arange(shape.tables, device=device)[:, None].expand_as(lengths).flatten().repeat_interleave(lengths.flatten())
-        sample = torch.arange(shape.batch, device=device).repeat(shape.tables).repeat_interleave(lengths.flatten())
+        indices = torch.randint(
+            0, shape.rows, (int(offsets[-1]),), generator=generator, device=device
+        )
+        table = (
+            torch.arange(shape.tables, device=device)[:, None]
+            .expand_as(lengths)
+            .flatten()
+            .repeat_interleave(lengths.flatten())
+        )
+        sample = (
+            torch.arange(shape.batch, device=device)
+            .repeat(shape.tables)
+            .repeat_interleave(lengths.flatten())
+        )
         order = torch.argsort(sample * shape.tables + table, stable=True)
         by_sample = (indices + table * shape.rows)[order]
         return indices, offsets, by_sample, F.pad(lengths.T.flatten().cumsum(0), (1, 0))
 
     def call(self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False) -> launch.Call:
         indices, offsets, _, _ = self.sets[i % _SETS]
-        layout = Layout((self.layout.widths[self.rank],), self.shape.batch) if alone else self.layout
+        layout = (
+            Layout((self.layout.widths[self.rank],), self.shape.batch) if alone else self.layout
+        )
         name = "" if self.group is None else self.group.group_name
         rank = 0 if alone else self.rank
         return launch.Call(
-            self.tables, indices, offsets, None, layout, rank, "sum", self.shape.dtype, name, "fused", str(config), alone
+            self.tables,
+            indices,
+            offsets,
+            None,
+            layout,
+            rank,
+            "sum",
+            self.shape.dtype,
+            name,
+            "fused",
+            str(config),
+            alone,
         )
 
     # Forward
@@ -124,7 +168,13 @@ class Case:
         indices, offsets, _, _ = self.sets[i % _SETS]
         with torch.no_grad():
             return embedding_all_to_all(
-                self.tables, indices, offsets, name=f"benchmark of {self.shape}", group=self.group, impl="fused", config=config
+                self.tables,
+                indices,
+                offsets,
+                name=f"benchmark of {self.shape}",
+                group=self.group,
+                impl="fused",
+                config=config,
             )
 
     def torch_bags(self, i: int) -> torch.Tensor:
@@ -146,12 +196,18 @@ class Case:
     # Backward
 
     def pack(self) -> torch.Tensor:
-        return self.grad.view(self.samples, self.owner.world_size, self.own_columns).transpose(0, 1).contiguous()
+        return (
+            self.grad.view(self.samples, self.owner.world_size, self.own_columns)
+            .transpose(0, 1)
+            .contiguous()
+        )
 
     def target(self) -> backward.Target:
         return backward.Target(
-            update="adagrad", by_segment=False, address=0, places=[table.data_ptr() for table in self.tables],
-            strides=[self.shape.width] * self.shape.tables, states=[state.data_ptr() for state in self.states],
+            update="adagrad", by_segment=False, address=0,
+            places=[table.data_ptr() for table in self.tables],
+            strides=[self.shape.width] * self.shape.tables,
+            states=[state.data_ptr() for state in self.states],
             rows=[self.shape.rows] * self.shape.tables, dtype=self.shape.dtype,
             learning_rate=_LEARNING_RATE, epsilon=_EPSILON,
         )  # fmt: skip
@@ -165,7 +221,8 @@ class Case:
         if config.run_lookups not in self.found:
             rows = [self.shape.rows] * self.shape.tables
             self.found[config.run_lookups] = [
-                backward.sort_lookups(self.call(each, config), rows, config.run_lookups) for each in range(_SETS)
+                backward.sort_lookups(self.call(each, config), rows, config.run_lookups)
+                for each in range(_SETS)
             ]
         return self.found[config.run_lookups][i % _SETS]
 
@@ -179,9 +236,14 @@ class Case:
 
     def our_update(self, i: int, config: EmbeddingAllToAllConfig) -> None:
         """The same kernel in a group of one, on gradients that have been exchanged."""
-        call, grad = self.call(i, config, alone=True), self.received.view(self.shape.batch, self.own_columns)
+        call, grad = (
+            self.call(i, config, alone=True),
+            self.received.view(self.shape.batch, self.own_columns),
+        )
         found = self.sorted_lookups(i, config)
-        backward.prepare(solo_group(self.owner.device), call, grad, self.target(), config, found, 0)()
+        backward.prepare(
+            solo_group(self.owner.device), call, grad, self.target(), config, found, 0
+        )()
 
 
 # Right before fast
@@ -194,7 +256,8 @@ def tolerance(shape: Shape) -> float:
 
 
 def check_forward(case: Case, config: EmbeddingAllToAllConfig) -> float:
-    """Largest relative difference between fused and ``F.embedding_bag`` + NCCL + unpack over three calls, on any rank.
+    """Largest relative difference between fused and ``F.embedding_bag`` + NCCL + unpack over three
+    calls, on any rank.
 
     Raises:
         InterlaceError: it is too large.
@@ -208,7 +271,9 @@ def check_forward(case: Case, config: EmbeddingAllToAllConfig) -> float:
 
 
 def check_backward(case: Case, config: EmbeddingAllToAllConfig) -> float:
-    """Largest relative error of the first table and its state after one update, against float64, on any rank."""
+    """Largest relative error of the first table and its state after one update, against float64, on
+    any rank.
+    """
     shape = case.shape
     before, state = case.tables[0].double(), case.states[0].double()
     case.fused_update(0, config)
@@ -234,7 +299,8 @@ def _accept(case: Case, mine: float, what: str, config: EmbeddingAllToAllConfig)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=case.group)
     if not worst.item() <= tolerance(case.shape):
         raise InterlaceError(
-            f"{OPERATOR} {case.shape}, {what}, {config}: relative error {worst.item():.1e} is above {tolerance(case.shape):.1e}; "
+            f"{OPERATOR} {case.shape}, {what}, {config}: relative error {worst.item():.1e} is "
+            f"above {tolerance(case.shape):.1e}; "
             f"not timed."
         )
     return float(worst.item())
@@ -244,9 +310,14 @@ def _accept(case: Case, mine: float, what: str, config: EmbeddingAllToAllConfig)
 
 
 def bench(
-    shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: dist.ProcessGroup | None = None, *, backwards: bool = False
+    shape: Shape,
+    config: EmbeddingAllToAllConfig | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    backwards: bool = False,
 ) -> dict[str, Any]:
-    """Check, then time one shape in every way, in one direction. Collective; the same result on every rank.
+    """Check, then time one shape in every way, in one direction. Collective; the same result on
+    every rank.
 
     Raises:
         InterlaceError: the fused result is wrong; nothing is timed then.
@@ -254,7 +325,10 @@ def bench(
     case = Case(shape, group)
     chosen = config or case.config
     error = check_backward(case, chosen) if backwards else check_forward(case, chosen)
-    times = {name: _timed(case, step) for name, step in (_backward_ways if backwards else _forward_ways)(case, chosen).items()}
+    times = {
+        name: _timed(case, step)
+        for name, step in (_backward_ways if backwards else _forward_ways)(case, chosen).items()
+    }
     case.owner.synchronize()
     memory_bytes, link_bytes = _floor_bytes(case, backwards)
     result = {
@@ -279,13 +353,17 @@ def bench(
     }
     if backwards:
         rows = [shape.rows] * shape.tables
-        sort = _timed(case, lambda i: backward.sort_lookups(case.call(i, chosen), rows, chosen.run_lookups))
+        sort = _timed(
+            case, lambda i: backward.sort_lookups(case.call(i, chosen), rows, chosen.run_lookups)
+        )
         result["before"] = {"sort of the lookups": dataclasses.asdict(sort)}
     return result
 
 
 def _timed(case: Case, step: Step, samples: int = 15) -> Timing:
-    """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is gone."""
+    """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is
+    gone.
+    """
     timing = measure(step, period=_SETS, samples=samples, group=case.group)
     case.owner.release()
     return timing
@@ -322,28 +400,36 @@ def _backward_ways(case: Case, config: EmbeddingAllToAllConfig) -> Mapping[str, 
 
 
 def _floor_bytes(case: Case, backwards: bool) -> tuple[int, int]:
-    """Memory and link bytes of the least that the direction can do, on the rank that has most; means over the sets of lookups."""
+    """Memory and link bytes of the least that the direction can do, on the rank that has most;
+    means over the sets of lookups.
+    """
     shape, widths, rank, size = case.shape, case.layout.widths, case.rank, case.shape.dtype.itemsize
     memory = []
     for indices, offsets, by_sample, _ in case.sets:
         lookups = offsets[:: shape.batch].diff().tolist()
         if backwards:
-            distinct = torch.bincount(by_sample.unique() // shape.rows, minlength=shape.tables).tolist()
+            distinct = torch.bincount(
+                by_sample.unique() // shape.rows, minlength=shape.tables
+            ).tolist()
             memory.append(
                 costs.backward_floor_memory_bytes(
-                    widths=widths, batch=shape.batch, rank=rank, distinct_rows=distinct, lookups=lookups, itemsize=size,
-                    gradient_itemsize=size, row_accesses=2, state_bytes=8,
+                    widths=widths, batch=shape.batch, rank=rank, distinct_rows=distinct,
+                    lookups=lookups, itemsize=size, gradient_itemsize=size, row_accesses=2,
+                    state_bytes=8,
                 )
             )  # fmt: skip
         else:
             memory.append(
                 costs.floor_memory_bytes(
-                    widths=widths, batch=shape.batch, rank=rank, lookups=lookups, itemsize=size, output_itemsize=size,
-                    index_itemsize=indices.element_size(),
+                    widths=widths, batch=shape.batch, rank=rank, lookups=lookups, itemsize=size,
+                    output_itemsize=size, index_itemsize=indices.element_size(),
                 )
             )  # fmt: skip
     link = costs.backward_floor_link_bytes if backwards else costs.floor_link_bytes
-    mine = [sum(memory) // len(memory), link(widths=widths, batch=shape.batch, rank=rank, itemsize=size)]
+    mine = [
+        sum(memory) // len(memory),
+        link(widths=widths, batch=shape.batch, rank=rank, itemsize=size),
+    ]
     most = torch.tensor(mine, dtype=torch.int64, device=case.owner.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=case.group)
     memory_bytes, link_bytes = most.tolist()
@@ -357,16 +443,26 @@ def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
     """Programs of the forward kernel that this GPU can hold at once, by their registers and warps."""
     call = case.call(0, config)
     space = case.owner.outputs.take(case.samples * case.layout.columns * case.shape.dtype.itemsize)
-    ready = launch.prepare(case.owner, call, config, 0, space.address, space.buffer_bytes, space.index)
+    ready = launch.prepare(
+        case.owner, call, config, 0, space.address, space.buffer_bytes, space.index
+    )
     compiled = ready.kernel.warmup(*ready.arguments, grid=ready.grid, **ready.options)
     compiled._init_handles()
     registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
     by_registers = _REGISTERS_PER_SM // registers
-    return processors(case.owner.device) * int(min(_PROGRAMS_PER_SM, _WARPS_PER_SM // config.num_warps, by_registers))
+    return processors(case.owner.device) * int(
+        min(_PROGRAMS_PER_SM, _WARPS_PER_SM // config.num_warps, by_registers)
+    )
 
 
-def study(shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Time against occupancy (25 to 100 % of the programs that fit), in each order of destinations. Collective."""
+def study(
+    shape: Shape,
+    config: EmbeddingAllToAllConfig | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Time against occupancy (25 to 100 % of the programs that fit), in each order of destinations.
+    Collective.
+    """
     case = Case(shape, group)
     chosen = config or case.config
     check_forward(case, chosen)
@@ -377,7 +473,14 @@ def study(shape: Shape, config: EmbeddingAllToAllConfig | None = None, group: di
             programs = max(1, resident * percent // 100)
             changed = dataclasses.replace(chosen, order=order, max_programs=programs)
             timing = _timed(case, functools.partial(case.fused, config=changed))
-            points.append({"occupancy_percent": percent, "order": order, "programs": programs, **dataclasses.asdict(timing)})
+            points.append(
+                {
+                    "occupancy_percent": percent,
+                    "order": order,
+                    "programs": programs,
+                    **dataclasses.asdict(timing),
+                }
+            )
     case.owner.synchronize()
     return {
         "operator": OPERATOR,
@@ -415,8 +518,9 @@ _ROUNDS = 2
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Times of the configurations that were tried and are right, fastest first: the forward pass's settings, then the
-    backward pass's with the best of these. One setting at a time, twice round. Collective.
+    """Times of the configurations that were tried and are right, fastest first: the forward pass's
+    settings, then the backward pass's with the best of these. One setting at a time, twice round.
+    Collective.
     """
     case = Case(shape, group)
     best, forward_us = _descend(case, case.config, FORWARD_AXES, backwards=False)
@@ -425,7 +529,11 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
 
 
 def _descend(
-    case: Case, start: EmbeddingAllToAllConfig, axes: Mapping[str, Sequence[Any]], *, backwards: bool
+    case: Case,
+    start: EmbeddingAllToAllConfig,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    backwards: bool,
 ) -> tuple[EmbeddingAllToAllConfig, float]:
     best, best_us = start, _candidate_us(case, start, backwards)
     tried = {start}
@@ -433,7 +541,10 @@ def _descend(
         for name, values in axes.items():
             for value in values:
                 candidate = dataclasses.replace(best, **{name: value})
-                if candidate in tried or candidate.update_programs + candidate.push_programs > MAX_PROGRAMS:
+                if (
+                    candidate in tried
+                    or candidate.update_programs + candidate.push_programs > MAX_PROGRAMS
+                ):
                     continue
                 tried.add(candidate)
                 time_us = _candidate_us(case, candidate, backwards)
@@ -443,14 +554,19 @@ def _descend(
 
 
 def _candidate_us(case: Case, config: EmbeddingAllToAllConfig, backwards: bool) -> float:
-    """Median time; infinite if it does not compile on some rank or is wrong. The same on every rank."""
+    """Median time; infinite if it does not compile on some rank or is wrong. The same on every
+    rank.
+    """
     step = case.fused_update if backwards else case.fused
     works = torch.ones((), device=case.owner.device)
     try:
         _compile(case, config, backwards)
     except Exception as error:  # the compiler's errors have no common base: too many registers, say
         works.zero_()
-        print(f"{OPERATOR} {case.shape}, {config}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+        print(
+            f"{OPERATOR} {case.shape}, {config}: left out: {str(error).splitlines()[0][:100]}",
+            flush=True,
+        )
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=case.group)
     if not works.item():
         return math.inf
@@ -465,8 +581,14 @@ def _candidate_us(case: Case, config: EmbeddingAllToAllConfig, backwards: bool) 
 def _compile(case: Case, config: EmbeddingAllToAllConfig, backwards: bool) -> None:
     call = case.call(0, config)
     if backwards:
-        ready = backward.prepare(case.owner, call, case.grad, case.target(), config, case.sorted_lookups(0, config), 0)
+        ready = backward.prepare(
+            case.owner, call, case.grad, case.target(), config, case.sorted_lookups(0, config), 0
+        )
     else:
-        space = case.owner.outputs.take(case.samples * case.layout.columns * case.shape.dtype.itemsize)
-        ready = launch.prepare(case.owner, call, config, 0, space.address, space.buffer_bytes, space.index)
+        space = case.owner.outputs.take(
+            case.samples * case.layout.columns * case.shape.dtype.itemsize
+        )
+        ready = launch.prepare(
+            case.owner, call, config, 0, space.address, space.buffer_bytes, space.index
+        )
     ready.kernel.warmup(*ready.arguments, grid=ready.grid, **ready.options)

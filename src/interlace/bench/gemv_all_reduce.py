@@ -1,4 +1,6 @@
-"""Benchmark and tuner of ``gemv_all_reduce`` on CUDA: every figure that a claim needs, from one run."""
+"""Benchmark and tuner of ``gemv_all_reduce`` on CUDA: every figure that a claim needs, from one
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Shape:
 
 
 class Case:
-    """A shape's inputs on this rank, with enough weights that none is in the cache when its turn comes."""
+    """A shape's inputs on this rank, with enough weights that none is in the cache when its turn
+    comes.
+    """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         self.shape, self.group = shape, group
@@ -48,8 +52,13 @@ class Case:
         nbytes = shape.rows * shape.columns * shape.dtype.itemsize
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         copies = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
-        self.weights = [torch.randn(size, generator=generator, device=self.device).to(shape.dtype) for _ in range(copies)]
-        self.x = torch.randn(shape.tokens, shape.columns, generator=generator, device=self.device).to(shape.dtype)
+        self.weights = [
+            torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
+            for _ in range(copies)
+        ]
+        self.x = torch.randn(
+            shape.tokens, shape.columns, generator=generator, device=self.device
+        ).to(shape.dtype)
 
     def weight(self, i: int) -> torch.Tensor:
         return self.weights[i % len(self.weights)]
@@ -60,7 +69,9 @@ class Case:
         dist.all_reduce(y, group=self.group)
         return y
 
-    def error(self, i: int, config: GemvAllReduceConfig | None = None, impl: str = "fused") -> float:
+    def error(
+        self, i: int, config: GemvAllReduceConfig | None = None, impl: str = "fused"
+    ) -> float:
         """Relative error of one call; NaN if anything was left unwritten."""
         y = gemv_all_reduce(self.x, self.weight(i), group=self.group, impl=impl, config=config)
         expected = self.expected(i)
@@ -68,8 +79,13 @@ class Case:
 
 
 def tolerance(shape: Shape) -> float:
-    """A rounding of the output (half a unit in the last place, uniformly: /sqrt(3)) and float32 sums over K."""
-    return 1.5 * torch.finfo(shape.dtype).eps / 2 + 8 * math.sqrt(max(shape.columns, 1)) * torch.finfo(torch.float32).eps
+    """A rounding of the output (half a unit in the last place, uniformly: /sqrt(3)) and float32
+    sums over K.
+    """
+    return (
+        1.5 * torch.finfo(shape.dtype).eps / 2
+        + 8 * math.sqrt(max(shape.columns, 1)) * torch.finfo(torch.float32).eps
+    )
 
 
 # The unfused pairs
@@ -82,7 +98,9 @@ def unfused_pairs(case: Case) -> dict[str, tuple[Callable[[int], object], Callab
     shape, group = case.shape, case.group
     process_group = group or dist.group.WORLD
     assert process_group is not None
-    buffer = symmetric_memory.empty((shape.tokens, shape.rows), dtype=shape.dtype, device=case.device)
+    buffer = symmetric_memory.empty(
+        (shape.tokens, shape.rows), dtype=shape.dtype, device=case.device
+    )
     symmetric_memory.rendezvous(buffer, process_group.group_name)
     buffer.zero_()
     plain = torch.zeros_like(buffer)
@@ -95,31 +113,46 @@ def unfused_pairs(case: Case) -> dict[str, tuple[Callable[[int], object], Callab
 
     collectives: dict[str, tuple[torch.Tensor, Callable[[int], object]]] = {
         "NCCL": (plain, lambda i: dist.all_reduce(plain, group=group)),
-        "torch one-shot": (buffer, lambda i: torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", name)),
-        "torch two-shot": (buffer, lambda i: torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name)),
+        "torch one-shot": (
+            buffer,
+            lambda i: torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", name),
+        ),
+        "torch two-shot": (
+            buffer,
+            lambda i: torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name),
+        ),
     }
 
-    def pair(compute: Callable[[int], object], collective: Callable[[int], object]) -> Callable[[int], object]:
+    def pair(
+        compute: Callable[[int], object], collective: Callable[[int], object]
+    ) -> Callable[[int], object]:
         def call(i: int) -> None:
             compute(i)
             collective(i)
 
         return call
 
-    return {key: (pair(product(out), collective), collective) for key, (out, collective) in collectives.items()}
+    return {
+        key: (pair(product(out), collective), collective)
+        for key, (out, collective) in collectives.items()
+    }
 
 
 def compute_alone(case: Case) -> dict[str, Callable[[int], object]]:
     """Name -> the product without a collective, by torch (cuBLAS)."""
     shape = case.shape
     out = torch.empty((shape.tokens, shape.rows), dtype=shape.dtype, device=case.device)
-    ways: dict[str, Callable[[int], object]] = {"cuBLAS mm": lambda i: torch.mm(case.x, case.weight(i).T, out=out)}
+    ways: dict[str, Callable[[int], object]] = {
+        "cuBLAS mm": lambda i: torch.mm(case.x, case.weight(i).T, out=out)
+    }
     if shape.tokens == 1:
         ways["cuBLAS mv"] = lambda i: torch.mv(case.weight(i), case.x[0], out=out[0])
     return ways
 
 
-def bench(shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def bench(
+    shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
@@ -134,12 +167,21 @@ def bench(shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.P
     chosen = config or choice.config
     errors = [case.error(i, chosen) for i in range(3)]
     if not max(errors) <= tolerance(shape):
-        raise InterlaceError(f"gemv_all_reduce {shape}: relative error {errors} is above {tolerance(shape):.1e}; not timed.")
+        raise InterlaceError(
+            f"gemv_all_reduce {shape}: relative error {errors} is above {tolerance(shape):.1e}; "
+            "not timed."
+        )
 
-    def fused(x: torch.Tensor, weights: list[torch.Tensor], on: dist.ProcessGroup | None) -> Callable[[int], object]:
-        return lambda i: gemv_all_reduce(x, weights[i % len(weights)], group=on, impl="fused", config=chosen)
+    def fused(
+        x: torch.Tensor, weights: list[torch.Tensor], on: dist.ProcessGroup | None
+    ) -> Callable[[int], object]:
+        return lambda i: gemv_all_reduce(
+            x, weights[i % len(weights)], group=on, impl="fused", config=chosen
+        )
 
-    times: dict[str, Timing] = {"fused": measure(fused(case.x, case.weights, group), period=len(case.weights), group=group)}
+    times: dict[str, Timing] = {
+        "fused": measure(fused(case.x, case.weights, group), period=len(case.weights), group=group)
+    }
     for name, (both, alone) in unfused_pairs(case).items():
         times[f"cuBLAS + {name}"] = measure(both, period=len(case.weights), group=group)
         times[f"{name} alone"] = measure(alone, period=len(case.weights), group=group)
@@ -147,10 +189,19 @@ def bench(shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.P
         times[f"{name} alone"] = measure(call, period=len(case.weights), group=group)
     times["our GEMV alone"] = measure(_solo(case, chosen), period=len(case.weights), group=group)
     empty = case.x[:, :0], [weight[:, :0] for weight in case.weights]
-    times["our exchange alone"] = measure(fused(*empty, group), period=len(case.weights), group=group)
+    times["our exchange alone"] = measure(
+        fused(*empty, group), period=len(case.weights), group=group
+    )
     owner.synchronize()
-    link_bytes = floor_link_bytes(tokens=shape.tokens, rows=shape.rows, itemsize=shape.dtype.itemsize, world_size=owner.world_size)
-    memory_bytes = floor_memory_bytes(tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize)
+    link_bytes = floor_link_bytes(
+        tokens=shape.tokens,
+        rows=shape.rows,
+        itemsize=shape.dtype.itemsize,
+        world_size=owner.world_size,
+    )
+    memory_bytes = floor_memory_bytes(
+        tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize
+    )
     return {
         "tokens": shape.tokens,
         "rows": shape.rows,
@@ -195,13 +246,22 @@ def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
                 for share in (1, 2):
                     programs = math.ceil(count / share)
                     if programs <= MAX_PROGRAMS and (share == 1 or programs >= 1024):
-                        yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0)
+                        yield GemvAllReduceConfig(
+                            "one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0
+                        )
         return
     if tokens <= 16:
         for block_n, (block_k, stages) in itertools.product((32, 64), ((128, 5), (256, 3))):
             yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)
     if tokens >= 8:
-        for block_k, warps, stages in ((64, 4, 6), (64, 4, 8), (128, 4, 4), (128, 4, 5), (128, 8, 4), (256, 4, 3)):
+        for block_k, warps, stages in (
+            (64, 4, 6),
+            (64, 4, 8),
+            (128, 4, 4),
+            (128, 4, 5),
+            (128, 8, 4),
+            (256, 4, 3),
+        ):
             yield GemvAllReduceConfig("two_phase", 64, block_k, warps, stages)
         yield GemvAllReduceConfig("two_phase", 32, 128, 4, 5)
 
@@ -226,9 +286,15 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     for i in range(owner.rank, len(configs), owner.world_size):  # ranks share out the compiling
         try:
             ready[i].kernel.warmup(*ready[i].arguments, grid=ready[i].grid, **ready[i].options)
-        except Exception as error:  # the compiler's errors have no common base: too much shared memory, say
+        except (
+            Exception
+        ) as error:  # the compiler's errors have no common base: too much shared memory, say
             works[i] = 0
-            print(f"gemv_all_reduce {shape}, {configs[i]}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+            print(
+                f"gemv_all_reduce {shape}, {configs[i]}: left out: "
+                f"{str(error).splitlines()[0][:100]}",
+                flush=True,
+            )
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
     found = []
     for config, usable in zip(configs, works.tolist(), strict=True):

@@ -1,4 +1,6 @@
-"""Benchmark of ``mixture_of_experts`` on CUDA: second product and combine, the whole layer, its backward pass."""
+"""Benchmark of ``mixture_of_experts`` on CUDA: second product and combine, the whole layer, its
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ Step = Callable[[int], object]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One benchmarked layer: ``tokens`` a rank, each to ``top_k`` of ``experts`` experts ``hidden x ffn``.
+    """One benchmarked layer: ``tokens`` a rank, each to ``top_k`` of ``experts`` experts ``hidden x
+    ffn``.
 
     Attributes:
-        routing: ``"balanced"``: each token's experts are drawn evenly; ``"skewed"``: the i-th most wanted one with weight 1 / i,
-            which is so for all tokens.
+        routing: ``"balanced"``: each token's experts are drawn evenly; ``"skewed"``: the i-th most
+            wanted one with weight 1 / i, which is so for all tokens.
     """
 
     tokens: int = 4096
@@ -50,9 +53,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
-            raise ArgumentError(f"routing must be one of {', '.join(ROUTINGS)}; got {self.routing!r}.")
+            raise ArgumentError(
+                f"routing must be one of {', '.join(ROUTINGS)}; got {self.routing!r}."
+            )
         if not 1 <= self.top_k <= min(8, self.experts):
-            raise ArgumentError(f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}.")
+            raise ArgumentError(
+                f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}."
+            )
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens, {self.experts} x {self.hidden} x {self.ffn}, top {self.top_k}, {self.routing}"
@@ -68,17 +75,26 @@ class _Alone(launch.Call):
 
 
 class Case:
-    """A shape's inputs and weights on this rank, the calls on them, and everything that the unfused steps know beforehand.
+    """A shape's inputs and weights on this rank, the calls on them, and everything that the unfused
+    steps know beforehand.
 
-    That is more than they could know in a model without waiting for the device: how many rows go where.
+    That is more than they could know in a model without waiting for the device: how many rows go
+    where.
     """
 
-    def __init__(self, shape: Shape, config: MixtureOfExpertsConfig | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        config: MixtureOfExpertsConfig | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.shape, self.group = shape, group
         self.owner = group_of(group)
         self.rank, self.ranks, device = self.owner.rank, self.owner.world_size, self.owner.device
         if shape.experts % self.ranks:
-            raise ArgumentError(f"experts must divide evenly over {self.ranks} ranks; got {shape.experts}.")
+            raise ArgumentError(
+                f"experts must divide evenly over {self.ranks} ranks; got {shape.experts}."
+            )
         self.local = shape.experts // self.ranks
         generator = torch.Generator(device).manual_seed(1 + self.rank)
 
@@ -90,8 +106,8 @@ class Case:
         self.w_out = random(self.local, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
         self.experts, self.weights = self._route(generator)
         choice = launch.choose(
-            tokens=shape.tokens, hidden=shape.hidden, ffn=shape.ffn, experts=shape.experts, top_k=shape.top_k,
-            dtype=shape.dtype, world_size=self.ranks, device=device,
+            tokens=shape.tokens, hidden=shape.hidden, ffn=shape.ffn, experts=shape.experts,
+            top_k=shape.top_k, dtype=shape.dtype, world_size=self.ranks, device=device,
         )  # fmt: skip
         self.config, self.auto = config or choice.config, choice.impl
         self._unfused()
@@ -99,12 +115,16 @@ class Case:
     def _route(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """``[T, k]`` distinct experts a token, and weights that add up to 1."""
         shape, device = self.shape, self.x.device
-        order = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)).to(device)  # the same on every rank
+        # The same on every rank
+        order = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)).to(device)
         wanted = torch.zeros(shape.experts, device=device)
         if shape.routing == "skewed":
             wanted[order] = -torch.arange(1, shape.experts + 1, device=device).float().log()
-        uniform = torch.rand(shape.tokens, shape.experts, generator=generator, device=device).clamp(1e-7, 1 - 1e-7)
-        scores = wanted - (-uniform.log()).log()  # Gumbel: the k highest are a draw without replacement
+        uniform = torch.rand(shape.tokens, shape.experts, generator=generator, device=device).clamp(
+            1e-7, 1 - 1e-7
+        )
+        # Gumbel: the k highest are a draw without replacement
+        scores = wanted - (-uniform.log()).log()
         chosen, experts = scores.topk(shape.top_k)
         return experts, torch.softmax(chosen, -1)
 
@@ -113,15 +133,40 @@ class Case:
     def call(self, keeps: bool) -> launch.Call:
         name = "" if self.group is None else self.group.group_name
         most = max(1, self.shape.tokens)
-        return launch.Call(self.x, self.experts, self.weights, self.w_in, self.w_out, most, name, "fused", str(self.config), keeps)
+        return launch.Call(
+            self.x,
+            self.experts,
+            self.weights,
+            self.w_in,
+            self.w_out,
+            most,
+            name,
+            "fused",
+            str(self.config),
+            keeps,
+        )
 
     def alone(self) -> launch.Call:
         """This rank's part of the work, as if all rows were its own: nothing is sent."""
-        rows = [sum(source[self.rank * self.local + expert] for source in self.counts) for expert in range(self.local)]
+        rows = [
+            sum(source[self.rank * self.local + expert] for source in self.counts)
+            for expert in range(self.local)
+        ]
         experts = torch.repeat_interleave(torch.tensor(rows)).to(self.x.device)[:, None]
         x = self.x.new_zeros(len(experts), self.shape.hidden)
         weights = torch.ones_like(experts, dtype=torch.float32)
-        return _Alone(x, experts, weights, self.w_in, self.w_out, max(1, len(experts)), "", "fused", str(self.config), False)
+        return _Alone(
+            x,
+            experts,
+            weights,
+            self.w_in,
+            self.w_out,
+            max(1, len(experts)),
+            "",
+            "fused",
+            str(self.config),
+            False,
+        )
 
     def prepared(self, call: launch.Call) -> tuple[list[Launch], torch.Tensor]:
         """A call's launches after it has run once: the last two may be repeated by themselves."""
@@ -144,7 +189,9 @@ class Case:
         each = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(each, mine, group=self.group)
         self.counts: list[list[int]] = [one.tolist() for one in each]
-        here = [counts[self.rank * self.local : (self.rank + 1) * self.local] for counts in self.counts]
+        here = [
+            counts[self.rank * self.local : (self.rank + 1) * self.local] for counts in self.counts
+        ]
         self.sent = mine.view(self.ranks, self.local).sum(1).tolist()
         self.arriving = [sum(counts) for counts in here]
         labels = torch.cat([torch.repeat_interleave(torch.tensor(counts)) for counts in here])
@@ -152,13 +199,16 @@ class Case:
         self.by_source = torch.argsort(self.by_expert)
         self.rows_of = [sum(counts[expert] for counts in here) for expert in range(self.local)]
         self.ends = torch.tensor(self.rows_of, device=device).cumsum(0).to(torch.int32)
-        gate_up = self.w_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn, shape.hidden)  # gates, then ups
+        # Gates, then ups
+        gate_up = self.w_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn, shape.hidden)
         self.in_first, self.out_first = gate_up.transpose(1, 2), self.w_out.transpose(1, 2)
 
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots by expert, and each slot's place in that."""
         order = torch.argsort(self.experts.flatten(), stable=True)
-        return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return order, torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
 
     def exchange(self, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         out, into = (self.arriving, self.sent) if back else (self.sent, self.arriving)
@@ -182,7 +232,11 @@ class Case:
 
     @property
     def has_grouped_mm(self) -> bool:
-        return hasattr(torch, "_grouped_mm") and self.x.device.type == "cuda" and self.shape.dtype == torch.bfloat16
+        return (
+            hasattr(torch, "_grouped_mm")
+            and self.x.device.type == "cuda"
+            and self.shape.dtype == torch.bfloat16
+        )
 
     @property
     def product(self) -> str:
@@ -206,7 +260,9 @@ class Case:
         return self.unfused_combine(self.swiglu(self.grouped(rows, self.in_first)), places)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """What an unfused forward pass keeps for the backward pass: order, places, rows, gate and up, results that came back."""
+        """What an unfused forward pass keeps for the backward pass: order, places, rows, gate and
+        up, results that came back.
+        """
         order, places = self.order()
         rows = self.exchange(self.x[order // self.shape.top_k], back=False)[self.by_expert]
         both = self.grouped(rows, self.in_first)
@@ -216,7 +272,9 @@ class Case:
     def unfused_backward(self, kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         order, places, rows, both, returned = kept
         upstream = self.grad[order // self.shape.top_k]
-        weight_grads = (upstream * returned).sum(-1, dtype=torch.float32)[places].view_as(self.weights)
+        weight_grads = (
+            (upstream * returned).sum(-1, dtype=torch.float32)[places].view_as(self.weights)
+        )
         scaled = upstream * self.weights.flatten()[order, None].to(upstream.dtype)
         arrived = self.exchange(scaled, back=False)[self.by_expert]
         gate, up = both.chunk(2, 1)
@@ -236,7 +294,10 @@ class Case:
 
 def tolerance(shape: Shape) -> float:
     """Relative error of results that pass a few roundings to the dtype, and sums of float32."""
-    return 6 * torch.finfo(shape.dtype).eps + 8 * math.sqrt(shape.ffn + shape.hidden) * torch.finfo(torch.float32).eps
+    return (
+        6 * torch.finfo(shape.dtype).eps
+        + 8 * math.sqrt(shape.ffn + shape.hidden) * torch.finfo(torch.float32).eps
+    )
 
 
 def check(case: Case) -> float:
@@ -259,15 +320,20 @@ def check(case: Case) -> float:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=case.group)
     if not worst.max().item() <= tolerance(shape):
         names = ("y", "x's gradient", "weights' gradient", "w_in's gradient", "w_out's gradient")
-        which = ", ".join(f"{name} {error:.1e}" for name, error in zip(names, worst.tolist(), strict=True))
+        which = ", ".join(
+            f"{name} {error:.1e}" for name, error in zip(names, worst.tolist(), strict=True)
+        )
         raise InterlaceError(
-            f"{OPERATOR} {shape}, {case.config}: relative errors must be at most {tolerance(shape):.1e}; got {which}. Not timed."
+            f"{OPERATOR} {shape}, {case.config}: relative errors must be at most "
+            f"{tolerance(shape):.1e}; got {which}. Not timed."
         )
     return float(worst.max().item())
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+    return float(
+        (found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
+    )
 
 
 # The benchmark
@@ -279,7 +345,8 @@ def bench(
     group: dist.ProcessGroup | None = None,
     parts: Sequence[str] = PARTS,
 ) -> list[dict[str, Any]]:
-    """Check, then time one shape in every way, part by part. Collective; the same results on every rank.
+    """Check, then time one shape in every way, part by part. Collective; the same results on every
+    rank.
 
     Raises:
         InterlaceError: the fused result is wrong; nothing is timed then.
@@ -293,13 +360,18 @@ def bench(
         for name, step in _WAYS[part](case).items():
             times[name] = dataclasses.asdict(measure(step, group=case.group))
         memory_bytes, link_bytes, flops = _floor(case, part)
-        floor_ns = max(H200_NODE.floor_ns(memory_bytes, link_bytes), flops / _FLOPS_PER_S * NS_PER_S)
+        floor_ns = max(
+            H200_NODE.floor_ns(memory_bytes, link_bytes), flops / _FLOPS_PER_S * NS_PER_S
+        )
         results.append(
             {
                 "operator": OPERATOR,
                 "part": part,
                 "shape": f"{shape}, {part}",
-                **{name: getattr(shape, name) for name in ("tokens", "hidden", "ffn", "experts", "top_k", "routing")},
+                **{
+                    name: getattr(shape, name)
+                    for name in ("tokens", "hidden", "ffn", "experts", "top_k", "routing")
+                },
                 "dtype": str(shape.dtype).removeprefix("torch."),
                 "world_size": case.ranks,
                 "config": str(case.config),
@@ -337,7 +409,9 @@ def _combine_ways(case: Case) -> Mapping[str, Step]:
     return {
         "fused": fused,
         f"{case.product} + NCCL + permutes + sum": lambda _: case.unfused_combine(active, places),
-        f"{case.product} + NCCL": lambda _: case.exchange(case.grouped(active, case.out_first), back=True),
+        f"{case.product} + NCCL": lambda _: case.exchange(
+            case.grouped(active, case.out_first), back=True
+        ),
         f"{case.product} alone": lambda _: case.grouped(active, case.out_first),
         "our grouped product alone": product,
         "NCCL alone": lambda _: case.exchange(results, back=True),
@@ -399,7 +473,9 @@ _WAYS: dict[str, Callable[[Case], Mapping[str, Step]]] = {
 
 
 def _floor(case: Case, part: str) -> tuple[int, int, int]:
-    """Memory bytes, link bytes and FLOPs of the least that a part can do, on the rank that has most of each."""
+    """Memory bytes, link bytes and FLOPs of the least that a part can do, on the rank that has most
+    of each.
+    """
     shape, counts, rank, size = case.shape, case.counts, case.rank, case.shape.dtype.itemsize
     where: dict[str, Any] = {"counts": counts, "rank": rank, "hidden": shape.hidden}
     products = costs.flops(**where, ffn=shape.ffn)
@@ -408,12 +484,20 @@ def _floor(case: Case, part: str) -> tuple[int, int, int]:
         third = costs.weight_bytes(**where, ffn=shape.ffn, itemsize=size) // 3
         rows = costs.arrivals(counts, rank)
         numbers = rows * shape.ffn + shape.hidden * (2 * sum(counts[rank]) + shape.tokens)
-        mine = [third + numbers * size, costs.returning(counts, rank) * shape.hidden * size, products // 3]
+        mine = [
+            third + numbers * size,
+            costs.returning(counts, rank) * shape.hidden * size,
+            products // 3,
+        ]
     elif part == "forward":
-        memory = costs.floor_memory_bytes(**where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False)
+        memory = costs.floor_memory_bytes(
+            **where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False
+        )
         mine = [memory, link, products]
     else:
-        memory = costs.backward_memory_bytes(**where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size)
+        memory = costs.backward_memory_bytes(
+            **where, tokens=shape.tokens, ffn=shape.ffn, itemsize=size
+        )
         mine = [memory, link, 2 * products]
     most = torch.tensor(mine, dtype=torch.int64, device=case.x.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=case.group)
@@ -434,8 +518,8 @@ AXES: dict[str, Sequence[int]] = {
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """The best configuration found for the layer, forward and backward, and its time: one setting at a time, once round.
-    Collective; the same on every rank.
+    """The best configuration found for the layer, forward and backward, and its time: one setting
+    at a time, once round. Collective; the same on every rank.
     """
     case = Case(shape, group=group)
     best, best_us = case.config, _candidate_us(case, case.config)
@@ -454,16 +538,23 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
 
 
 def _candidate_us(case: Case, config: MixtureOfExpertsConfig) -> float:
-    """Median time of a forward and a backward pass; infinite if it does not compile on some rank or is wrong."""
+    """Median time of a forward and a backward pass; infinite if it does not compile on some rank or
+    is wrong.
+    """
     case.owner.release()
     case.config = config
     works = torch.ones((), device=case.x.device)
     try:
         for each in _launches(case):
             each.kernel.warmup(*each.arguments, grid=each.grid, **each.options)
-    except Exception as error:  # the compiler's errors have no common base: too much shared memory, say
+    except (
+        Exception
+    ) as error:  # the compiler's errors have no common base: too much shared memory, say
         works.zero_()
-        print(f"{OPERATOR} {case.shape}, {config}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+        print(
+            f"{OPERATOR} {case.shape}, {config}: left out: {str(error).splitlines()[0][:100]}",
+            flush=True,
+        )
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=case.group)
     if not works.item():
         return math.inf

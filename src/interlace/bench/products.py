@@ -1,4 +1,6 @@
-"""Benchmark and tuner of the operators around a matrix product, on CUDA: every figure that a claim needs, from one run."""
+"""Benchmark and tuner of the operators around a matrix product, on CUDA: every figure that a claim
+needs, from one run.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ _CHOOSE: Mapping[str, Callable[..., Any]] = {
     "gemm_all_reduce": choose_all_reduce,
     "all_gather_gemm": choose_all_gather,
 }
-_COLLECTIVES = {"gemm_all_to_all": "all_to_all", "gemm_reduce_scatter": "reduce_scatter", "gemm_all_reduce": "all_reduce"}
+_COLLECTIVES = {
+    "gemm_all_to_all": "all_to_all",
+    "gemm_reduce_scatter": "reduce_scatter",
+    "gemm_all_reduce": "all_reduce",
+}
 """The collective of operators whose product may carry itself."""
 _OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("mapped", "split")}
 """Implementations that are neither the fused kernel nor the pair."""
@@ -86,13 +92,24 @@ class Case:
         def random(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
 
-        self.sets = [(random(own, shape.inner), random(shape.columns, shape.inner)) for _ in range(SETS)]
+        self.sets = [
+            (random(own, shape.inner), random(shape.columns, shape.inner)) for _ in range(SETS)
+        ]
         # What the parts of unfused pairs work on.
-        self.gathered = random(shape.rows, shape.inner) if shape.operator == "all_gather_gemm" else self.sets[0][0]
+        self.gathered = (
+            random(shape.rows, shape.inner)
+            if shape.operator == "all_gather_gemm"
+            else self.sets[0][0]
+        )
         self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
         self.received = torch.empty_like(self.product)
         self.choice = _CHOOSE[shape.operator](
-            rows=shape.rows, columns=shape.columns, inner=shape.inner, dtype=shape.dtype, world_size=ranks, device=device
+            rows=shape.rows,
+            columns=shape.columns,
+            inner=shape.inner,
+            dtype=shape.dtype,
+            world_size=ranks,
+            device=device,
         )
 
     def call(self, i: int, impl: str, config: ProductConfig | None = None) -> torch.Tensor:
@@ -122,13 +139,20 @@ class Case:
             else:
                 dist.all_reduce(part, group=self.group)
                 whole = self.shape.operator == "gemm_all_reduce"
-                expected = part if whole else part.tensor_split(self.owner.world_size)[self.owner.rank]
+                expected = (
+                    part if whole else part.tensor_split(self.owner.world_size)[self.owner.rank]
+                )
         return float((y.double() - expected).norm() / expected.norm())
 
 
 def tolerance(shape: Shape) -> float:
-    """Roundings of the parts and of the output (half a unit in the last place, uniformly: / sqrt(3)), float32 sums over K."""
-    return 2.0 * torch.finfo(shape.dtype).eps / 2 + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
+    """Roundings of the parts and of the output (half a unit in the last place, uniformly: /
+    sqrt(3)), float32 sums over K.
+    """
+    return (
+        2.0 * torch.finfo(shape.dtype).eps / 2
+        + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
+    )
 
 
 def check(case: Case, config: ProductConfig) -> float:
@@ -142,7 +166,8 @@ def check(case: Case, config: ProductConfig) -> float:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=case.group)
     if not worst.item() <= tolerance(case.shape):
         raise InterlaceError(
-            f"{case.shape.operator} {case.shape}, {config}: relative error {worst.item():.1e} is above "
+            f"{case.shape.operator} {case.shape}, {config}: relative error {worst.item():.1e} is "
+            "above "
             f"{tolerance(case.shape):.1e}; not timed."
         )
     return float(worst.item())
@@ -157,11 +182,15 @@ def _gather(whole: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | Non
 
 
 def _scatter(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, parts, group=group)
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+        own, parts, group=group
+    )
 
 
 def collectives(case: Case) -> dict[str, Step]:
-    """Name -> the collective alone, of every way that stock torch offers, on the memory that the pair uses."""
+    """Name -> the collective alone, of every way that stock torch offers, on the memory that the
+    pair uses.
+    """
     group, parts = case.group, case.product
     own = parts[: case.shape.rows // case.owner.world_size]
     match case.shape.operator:
@@ -176,15 +205,21 @@ def collectives(case: Case) -> dict[str, Step]:
     process_group = group or dist.group.WORLD
     assert process_group is not None
     name = process_group.group_name
-    case.product = symmetric_memory.empty(tuple(parts.shape), dtype=parts.dtype, device=parts.device)
+    case.product = symmetric_memory.empty(
+        tuple(parts.shape), dtype=parts.dtype, device=parts.device
+    )
     symmetric_memory.rendezvous(case.product, name)
     case.product.zero_()
     ways: dict[str, Step] = {
         "NCCL": lambda i: dist.all_reduce(case.product, group=group),
-        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(case.product, "sum", name),
+        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(
+            case.product, "sum", name
+        ),
     }
     if parts.nbytes <= 1 << 24:
-        ways["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(case.product, "sum", name)
+        ways["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(
+            case.product, "sum", name
+        )
     return ways
 
 
@@ -195,7 +230,10 @@ def pairs(case: Case) -> dict[str, Step]:
         if case.shape.operator == "all_gather_gemm":
             return lambda i: (collective(i), case.multiply(i))
         if case.shape.operator == "gemm_reduce_scatter":
-            return lambda i: (torch.mm(case.sets[i % SETS][0], case.sets[i % SETS][1].T, out=case.received), collective(i))
+            return lambda i: (
+                torch.mm(case.sets[i % SETS][0], case.sets[i % SETS][1].T, out=case.received),
+                collective(i),
+            )
         return lambda i: (case.multiply(i), collective(i))
 
     ways = {f"cuBLAS + {name}": pair(collective) for name, collective in collectives(case).items()}
@@ -210,21 +248,29 @@ def mapped(case: Case) -> dict[str, Step]:
     ways: dict[str, Step] = {}
     for order in ORDERS:
         run = fuse(
-            torch.mm, _COLLECTIVES[case.shape.operator], shape=shape, dtype=case.shape.dtype, order=order, group=case.group
+            torch.mm, _COLLECTIVES[case.shape.operator], shape=shape, dtype=case.shape.dtype,
+            order=order, group=case.group
         )  # fmt: skip
         sources = [x for x, _ in case.sets]
         if order == "rotated":
             inputs = [
-                empty_rotating((case.shape.rows, case.shape.inner), dtype=case.shape.dtype, group=case.group) for _ in sources
+                empty_rotating(
+                    (case.shape.rows, case.shape.inner), dtype=case.shape.dtype, group=case.group
+                )
+                for _ in sources
             ]
             for source, x in zip(inputs, sources, strict=True):
                 source.natural.copy_(x)
             sources = [source.rotated for source in inputs]
-        ways[f"cuBLAS, mapped output, {order}"] = functools.partial(_mapped_call, run, sources, [w for _, w in case.sets])
+        ways[f"cuBLAS, mapped output, {order}"] = functools.partial(
+            _mapped_call, run, sources, [w for _, w in case.sets]
+        )
     return ways
 
 
-def _mapped_call(run: Fused, sources: list[torch.Tensor], weights: list[torch.Tensor], i: int) -> torch.Tensor:
+def _mapped_call(
+    run: Fused, sources: list[torch.Tensor], weights: list[torch.Tensor], i: int
+) -> torch.Tensor:
     return run(sources[i % SETS], weights[i % SETS].T)
 
 
@@ -236,7 +282,9 @@ def split(case: Case) -> dict[str, Step]:
     shape = (ranks, case.shape.rows // ranks, case.shape.columns)
     product = functools.partial(split_product, case.owner)
     collective = _COLLECTIVES[case.shape.operator]
-    run = fuse(product, collective, shape=shape, dtype=dtype, transport="copy_engine", group=case.group)
+    run = fuse(
+        product, collective, shape=shape, dtype=dtype, transport="copy_engine", group=case.group
+    )
     sets = [Operands(x, w, None, None, None, dtype) for x, w in case.sets]
     return {"cuBLAS in parts, copy engines": lambda i: run(sets[i % SETS], False)}
 
@@ -247,13 +295,27 @@ def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, S
         return {}
     ranks = case.owner.world_size
     shape = (ranks, case.shape.rows // ranks, case.shape.columns)
-    tiles = ceil_div(shape[1] // pieces, config.block_m) * ceil_div(case.shape.columns, config.block_n)
+    tiles = ceil_div(shape[1] // pieces, config.block_m) * ceil_div(
+        case.shape.columns, config.block_n
+    )
     sets = [Operands(x, w, None, None, None, case.shape.dtype).for_kernel() for x, w in case.sets]
     collective, dtype = _COLLECTIVES[case.shape.operator], case.shape.dtype
     product = functools.partial(count_product, case.owner)
-    run = fuse(product, collective, shape=shape, dtype=dtype, transport="copy_engine", tiles=tiles, pieces=pieces, group=case.group)
+    run = fuse(
+        product,
+        collective,
+        shape=shape,
+        dtype=dtype,
+        transport="copy_engine",
+        tiles=tiles,
+        pieces=pieces,
+        group=case.group,
+    )
     copies = TriggeredTransfers(shape, dtype=dtype, tiles=tiles, pieces=pieces, group=case.group)
-    counters, plain = torch.zeros(ranks * pieces, dtype=torch.int32, device=case.owner.device), case.product.view(shape)
+    counters, plain = (
+        torch.zeros(ranks * pieces, dtype=torch.int32, device=case.owner.device),
+        case.product.view(shape),
+    )
 
     def copy(i: int) -> None:
         copies.begin()
@@ -264,7 +326,9 @@ def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, S
     return {
         f"counted product, copy engines{cut}": lambda i: run(sets[i % SETS], False, config),
         f"copy engines{cut} alone": copy,
-        f"our counted product{cut} alone": lambda i: product(sets[i % SETS], False, config, out=plain, counters=counters),
+        f"our counted product{cut} alone": lambda i: product(
+            sets[i % SETS], False, config, out=plain, counters=counters
+        ),
     }
 
 
@@ -282,13 +346,15 @@ def check_carried(case: Case, name: str, step: Step) -> None:
     dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=case.group)
     if not difference.item() <= 2 * tolerance(case.shape):
         raise InterlaceError(
-            f"{case.shape.operator} {case.shape}, {name}: differs by {difference.item():.1e} from the pair; not timed."
+            f"{case.shape.operator} {case.shape}, {name}: differs by {difference.item():.1e} from "
+            "the pair; not timed."
         )
 
 
 def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     """torch's own overlap of the product with copies, where it has one."""
-    from torch.distributed import _symmetric_memory as symmetric_memory  # defines the operators, too
+    # Defines the operators, too
+    from torch.distributed import _symmetric_memory as symmetric_memory
 
     process_group = case.group or dist.group.WORLD
     assert process_group is not None
@@ -296,12 +362,16 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     if case.shape.operator == "gemm_reduce_scatter":
         scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
         ways: dict[str, Step] = {
-            "torch async-TP (cuBLAS + copies)": lambda i: scatter(sets[i % SETS][0], sets[i % SETS][1].T, "sum", 0, name)
+            "torch async-TP (cuBLAS + copies)": lambda i: scatter(
+                sets[i % SETS][0], sets[i % SETS][1].T, "sum", 0, name
+            )
         }
     elif case.shape.operator == "all_gather_gemm":
         gather = torch.ops.symm_mem.fused_all_gather_matmul
         ways = {
-            "torch async-TP (copies + cuBLAS)": lambda i: gather(sets[i % SETS][0], [sets[i % SETS][1].T], 0, name, return_A=False)
+            "torch async-TP (copies + cuBLAS)": lambda i: gather(
+                sets[i % SETS][0], [sets[i % SETS][1].T], 0, name, return_A=False
+            )
         }
     else:
         return {}
@@ -312,11 +382,16 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
 
 
 def _product_alone(case: Case, config: ProductConfig) -> Step:
-    """The kernel of gemm_reduce_scatter in a group of one: no puts and no waits, all of the compute."""
+    """The kernel of gemm_reduce_scatter in a group of one: no puts and no waits, all of the
+    compute.
+    """
     from interlace.comm.group import solo_group
 
     solo = solo_group(case.owner.device)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(GemmReduceScatterConfig)}
+    fields = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(GemmReduceScatterConfig)
+    }
     same = GemmReduceScatterConfig(**{**fields, "stagger": 0})
 
     def call(i: int) -> None:
@@ -336,13 +411,17 @@ class Grouped(Protocol):
 
 
 def timed(case: Grouped, step: Step, samples: int = 15) -> Timing:
-    """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is gone."""
+    """Time ``step``; buffers that the graph has taken are given back afterwards, for the graph is
+    gone.
+    """
     timing = measure(step, period=SETS, samples=samples, group=case.group)
     case.owner.release()
     return timing
 
 
-def bench(shape: Shape, config: ProductConfig | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def bench(
+    shape: Shape, config: ProductConfig | None = None, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
@@ -357,7 +436,10 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
         check_carried(case, impl, steps[impl])
     steps |= pairs(case)
     times = {name: timed(case, step) for name, step in steps.items()}
-    host = {name: host_us(step, device=case.owner.device, group=case.group) for name, step in steps.items()}
+    host = {
+        name: host_us(step, device=case.owner.device, group=case.group)
+        for name, step in steps.items()
+    }
     for name, step in (mapped(case) | split(case) | triggered(case, chosen)).items():
         if not name.endswith(" alone"):
             check_carried(case, name, step)
@@ -369,7 +451,8 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
     case.owner.synchronize()
     ranks, itemsize = case.owner.world_size, shape.dtype.itemsize
     cost = _COSTS[shape.operator](
-        rows=shape.rows, columns=shape.columns, inner=shape.inner, itemsize=itemsize, world_size=ranks
+        rows=shape.rows, columns=shape.columns, inner=shape.inner, itemsize=itemsize,
+        world_size=ranks
     )  # fmt: skip
     memory_bytes = cost.memory_bytes + cost.receive_bytes
     return {
@@ -396,11 +479,16 @@ def bench(shape: Shape, config: ProductConfig | None = None, group: dist.Process
 
 
 def candidates(shape: Shape, start: ProductConfig, world_size: int) -> list[ProductConfig]:
-    """Configurations worth measuring: few, since each is compiled. ``start`` is what is run without a measurement."""
+    """Configurations worth measuring: few, since each is compiled. ``start`` is what is run without
+    a measurement.
+    """
     replace = functools.partial(dataclasses.replace, start)
     if ceil_div(shape.rows, world_size) < 128:
         tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 64, 128, 4, 4)]
-        return [replace(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s) for m, n, k, w, s in tiles]
+        return [
+            replace(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s)
+            for m, n, k, w, s in tiles
+        ]
     if isinstance(start, AllGatherGemmConfig):
         return [dataclasses.replace(start, stage_first=first) for first in (0, 1)]
     found = [replace(stagger=0), replace(stagger=50), replace(stagger=100)]
@@ -424,14 +512,22 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> ProductConfig:
     for config in candidates(shape, case.choice.config, case.owner.world_size):
         try:
             check(case, config)
-        except (InterlaceError, OutOfResources) as error:  # on every rank alike; the latter before anything was launched
+        except (
+            InterlaceError,
+            OutOfResources,
+        ) as error:  # on every rank alike; the latter before anything was launched
             print(f"{shape.operator} {shape}, {config}: left out: {error}", flush=True)
             continue
-        time_us = timed(case, functools.partial(case.call, impl="fused", config=config), samples=7).median_us
+        time_us = timed(
+            case, functools.partial(case.call, impl="fused", config=config), samples=7
+        ).median_us
         if time_us < best_us:
             best, best_us = config, time_us
     if best is None:
-        raise InterlaceError(f"{shape.operator} {shape}: some configuration must run and be right; none did on this GPU.")
+        raise InterlaceError(
+            f"{shape.operator} {shape}: some configuration must run and be right; none did on "
+            "this GPU."
+        )
     return best
 
 

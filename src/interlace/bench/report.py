@@ -1,8 +1,10 @@
-"""What benchmark results say, as tables. Pure functions over the JSON that ``interlace bench`` writes; no GPU, no torch.
+"""What benchmark results say, as tables. Pure functions over the JSON that ``interlace bench``
+writes; no GPU, no torch.
 
-A file is ``{"machine": {...}, "command": str, "date": str, "results": [...]}``, each result as an operator's ``bench`` returns
-it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us, p90_us, skew_us. Names say what a time is: ``"fused"``;
-``"<compute> + <collective>"``, an unfused pair; ``"<something> alone"``.
+A file is ``{"machine": {...}, "command": str, "date": str, "results": [...]}``, each result as an
+operator's ``bench`` returns it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us,
+p90_us, skew_us. Names say what a time is: ``"fused"``; ``"<compute> + <collective>"``, an unfused
+pair; ``"<something> alone"``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ WHAT_UNFUSED_RUNS = {
     "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
     "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen
 }
-"""The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs."""
+"""The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs.
+"""
 
 _OURS = ("fused", *CARRIED)
 
@@ -38,7 +41,8 @@ _AS_FAST = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The figures of one result that claims are made of; times are medians of the slowest rank, in microseconds.
+    """The figures of one result that claims are made of; times are medians of the slowest rank, in
+    microseconds.
 
     Attributes:
         unfused: the fastest unfused pair, and its time.
@@ -82,7 +86,9 @@ def summarise(result: Result) -> Summary:
     def fastest(kind: Any, what: str) -> tuple[str, float]:
         chosen = [(time, name) for name, time in medians.items() if kind(name)]
         if not chosen:
-            raise ArgumentError(f"a benchmark result must have {what} among its times; got {', '.join(medians)}.")
+            raise ArgumentError(
+                f"a benchmark result must have {what} among its times; got {', '.join(medians)}."
+            )
         time, name = min(chosen)
         return name, time
 
@@ -96,10 +102,11 @@ def summarise(result: Result) -> Summary:
 
 
 def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -> tuple[str, float]:
-    """The fastest implementation of a result, which ``impl="auto"`` takes where the tuned table holds it; and its microseconds.
+    """The fastest implementation of a result, which ``impl="auto"`` takes where the tuned table
+    holds it; and its microseconds.
 
-    Of several that are as fast within 2 %, which is what machines differ by, it is the one that the host enqueues soonest: outside
-    CUDA graphs a program may be as slow as its host.
+    Of several that are as fast within 2 %, which is what machines differ by, it is the one that the
+    host enqueues soonest: outside CUDA graphs a program may be as slow as its host.
 
     Args:
         among: implementations to choose from, where they were measured.
@@ -107,7 +114,9 @@ def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -
     unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
     ways = {**{way: way for way in _OURS}, "unfused": unfused}
     medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
-    times = {impl: medians[name] for impl, name in ways.items() if impl in among and name in medians}
+    times = {
+        impl: medians[name] for impl, name in ways.items() if impl in among and name in medians
+    }
     host = result.get("host_us", {})
     fast = [impl for impl in times if times[impl] <= _AS_FAST * min(times.values())]
     impl = min(fast, key=lambda each: (host.get(ways[each], 0.0), times[each]))
@@ -116,11 +125,15 @@ def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -
 
 def shape(result: Result) -> str:
     """``"1 x 8192 x 2048"``: tokens, rows and columns; or what the result calls its shape."""
-    return str(result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}")
+    return str(
+        result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
+    )
 
 
 def title(operator: str, result: Result) -> str:
-    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``; other operators' results name their shape."""
+    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``; other
+    operators' results name their shape.
+    """
     where = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
     if "shape" in result:
         return f"{operator}: {result['shape']}, {where}"
@@ -138,7 +151,10 @@ def table(operator: str, result: Result) -> Table:
     for heading in ("median us", "p10 - p90 us", "skew us", "fused is"):
         view.add_column(heading, justify="right")
     times: dict[str, Any] = result["times"]
-    order = {name: (name != "fused", not is_pair(name), not is_compute(name), times[name]["median_us"]) for name in times}
+    order = {
+        name: (name != "fused", not is_pair(name), not is_compute(name), times[name]["median_us"])
+        for name in times
+    }
     best = {summary.unfused[0], summary.compute[0]}
     for name in sorted(times, key=order.__getitem__):
         time = times[name]
@@ -151,10 +167,20 @@ def table(operator: str, result: Result) -> Table:
             style="bold green" if name == "fused" else "bold" if name in best else None,
         )
     for name, time in result.get("before", {}).items():
-        view.add_row(f"{name}, not in any of these", f"{time['median_us']:.2f}", "", "", "", style="dim")
-    view.add_row("physical floor", f"{summary.floor_us:.2f}", "", "", _against(summary.fused_us, summary.floor_us), style="dim")
+        view.add_row(
+            f"{name}, not in any of these", f"{time['median_us']:.2f}", "", "", "", style="dim"
+        )
+    view.add_row(
+        "physical floor",
+        f"{summary.floor_us:.2f}",
+        "",
+        "",
+        _against(summary.fused_us, summary.floor_us),
+        style="dim",
+    )
     view.caption = (
-        f"{summary.hidden_percent:.0f} % of the communication hidden; relative error {result['relative_error']:.1e}; "
+        f"{summary.hidden_percent:.0f} % of the communication hidden; relative error "
+        f"{result['relative_error']:.1e}; "
         + (f"configuration {result['config']}; " if result["config"] else "")
         + f"impl='auto' runs {result['auto']} here"
     )
@@ -189,8 +215,16 @@ def transports_table(operator: str, result: Result) -> Table:
     from rich.table import Table
 
     view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
-    for heading in ("way", "median us", "p10 - p90 us", "over cuBLAS alone us", "kernels: blocks, us"):
-        view.add_column(heading, justify="left" if heading in ("way", "kernels: blocks, us") else "right")
+    for heading in (
+        "way",
+        "median us",
+        "p10 - p90 us",
+        "over cuBLAS alone us",
+        "kernels: blocks, us",
+    ):
+        view.add_column(
+            heading, justify="left" if heading in ("way", "kernels: blocks, us") else "right"
+        )
     alone = result["ways"]["cuBLAS alone"]["median_us"]
     for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
         view.add_row(
@@ -199,7 +233,8 @@ def transports_table(operator: str, result: Result) -> Table:
             f"{way['p10_us']:.1f} - {way['p90_us']:.1f}",
             "" if name.endswith(" alone") else f"{way['median_us'] - alone:+.1f}",
             "\n".join(
-                f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, {kernel['each_call']:g} x {kernel['median_us']:.1f}"
+                f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, "
+                f"{kernel['each_call']:g} x {kernel['median_us']:.1f}"
                 for kernel in way["kernels"][:4]
             ),
         )
@@ -208,20 +243,31 @@ def transports_table(operator: str, result: Result) -> Table:
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
-    """All results of several files as one Markdown table, with a line on each machine; for README and documentation.
+    """All results of several files as one Markdown table, with a line on each machine; for README
+    and documentation.
 
-    Operators with several implementations are shown by the fastest one that is not the unfused pair.
+    Operators with several implementations are shown by the fastest one that is not the unfused
+    pair.
     """
     documents = list(documents)
     lines, machines, named = [], [], False
-    several = any(way in result["times"] for document in documents for result in document["results"] for way in CARRIED)
+    several = any(
+        way in result["times"]
+        for document in documents
+        for result in document["results"]
+        for way in CARRIED
+    )
     ours = "Interlace" if several else "fused"
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
         if machine not in machines:
             machines.append(machine)
         for result in document["results"]:
-            summary, (impl, impl_us), (own, own_us) = summarise(result), fastest_impl(result), fastest_impl(result, _OURS)
+            summary, (impl, impl_us), (own, own_us) = (
+                summarise(result),
+                fastest_impl(result),
+                fastest_impl(result, _OURS),
+            )
             named = named or "shape" in result
             cells = [
                 shape(result),
@@ -237,7 +283,8 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
     heading = [
-        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | {ours} us | best unfused us | {ours} is "
+        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | {ours} us | best "
+        f"unfused us | {ours} is "
         f"| compute alone us | {ours} / compute | floor us | auto |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
@@ -249,7 +296,13 @@ def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
     gpus = machine.get("gpus") or []
     names = sorted(set(gpus))
     parts = [f"{gpus.count(name)} x {name}" for name in names] or ["no GPU"]
-    labels = (("driver", "driver"), ("cuda", "CUDA"), ("torch", "PyTorch"), ("triton", "Triton"), ("nccl", "NCCL"))
+    labels = (
+        ("driver", "driver"),
+        ("cuda", "CUDA"),
+        ("torch", "PyTorch"),
+        ("triton", "Triton"),
+        ("nccl", "NCCL"),
+    )
     parts += [f"{label} {machine[key]}" for key, label in labels if machine.get(key)]
     return ", ".join([*parts, *([date[:10]] if date else [])]) + "."
 

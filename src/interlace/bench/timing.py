@@ -1,4 +1,6 @@
-"""Timing on all ranks of a group, of calls in CUDA graphs and of steps from the host: the slowest rank, how far ranks are apart."""
+"""Timing on all ranks of a group, of calls in CUDA graphs and of steps from the host: the slowest
+rank, how far ranks are apart.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _SLEEP_CYCLES = 2_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one call in microseconds; each sample is the slowest rank's, where calls are in a graph their mean.
+    """Times of one call in microseconds; each sample is the slowest rank's, where calls are in a
+    graph their mean.
 
     Attributes:
         median_us, p10_us, p90_us: over the samples.
@@ -43,10 +46,11 @@ def measure(
 ) -> Timing:
     """Time ``call(i)`` on the current CUDA device, on every rank of ``group`` at once.
 
-    Calls with i = 0, 1, ... are captured in one CUDA graph of about ``graph_us``, their number a multiple of ``period`` (let
-    i choose among that many weights, so that none stays in the cache). The graph is replayed once untimed and then
-    ``samples`` times between two events. Before each, the GPUs sleep while the hosts enqueue everything, and then meet in a
-    small all-reduce: what is timed starts on all ranks within a microsecond or two.
+    Calls with i = 0, 1, ... are captured in one CUDA graph of about ``graph_us``, their number a
+    multiple of ``period`` (let i choose among that many weights, so that none stays in the cache).
+    The graph is replayed once untimed and then ``samples`` times between two events. Before each,
+    the GPUs sleep while the hosts enqueue everything, and then meet in a small all-reduce: what is
+    timed starts on all ranks within a microsecond or two.
 
     Raises:
         BackendError: ranks share a GPU.
@@ -54,8 +58,11 @@ def measure(
     group_of(group).require_own_gpus("a measurement")
     for i in range(3):
         call(i)
-    probe = torch.tensor(_elapsed_us(lambda: [call(i) for i in range(period)], group) / period, device="cuda")
-    dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)  # all ranks must capture equally many calls
+    probe = torch.tensor(
+        _elapsed_us(lambda: [call(i) for i in range(period)], group) / period, device="cuda"
+    )
+    # All ranks must capture equally many calls
+    dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)
     calls = period * max(1, round(graph_us / max(probe.item(), 1.0) / period))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -65,11 +72,15 @@ def measure(
     return _of_all_ranks([_elapsed_us(graph.replay, group) / calls for _ in range(samples)], group)
 
 
-def measure_step(step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None) -> Timing:
-    """Time ``step()`` as a program runs it, kernel by kernel from the host, on every rank of ``group`` at once.
+def measure_step(
+    step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None
+) -> Timing:
+    """Time ``step()`` as a program runs it, kernel by kernel from the host, on every rank of
+    ``group`` at once.
 
-    It runs ten times untimed, until memory comes again at the same addresses, and then ``samples`` times, each of which starts as
-    in :func:`measure`. What the host takes beyond the GPU's sleep of about a millisecond counts, as it does in a program.
+    It runs ten times untimed, until memory comes again at the same addresses, and then ``samples``
+    times, each of which starts as in :func:`measure`. What the host takes beyond the GPU's sleep of
+    about a millisecond counts, as it does in a program.
 
     Raises:
         BackendError: ranks share a GPU.
@@ -88,7 +99,8 @@ def host_us(
     samples: int = 5,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Microseconds that the host takes for ``call(i)``, whose kernels are enqueued and not awaited: the slowest rank's median.
+    """Microseconds that the host takes for ``call(i)``, whose kernels are enqueued and not awaited:
+    the slowest rank's median.
 
     A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
 

@@ -1,8 +1,10 @@
-"""What carries a product's rows to their ranks, way by way: its time, the kernels that run, the processors that they take.
+"""What carries a product's rows to their ranks, way by way: its time, the kernels that run, the
+processors that they take.
 
-*SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared memory; *mapped*, cuBLAS's ordinary
-stores; *copy engines*, after each part of cuBLAS's product, or started by our product's counts; then torch's async-TP and NCCL.
-NCCL beside an independent product is no way to run the operator: it shows what a collective of kernels takes from a product.
+*SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared
+memory; *mapped*, cuBLAS's ordinary stores; *copy engines*, after each part of cuBLAS's product, or
+started by our product's counts; then torch's async-TP and NCCL. NCCL beside an independent product
+is no way to run the operator: it shows what a collective of kernels takes from a product.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ from typing import Any
 
 import torch
 
-from interlace.bench.products import Case, Shape, Step, check, check_carried, collectives, mapped, pairs, split, timed, triggered
+from interlace.bench.products import (
+    Case,
+    Shape,
+    Step,
+    check,
+    check_carried,
+    collectives,
+    mapped,
+    pairs,
+    split,
+    timed,
+    triggered,
+)
 from interlace.ops.gemm_all_to_all import launch as all_to_all
 from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
 from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
@@ -68,10 +82,14 @@ def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]
     ways |= ours | pairs(case)
     ways |= {f"{name} alone": step for name, step in collectives(case).items()}
     ways |= {"cuBLAS alone": case.multiply, "cuBLAS beside NCCL, independent": _beside(case)}
-    # All are timed before any is profiled: a profiler, once it has been there, may slow down what comes later.
+    # All are timed before any is profiled: a profiler, once it has been there, may slow down what
+    # comes later.
     timings = {name: timed(case, step) for name, step in ways.items()}
     measured = {
-        name: {**dataclasses.asdict(timings[name]), "kernels": [dataclasses.asdict(kernel) for kernel in _profile(case, step)]}
+        name: {
+            **dataclasses.asdict(timings[name]),
+            "kernels": [dataclasses.asdict(kernel) for kernel in _profile(case, step)],
+        }
         for name, step in ways.items()
     }
     return {
@@ -86,7 +104,9 @@ def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]
 
 
 def _sm_stores(case: Case, config: ProductConfig) -> Step:
-    """The fused kernel with ordinary stores to peers, where it would have copies out of shared memory."""
+    """The fused kernel with ordinary stores to peers, where it would have copies out of shared
+    memory.
+    """
     owner, shape, ranks = case.owner, case.shape, case.owner.world_size
     mark = owner.agree(shape.operator, transport="SM stores", shape=str(shape), config=str(config))
     sets = [Operands(x, w, None, None, None, shape.dtype).for_kernel() for x, w in case.sets]
@@ -95,15 +115,25 @@ def _sm_stores(case: Case, config: ProductConfig) -> Step:
     def scatter(i: int) -> torch.Tensor:
         y = case.product.new_empty([rows, stride])
         how = GemmReduceScatterConfig.parse(str(config)), mark
-        launch = reduce_scatter.prepare(owner, sets[i % len(sets)], [rows] * ranks, y, *how, tile_stores=False)
+        launch = reduce_scatter.prepare(
+            owner, sets[i % len(sets)], [rows] * ranks, y, *how, tile_stores=False
+        )
         with owner.running():
             launch()
         return y[:, : shape.columns]
 
     def send(i: int) -> torch.Tensor:
         output = owner.outputs.take(shape.rows * stride * shape.dtype.itemsize)
-        how = GemmAllToAllConfig.parse(str(config)), mark, output.address, output.buffer_bytes, output.index
-        launch = all_to_all.prepare(owner, sets[i % len(sets)], [[rows] * ranks] * ranks, *how, tile_stores=False)
+        how = (
+            GemmAllToAllConfig.parse(str(config)),
+            mark,
+            output.address,
+            output.buffer_bytes,
+            output.index,
+        )
+        launch = all_to_all.prepare(
+            owner, sets[i % len(sets)], [[rows] * ranks] * ranks, *how, tile_stores=False
+        )
         with owner.running():
             launch()
         return output.tensor([shape.rows, stride], shape.dtype, owner.device)[:, : shape.columns]
@@ -135,7 +165,9 @@ def _beside(case: Case) -> Step:
 
 
 def _profile(case: Case, step: Step) -> list[Kernel]:
-    """The kernels of a call on this rank, those that take longest first; none on the CPU, or if the profiler may not look."""
+    """The kernels of a call on this rank, those that take longest first; none on the CPU, or if the
+    profiler may not look.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     case.owner.synchronize()
@@ -153,7 +185,9 @@ def _profile(case: Case, step: Step) -> list[Kernel]:
 
 
 def kernels(events: Iterable[Mapping[str, Any]], calls: int) -> list[Kernel]:
-    """Kernels of a Chrome trace of ``calls`` calls, those that take longest first; copies of the copy engines have no blocks."""
+    """Kernels of a Chrome trace of ``calls`` calls, those that take longest first; copies of the
+    copy engines have no blocks.
+    """
     found: dict[tuple[str, int], list[float]] = {}
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy"):

@@ -1,6 +1,7 @@
 """The command line: ``interlace doctor | demo | bench | tune | sim``.
 
-Ranks import ``interlace.cli.demo_ranks`` and ``interlace.cli.bench_ranks``: nothing here may import Typer or Rich by itself.
+Ranks import ``interlace.cli.demo_ranks`` and ``interlace.cli.bench_ranks``: nothing here may import
+Typer or Rich by itself.
 """
 
 

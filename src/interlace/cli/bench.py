@@ -16,19 +16,39 @@ from interlace.cli.console import command_line, make_console, now, run_ranks, wr
 from interlace.errors import ArgumentError, BackendError
 
 OPERATOR = "gemv_all_reduce"
-SHAPES = ("8192x2048", "8192x7168", "8192x8192", "16384x4096", "12288x12288", "4096x4096", "5120x3456")
+SHAPES = (
+    "8192x2048",
+    "8192x7168",
+    "8192x8192",
+    "16384x4096",
+    "12288x12288",
+    "4096x4096",
+    "5120x3456",
+)
 DTYPES = ("bfloat16", "float16", "float32")
 _MAX_RANKS = 8
 
 
-def run(tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, json_file: Path | None, tune: bool) -> None:
-    """Measure every shape at every number of tokens; tables on the terminal, everything in ``json_file``."""
+def run(
+    tokens: str,
+    shapes: list[str] | None,
+    world_size: int | None,
+    dtype: str,
+    json_file: Path | None,
+    tune: bool,
+) -> None:
+    """Measure every shape at every number of tokens; tables on the terminal, everything in
+    ``json_file``.
+    """
     document = _measure("bench", tokens, shapes, world_size, dtype, tune, json_file)
     show(document, OPERATOR, json_file)
 
 
 def show(
-    document: dict[str, Any], operator: str, json_file: Path | None, table: Callable[[str, Any], Table] = report.table
+    document: dict[str, Any],
+    operator: str,
+    json_file: Path | None,
+    table: Callable[[str, Any], Table] = report.table,
 ) -> None:
     """Every result as a table on the terminal."""
     console = make_console()
@@ -41,16 +61,27 @@ def show(
 
 
 def run_tune(
-    tokens: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path, json_file: Path | None
+    tokens: str,
+    shapes: list[str] | None,
+    world_size: int | None,
+    dtype: str,
+    table: Path,
+    json_file: Path | None,
 ) -> None:
-    """Find the best configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
+    """Find the best configuration of every shape and put it in the tuned table; all times of these
+    in ``json_file``.
+    """
     old = tuned.read(table, OPERATOR)  # before minutes are spent
     document = _measure("tune", tokens, shapes, world_size, dtype, True, json_file)
     write_table(document, old, OPERATOR, table)
 
 
-def write_table(document: dict[str, Any], old: dict[str, Any] | None, operator: str, table: Path) -> None:
-    """Put the document's results into the tuned table ``table``, whose contents so far are ``old``, and say what they are."""
+def write_table(
+    document: dict[str, Any], old: dict[str, Any] | None, operator: str, table: Path
+) -> None:
+    """Put the document's results into the tuned table ``table``, whose contents so far are ``old``,
+    and say what they are.
+    """
     entries = [tuned.entry(result) for result in document["results"]]
     console = make_console()
     for entry, result in zip(entries, document["results"], strict=True):
@@ -63,7 +94,9 @@ def write_table(document: dict[str, Any], old: dict[str, Any] | None, operator: 
     if document["machine"]["gpus"]:
         name = tuning.file_name(operator, document["machine"]["gpus"][0])
         if table.name != name:
-            console.print(f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim")
+            console.print(
+                f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim"
+            )
 
 
 def read_document(file: Path) -> dict[str, Any]:
@@ -75,9 +108,13 @@ def read_document(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{file} must be a JSON file that interlace bench wrote; {error}.") from error
+        raise ArgumentError(
+            f"{file} must be a JSON file that interlace bench wrote; {error}."
+        ) from error
     if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
-        raise ArgumentError(f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results.")
+        raise ArgumentError(
+            f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
+        )
     return document
 
 
@@ -88,7 +125,10 @@ def parse_tokens(text: str) -> list[int]:
     except ValueError:
         tokens = [0]
     if min(tokens) < 1:
-        raise ArgumentError(f"--tokens must be positive numbers separated by commas; got {text!r}. Say --tokens 1,2,4.")
+        raise ArgumentError(
+            f"--tokens must be positive numbers separated by commas; got {text!r}. Say --tokens "
+            "1,2,4."
+        )
     return tokens
 
 
@@ -96,7 +136,10 @@ def parse_shape(text: str) -> tuple[int, int]:
     """``"8192x2048"`` -> ``(8192, 2048)``: N and K/R, of one rank's weight."""
     rows, _, columns = text.lower().partition("x")
     if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise ArgumentError(f"--shape must be NxK, the sizes of one rank's weight; got {text!r}. Say --shape 8192x2048.")
+        raise ArgumentError(
+            f"--shape must be NxK, the sizes of one rank's weight; got {text!r}. Say --shape "
+            "8192x2048."
+        )
     return int(rows), int(columns)
 
 
@@ -140,23 +183,39 @@ def measure_on_gpus(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise BackendError(
-            f"interlace {command} must have CUDA GPUs, since no time measured on the CPU means anything; got none. "
-            f"`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the kernels without a GPU."
+            f"interlace {command} must have CUDA GPUs, since no time measured on the CPU means "
+            "anything; got none. "
+            "`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the "
+            "kernels without a GPU."
         )
     world_size = world_size or min(gpus, _MAX_RANKS)
     if world_size > gpus:
         raise BackendError(
-            f"interlace {command} must have a GPU for each of {world_size} ranks, since times of ranks that share a GPU mean "
+            f"interlace {command} must have a GPU for each of {world_size} ranks, since times of "
+            "ranks that share a GPU mean "
             f"nothing; got {gpus}. Say --world-size {gpus}."
         )
     from interlace.cli import machine
 
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
     if json_file is not None:
-        write_json(json_file, {**header, "results": []})  # before minutes are spent: it can be written
+        write_json(
+            json_file, {**header, "results": []}
+        )  # before minutes are spent: it can be written
     file = None if json_file is None else str(json_file.absolute())
     title = f"{what} on {world_size} GPUs"
-    ranks = run_ranks(make_console(), title, len(work), worker, world_size, list(work), *more, header, file, backend="cuda")
+    ranks = run_ranks(
+        make_console(),
+        title,
+        len(work),
+        worker,
+        world_size,
+        list(work),
+        *more,
+        header,
+        file,
+        backend="cuda",
+    )
     document = {**header, "results": ranks[0]}
     if json_file is not None:
         write_json(json_file, document)

@@ -12,8 +12,8 @@ from interlace.cli.bench_ranks import run_product_rank
 from interlace.errors import ArgumentError
 
 SHAPES = (
-    "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336", "1024x8192x7168", "256x8192x7168",
-    "64x8192x7168",
+    "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336",
+    "1024x8192x7168", "256x8192x7168", "64x8192x7168",
 )  # fmt: skip
 DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
 
@@ -31,21 +31,36 @@ def run(
 ) -> None:
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
     if transports and operator not in CARRIED:
-        raise ArgumentError(f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}.")
+        raise ArgumentError(
+            f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}."
+        )
     work = parse_work(operator, shapes or SHAPES, dtype)
     what = f"Measuring {operator}"
     kind = "transports" if transports else "tune" if tune else "bench"
-    document = bench.measure_on_gpus("bench", what, work, run_product_rank, (dtype, kind), world_size, json_file)
-    bench.show(document, operator, json_file, report.transports_table if transports else report.table)
+    document = bench.measure_on_gpus(
+        "bench", what, work, run_product_rank, (dtype, kind), world_size, json_file
+    )
+    bench.show(
+        document, operator, json_file, report.transports_table if transports else report.table
+    )
 
 
 def run_tune(
-    operator: str, shapes: list[str] | None, world_size: int | None, dtype: str, table: Path, json_file: Path | None
+    operator: str,
+    shapes: list[str] | None,
+    world_size: int | None,
+    dtype: str,
+    table: Path,
+    json_file: Path | None,
 ) -> None:
-    """Find a good configuration of every shape and put it in the tuned table; all times of these in ``json_file``."""
+    """Find a good configuration of every shape and put it in the tuned table; all times of these in
+    ``json_file``.
+    """
     old = tuned.read(table, operator)  # before minutes are spent
     work = parse_work(operator, shapes or SHAPES, dtype)
-    document = bench.measure_on_gpus("tune", f"Tuning {operator}", work, run_product_rank, (dtype, "tune"), world_size, json_file)
+    document = bench.measure_on_gpus(
+        "tune", f"Tuning {operator}", work, run_product_rank, (dtype, "tune"), world_size, json_file
+    )
     bench.write_table(document, old, operator, table)
 
 
@@ -68,5 +83,8 @@ def parse_sizes(text: str, names: str, what: str) -> tuple[int, ...]:
     parts, wanted = text.lower().split("x"), names.split("x")
     if len(parts) != len(wanted) or not all(part.isdecimal() and int(part) for part in parts):
         example = "x".join({"B": "2"}.get(name, "4096") for name in wanted)
-        raise ArgumentError(f"--shape must be {names}, the sizes of one rank's {what}; got {text!r}. Say --shape {example}.")
+        raise ArgumentError(
+            f"--shape must be {names}, the sizes of one rank's {what}; got {text!r}. Say --shape "
+            f"{example}."
+        )
     return tuple(map(int, parts))

@@ -14,11 +14,18 @@ from interlace.errors import BackendError
 
 
 def run_rank(
-    folder: str, shapes: list[tuple[int, int, int]], dtype: str, tune: bool, header: dict[str, Any], file: str | None
+    folder: str,
+    shapes: list[tuple[int, int, int]],
+    dtype: str,
+    tune: bool,
+    header: dict[str, Any],
+    file: str | None,
 ) -> list[dict[str, Any]]:
-    """Benchmark every ``(tokens, rows, columns)``, each with its best configuration if ``tune``; advances once a shape.
+    """Benchmark every ``(tokens, rows, columns)``, each with its best configuration if ``tune``;
+    advances once a shape.
 
-    After each shape, rank 0 writes ``header`` and the results so far to ``file``: a long run that is cut off is not lost.
+    After each shape, rank 0 writes ``header`` and the results so far to ``file``: a long run that
+    is cut off is not lost.
     """
     from interlace.bench import gemv_all_reduce as operator
     from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
@@ -30,7 +37,10 @@ def run_rank(
         if tune:
             found = operator.tune(shape)
             if not found:
-                raise BackendError(f"gemv_all_reduce {shape}: some configuration must run and be right; none did on this GPU.")
+                raise BackendError(
+                    f"gemv_all_reduce {shape}: some configuration must run and be right; none did "
+                    "on this GPU."
+                )
             config = GemvAllReduceConfig.parse(found[0][1])
         results.append(operator.bench(shape, config))
         _keep(results, header, file)
@@ -39,12 +49,19 @@ def run_rank(
 
 
 def run_embedding_rank(
-    folder: str, shapes: list[dict[str, Any]], dtype: str, kind: str, header: dict[str, Any], file: str | None
+    folder: str,
+    shapes: list[dict[str, Any]],
+    dtype: str,
+    kind: str,
+    header: dict[str, Any],
+    file: str | None,
 ) -> list[dict[str, Any]]:
-    """The same for ``embedding_all_to_all`` and shapes by name; ``dtype`` is that of shapes that name none.
+    """The same for ``embedding_all_to_all`` and shapes by name; ``dtype`` is that of shapes that
+    name none.
 
     Args:
-        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions, in the forward's result) or ``"study"``.
+        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions, in the forward's
+            result) or ``"study"``.
     """
     from interlace.bench import embedding_all_to_all as operator
     from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
@@ -66,12 +83,19 @@ def run_embedding_rank(
 
 
 def run_experts_rank(
-    folder: str, shapes: list[dict[str, Any]], dtype: str, part: str, config: str, header: dict[str, Any], file: str | None
+    folder: str,
+    shapes: list[dict[str, Any]],
+    dtype: str,
+    part: str,
+    config: str,
+    header: dict[str, Any],
+    file: str | None,
 ) -> list[dict[str, Any]]:
     """The same for ``mixture_of_experts``, with ``config`` if it is not empty.
 
     Args:
-        part: one of ``PARTS``, ``"all"``, or ``"tune"``: then the forward part with the best configuration.
+        part: one of ``PARTS``, ``"all"``, or ``"tune"``: then the forward part with the best
+            configuration.
     """
     from interlace.bench import mixture_of_experts as operator
     from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
@@ -82,7 +106,10 @@ def run_experts_rank(
         if part == "tune":
             found = operator.tune(shape)
             if not found:
-                raise BackendError(f"mixture_of_experts {shape}: some configuration must run and be right; none did on this GPU.")
+                raise BackendError(
+                    f"mixture_of_experts {shape}: some configuration must run and be right; none "
+                    "did on this GPU."
+                )
             config = found[0][1]
         chosen = MixtureOfExpertsConfig.parse(config) if config else None
         parts = {"all": operator.PARTS, "tune": ("forward",)}.get(part, (part,))
@@ -94,12 +121,18 @@ def run_experts_rank(
 
 
 def run_product_rank(
-    folder: str, shapes: list[tuple[str, int, int, int]], dtype: str, kind: str, header: dict[str, Any], file: str | None
+    folder: str,
+    shapes: list[tuple[str, int, int, int]],
+    dtype: str,
+    kind: str,
+    header: dict[str, Any],
+    file: str | None,
 ) -> list[dict[str, Any]]:
     """The same for the operators around a product: ``(operator, M, N, K)``.
 
     Args:
-        kind: ``"bench"``, ``"tune"`` (then benchmarked with the best configuration) or ``"transports"``.
+        kind: ``"bench"``, ``"tune"`` (then benchmarked with the best configuration) or
+            ``"transports"``.
     """
     from interlace.bench import products, transports
 
@@ -117,14 +150,22 @@ def run_product_rank(
 
 
 def run_batch_rank(
-    folder: str, shapes: list[tuple[str, int, int, int, int]], dtype: str, header: dict[str, Any], file: str | None
+    folder: str,
+    shapes: list[tuple[str, int, int, int, int]],
+    dtype: str,
+    header: dict[str, Any],
+    file: str | None,
 ) -> list[dict[str, Any]]:
     """The same for batches of products before or after an all-to-all: ``(operator, B, M, N, K)``."""
     from interlace.bench import batches
 
     results: list[dict[str, Any]] = []
     for operator, count, rows, columns, inner in shapes:
-        results.append(batches.bench(batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)))
+        results.append(
+            batches.bench(
+                batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
+            )
+        )
         torch.cuda.empty_cache()
         _keep(results, header, file)
         advance(folder)
@@ -133,4 +174,6 @@ def run_batch_rank(
 
 def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
     if file is not None and dist.get_rank() == 0:
-        Path(file).write_text(json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8")
+        Path(file).write_text(
+            json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )

@@ -1,4 +1,6 @@
-"""What commands share in the terminal: output of the first rank only, errors, and progress of running ranks."""
+"""What commands share in the terminal: output of the first rank only, errors, and progress of
+running ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from interlace.errors import ArgumentError, InterlaceError
 
 
 def is_first_rank() -> bool:
-    """False in all ranks but the first of torchrun or Slurm, which run the same command and must not print it too."""
+    """False in all ranks but the first of torchrun or Slurm, which run the same command and must
+    not print it too.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -48,7 +52,9 @@ def write_json(path: Path, value: object) -> None:
     try:
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"{path} must be a file that can be written; {error.strerror}.") from error
+        raise ArgumentError(
+            f"{path} must be a file that can be written; {error.strerror}."
+        ) from error
 
 
 def now() -> str:
@@ -60,15 +66,25 @@ def command_line() -> str:
 
 
 def run_ranks(
-    console: Console, what: str, steps: int, worker: Callable[..., Any], world_size: int, *args: Any, backend: str
+    console: Console,
+    what: str,
+    steps: int,
+    worker: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str,
 ) -> list[Any]:
     """``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
 
-    Ranks say how far they are by :func:`interlace.cli.ranks.advance` ``(folder)``, ``steps`` times each.
+    Ranks say how far they are by :func:`interlace.cli.ranks.advance` ``(folder)``, ``steps`` times
+    each.
     """
     from interlace.comm import launch
 
-    with tempfile.TemporaryDirectory(prefix="interlace-") as folder, _progress(console, what, Path(folder), steps * world_size):
+    with (
+        tempfile.TemporaryDirectory(prefix="interlace-") as folder,
+        _progress(console, what, Path(folder), steps * world_size),
+    ):
         return launch(worker, world_size, folder, *args, backend=backend)
 
 
@@ -88,7 +104,9 @@ def _progress(console: Console, what: str, folder: Path, total: int) -> Iterator
         def watch() -> None:
             while not done.wait(0.2):
                 count = sum(file.stat().st_size for file in folder.glob("rank-*"))
-                progress.update(task, completed=count, description=what if count else f"{what}: starting")
+                progress.update(
+                    task, completed=count, description=what if count else f"{what}: starting"
+                )
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

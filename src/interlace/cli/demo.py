@@ -1,4 +1,6 @@
-"""``interlace demo``: a Transformer's down projection, checked and drawn; a mapped output; a recommendation model that trains."""
+"""``interlace demo``: a Transformer's down projection, checked and drawn; a mapped output; a
+recommendation model that trains.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,44 @@ from rich.console import Console
 from rich.table import Table
 
 from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
-from interlace.cli.console import command_line, is_first_rank, make_console, now, run_ranks, write_json
+from interlace.cli.console import (
+    command_line,
+    is_first_rank,
+    make_console,
+    now,
+    run_ranks,
+    write_json,
+)
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A published model's down projection, ``[rows, columns]`` = [N, K] of the whole weight, as in its configuration."""
+    """A published model's down projection, ``[rows, columns]`` = [N, K] of the whole weight, as in
+    its configuration.
+    """
 
     name: str
     rows: int
     columns: int
 
 
-MODELS = (Model("Llama-3-8B", 4096, 14336), Model("Qwen2.5-32B", 5120, 27648), Model("Llama-3-70B", 8192, 28672))
+MODELS = (
+    Model("Llama-3-8B", 4096, 14336),
+    Model("Qwen2.5-32B", 5120, 27648),
+    Model("Llama-3-70B", 8192, 28672),
+)
 
 CPU_SCALE = 32
-"""On the CPU both sides of every weight are divided by this: the interpreter is a thousand times slower than a GPU."""
+"""On the CPU both sides of every weight are divided by this: the interpreter is a thousand times
+slower than a GPU.
+"""
 
 
-def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot: Path | None) -> int:
+def run(
+    world_size: int, backend: str, tokens: int, json_file: Path | None, plot: Path | None
+) -> int:
     """Run the demo; the exit code: 0 if every rank computed and sent what it should."""
     console = make_console()
     if backend not in ("auto", "cpu", "cuda"):
@@ -42,14 +61,25 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
     if backend == "auto":
         backend = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
     scale = CPU_SCALE if backend == "cpu" else 1
-    shapes = [(model.rows // scale, ceil_div(model.columns // scale, world_size)) for model in MODELS]
+    shapes = [
+        (model.rows // scale, ceil_div(model.columns // scale, world_size)) for model in MODELS
+    ]
     console.print(
-        f"[bold]The down projection of one decoding step[/bold], its weight cut along K over {_ranks(world_size)}:\n"
-        f"y \\[{tokens}, N] = sum over ranks of x \\[{tokens}, K/R] @ w \\[N, K/R].T, bfloat16, in one kernel "
+        "[bold]The down projection of one decoding step[/bold], its weight cut along K over "
+        f"{_ranks(world_size)}:\n"
+        f"y \\[{tokens}, N] = sum over ranks of x \\[{tokens}, K/R] @ w \\[N, K/R].T, bfloat16, "
+        "in one kernel "
         f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'})."
     )
     found = run_ranks(
-        console, f"{_ranks(world_size)} on {backend}", len(MODELS), demo_ranks.run_rank, world_size, shapes, tokens, backend=backend
+        console,
+        f"{_ranks(world_size)} on {backend}",
+        len(MODELS),
+        demo_ranks.run_rank,
+        world_size,
+        shapes,
+        tokens,
+        backend=backend,
     )
     models = [
         _judge(model, scale, shape, tokens, [rank[i] for rank in found])
@@ -68,15 +98,21 @@ def run(world_size: int, backend: str, tokens: int, json_file: Path | None, plot
     _show(console, document, plot)
     document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)
-    document["passed"] = all(part["passed"] for part in (document, document["mapped"], document["dlrm"]))
+    document["passed"] = all(
+        part["passed"] for part in (document, document["mapped"], document["dlrm"])
+    )
     if json_file is not None:
         write_json(json_file, document)
         console.print(f"All numbers: {json_file}")
     return 0 if document["passed"] else 1
 
 
-def _judge(model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model's outcome over all ranks: every rank right, all bitwise alike, and traffic as ``interlace.costs`` says."""
+def _judge(
+    model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One model's outcome over all ranks: every rank right, all bitwise alike, and traffic as
+    ``interlace.costs`` says.
+    """
     from interlace.bench.gemv_all_reduce import Shape, tolerance
 
     rows, columns = shape
@@ -115,12 +151,19 @@ def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None
     if plot is not None and is_first_rank():
         with console.status("Drawing"):
             picture.draw(document, plot)
-        console.print(f"\nWho sent what when: {plot}" if document["backend"] == "cpu" else f"\nPicture: {plot}")
+        console.print(
+            f"\nWho sent what when: {plot}"
+            if document["backend"] == "cpu"
+            else f"\nPicture: {plot}"
+        )
 
 
 def _cpu_table(document: dict[str, Any]) -> Table:
     first = document["models"][0]
-    table = _table("Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs predicts.")
+    table = _table(
+        "Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs "
+        "predicts."
+    )
     for heading in ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"):
         table.add_column(heading, no_wrap=True)
     for heading in ("error", "puts", "bytes sent"):
@@ -139,7 +182,8 @@ def _cpu_table(document: dict[str, Any]) -> Table:
 
 def _cuda_table(document: dict[str, Any]) -> Table:
     table = _table(
-        "Sent: bytes of all ranks together, as interlace.costs predicts. Times: the slowest rank's median in microseconds, in CUDA "
+        "Sent: bytes of all ranks together, as interlace.costs predicts. Times: the slowest "
+        "rank's median in microseconds, in CUDA "
         "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
     )
     for heading in ("model", "w [N, K]"):
@@ -160,7 +204,9 @@ def _cuda_table(document: dict[str, Any]) -> Table:
 
 
 def _table(caption: str) -> Table:
-    return Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    return Table(
+        caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0
+    )
 
 
 def _shape_cells(model: dict[str, Any]) -> tuple[str, str, str]:
@@ -174,17 +220,25 @@ def _shape_cells(model: dict[str, Any]) -> tuple[str, str, str]:
 def _problems(model: dict[str, Any]) -> list[str]:
     problems = []
     if not model["error"] <= model["tolerance"]:
-        problems.append(f"WRONG: relative error {model['error']:.1e}, at most {model['tolerance']:.1e} is rounding.")
+        problems.append(
+            f"WRONG: relative error {model['error']:.1e}, at most {model['tolerance']:.1e} is "
+            "rounding."
+        )
     if not model["same_on_every_rank"]:
         problems.append("WRONG: ranks differ in their results.")
     if not model["traffic_as_predicted"]:
         for rank in model["ranks"]:
-            problems.append(f"WRONG: rank {rank['rank']} sent {rank['counted']}, predicted {rank['predicted']}.")
+            problems.append(
+                f"WRONG: rank {rank['rank']} sent {rank['counted']}, predicted {rank['predicted']}."
+            )
     return problems
 
 
 def _total(model: dict[str, Any], key: str) -> dict[str, int]:
-    return {what: sum(rank[key][what] for rank in model["ranks"]) for what in ("puts", "bytes", "signals")}
+    return {
+        what: sum(rank[key][what] for rank in model["ranks"])
+        for what in ("puts", "bytes", "signals")
+    }
 
 
 def _ranks(world_size: int) -> str:

@@ -1,4 +1,6 @@
-"""The second half of ``interlace demo``: a recommendation model that trains with its tables shared out over the ranks."""
+"""The second half of ``interlace demo``: a recommendation model that trains with its tables shared
+out over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from interlace.cli.console import run_ranks
 from interlace.units import ceil_div
 
 TOLERANCE = 1e-4
-"""Relative, between losses of the fused and the unfused run: sums of float32 in another order, over some steps."""
+"""Relative, between losses of the fused and the unfused run: sums of float32 in another order, over
+some steps.
+"""
 
 
 def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
@@ -38,7 +42,10 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
     # Not `difference > TOLERANCE`: a NaN must not pass.
     passed = difference <= TOLERANCE and end < start and traffic
     found = {
-        "sizes": {name: getattr(sizes, name) for name in ("tables", "rows", "width", "batch", "fused_steps", "steps")},
+        "sizes": {
+            name: getattr(sizes, name)
+            for name in ("tables", "rows", "width", "batch", "fused_steps", "steps")
+        },
         "difference": difference,
         "tolerance": TOLERANCE,
         "loss": [start, end],
@@ -54,27 +61,41 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
 def _show(console: Console, found: dict[str, Any]) -> None:
     sizes, ranks = found["sizes"], found["ranks"]
     console.print(
-        f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of {sizes['rows']} rows and {sizes['width']} "
-        f"columns, shared out over the ranks, are pooled for a batch of {sizes['batch']} and sent in one kernel; gradients go "
+        f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of "
+        f"{sizes['rows']} rows and {sizes['width']} "
+        f"columns, shared out over the ranks, are pooled for a batch of {sizes['batch']} and sent "
+        "in one kernel; gradients go "
         f"back and update the tables in another."
     )
-    console.print(f"Loss of {sizes['steps']} steps: {found['loss'][0]:.4f} -> {found['loss'][1]:.4f} (means of three).")
     console.print(
-        f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the losses {found['difference']:.1e}."
+        f"Loss of {sizes['steps']} steps: {found['loss'][0]:.4f} -> {found['loss'][1]:.4f} (means "
+        "of three)."
+    )
+    console.print(
+        f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the "
+        f"losses {found['difference']:.1e}."
     )
     if "counted" in ranks[0]:
         counted, predicted = (sum(rank[key] for rank in ranks) for key in ("counted", "predicted"))
-        console.print(f"Bytes that left all ranks in a fused step, counted: {counted}; interlace.costs predicts {predicted}.")
+        console.print(
+            f"Bytes that left all ranks in a fused step, counted: {counted}; interlace.costs "
+            f"predicts {predicted}."
+        )
     else:
         for impl, times in ranks[0]["times_ms"].items():
             console.print(
-                f"{impl:>8}: a step takes {times['step']:.2f} ms, computing alone {times['compute']:.2f} ms; "
+                f"{impl:>8}: a step takes {times['step']:.2f} ms, computing alone "
+                f"{times['compute']:.2f} ms; "
                 f"{times['exposed']:.2f} ms of communication are not hidden"
             )
     if found["passed"]:
         console.print("The loss falls, and fused and unfused learn the same.", style="green")
     else:
-        console.print(f"WRONG: DLRM: {found['difference']=}, {found['loss']=}, {found['traffic_as_predicted']=}", style="bold red")
+        console.print(
+            f"WRONG: DLRM: {found['difference']=}, {found['loss']=}, "
+            f"{found['traffic_as_predicted']=}",
+            style="bold red",
+        )
 
 
 def _mean(values: list[float]) -> float:

@@ -9,7 +9,11 @@ import torch
 
 from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
-from interlace.costs.embedding_all_to_all import GRANT_BYTES, backward_floor_link_bytes, floor_link_bytes
+from interlace.costs.embedding_all_to_all import (
+    GRANT_BYTES,
+    backward_floor_link_bytes,
+    floor_link_bytes,
+)
 from interlace.data import Batch, BatchStream, SyntheticClicks
 from interlace.models import DLRM, Trainer, measure_step
 from interlace.nn import EmbeddingTable
@@ -29,8 +33,19 @@ class Sizes:
     layers: tuple[int, ...]
 
 
-ON_CPU = Sizes(tables=4, rows=16, width=8, batch=32, fused_steps=2, steps=16, cardinality=6, layers=(16,))
-ON_CUDA = Sizes(tables=26, rows=100_000, width=128, batch=8192, fused_steps=20, steps=100, cardinality=1000, layers=(512, 256))
+ON_CPU = Sizes(
+    tables=4, rows=16, width=8, batch=32, fused_steps=2, steps=16, cardinality=6, layers=(16,)
+)
+ON_CUDA = Sizes(
+    tables=26,
+    rows=100_000,
+    width=128,
+    batch=8192,
+    fused_steps=20,
+    steps=100,
+    cardinality=1000,
+    layers=(512, 256),
+)
 
 
 def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
@@ -43,8 +58,13 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
         rank=group.rank,
         world_size=group.world_size,
     )
-    batches = [batch.to(group.device) for batch, _ in zip(stream, range(sizes.steps + 1), strict=False)]
-    first = {impl: _losses(folder, _trainer(sizes, impl), batches[: sizes.fused_steps]) for impl in ("unfused", "fused")}
+    batches = [
+        batch.to(group.device) for batch, _ in zip(stream, range(sizes.steps + 1), strict=False)
+    ]
+    first = {
+        impl: _losses(folder, _trainer(sizes, impl), batches[: sizes.fused_steps])
+        for impl in ("unfused", "fused")
+    }
     trainer = _trainer(sizes, "fused" if group.backend == "cuda" else "unfused")
     losses = _losses(folder, trainer, batches[: sizes.steps])
     judged = trainer.evaluate(batches[sizes.steps :])
@@ -56,9 +76,14 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
         "held_out": dataclasses.asdict(judged),
     }
     if group.backend == "cpu":
-        found |= {"counted": _counted_bytes(group, trainer, batches[0]), "predicted": _predicted_bytes(group, trainer, sizes.batch)}
+        found |= {
+            "counted": _counted_bytes(group, trainer, batches[0]),
+            "predicted": _predicted_bytes(group, trainer, sizes.batch),
+        }
     else:
-        found["times_ms"] = {impl: _times(trainer, batches[0], impl) for impl in ("fused", "unfused")}
+        found["times_ms"] = {
+            impl: _times(trainer, batches[0], impl) for impl in ("fused", "unfused")
+        }
     advance(folder)
     return found
 
@@ -69,9 +94,13 @@ def steps_of(sizes: Sizes) -> int:
 
 
 def _trainer(sizes: Sizes, impl: str) -> Trainer:
-    tables = [EmbeddingTable(f"C{t + 1}", sizes.rows, sizes.width, bag_length=1) for t in range(sizes.tables)]
+    tables = [
+        EmbeddingTable(f"C{t + 1}", sizes.rows, sizes.width, bag_length=1)
+        for t in range(sizes.tables)
+    ]
     model = DLRM(
-        tables, bottom=sizes.layers, top=sizes.layers, gradient="rowwise_adagrad", learning_rate=0.1, batch=sizes.batch
+        tables, bottom=sizes.layers, top=sizes.layers, gradient="rowwise_adagrad",
+        learning_rate=0.1, batch=sizes.batch
     )  # fmt: skip
     model.embeddings.impl = impl
     return Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.05))
@@ -97,7 +126,11 @@ def _predicted_bytes(group: Group, trainer: Trainer, batch: int) -> int:
     plan = trainer.model.embeddings.plan
     widths = [[shard.width for shard in plan.of_rank(rank)] for rank in range(plan.world_size)]
     sizes: dict[str, Any] = {"widths": widths, "batch": batch, "rank": group.rank, "itemsize": 4}
-    return floor_link_bytes(**sizes) + backward_floor_link_bytes(**sizes) + GRANT_BYTES * (group.world_size - 1)
+    return (
+        floor_link_bytes(**sizes)
+        + backward_floor_link_bytes(**sizes)
+        + GRANT_BYTES * (group.world_size - 1)
+    )
 
 
 def _times(trainer: Trainer, batch: Batch, impl: str) -> dict[str, float]:

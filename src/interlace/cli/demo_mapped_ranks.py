@@ -1,4 +1,6 @@
-"""What each rank of ``interlace demo`` does with a mapped output: plain ``torch.mm`` that writes to its peers."""
+"""What each rank of ``interlace demo`` does with a mapped output: plain ``torch.mm`` that writes to
+its peers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _REPEATS = 15
 
 
 def run_rank(folder: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Multiply into the peers' memory and, for comparison, into memory of this rank, then all-to-all. JSON-ready."""
+    """Multiply into the peers' memory and, for comparison, into memory of this rank, then
+    all-to-all. JSON-ready.
+    """
     group = group_of()
     rows, columns, inner = shape
     dtype = torch.float32 if group.backend == "cpu" else torch.bfloat16
@@ -26,7 +30,9 @@ def run_rank(folder: str, shape: tuple[int, int, int]) -> dict[str, Any]:
     x = torch.randn(rows, inner, generator=generator, device=group.device).to(dtype)
     w = torch.randn(columns, inner, generator=generator, device=group.device).to(dtype)
     out = MappedOutput((rows, columns), dtype=dtype)
-    local, received = (torch.empty(rows, columns, dtype=dtype, device=group.device) for _ in range(2))
+    local, received = (
+        torch.empty(rows, columns, dtype=dtype, device=group.device) for _ in range(2)
+    )
 
     def mapped() -> torch.Tensor:
         torch.mm(x, w.T, out=out.begin())
@@ -47,7 +53,11 @@ def run_rank(folder: str, shape: tuple[int, int, int]) -> dict[str, Any]:
         return torch.mm(x, w.T, out=target)
 
     same = bool(torch.equal(mapped(), unfused()))
-    times = {"mapped": _time(group, mapped), "unfused": _time(group, unfused), "compute alone": _time(group, alone)}
+    times = {
+        "mapped": _time(group, mapped),
+        "unfused": _time(group, unfused),
+        "compute alone": _time(group, alone),
+    }
     target = out.begin()
     times["producer"] = _time(group, stores)
     out.exchange()

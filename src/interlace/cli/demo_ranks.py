@@ -18,19 +18,33 @@ from interlace.ops.gemv_all_reduce.launch import choose, prepare
 
 
 def run_rank(folder: str, shapes: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
-    """Run every ``(rows, columns a rank)`` and return what this rank found, JSON-ready; advances once a shape.
+    """Run every ``(rows, columns a rank)`` and return what this rank found, JSON-ready; advances
+    once a shape.
 
     On the CPU the last shape is also recorded: when its puts left, fused and unfused.
     """
     group = group_of()
-    _run(group, *_inputs(group, 16, 16, 1))  # imports and compiles what must be, before anything is recorded
+    # Imports and compiles what must be, before anything is recorded
+    _run(group, *_inputs(group, 16, 16, 1))
     last = len(shapes) - 1
-    return [_one_shape(folder, group, *shape, tokens, record=i == last) for i, shape in enumerate(shapes)]
+    return [
+        _one_shape(folder, group, *shape, tokens, record=i == last)
+        for i, shape in enumerate(shapes)
+    ]
 
 
-def _one_shape(folder: str, group: Group, rows: int, columns: int, tokens: int, *, record: bool) -> dict[str, Any]:
+def _one_shape(
+    folder: str, group: Group, rows: int, columns: int, tokens: int, *, record: bool
+) -> dict[str, Any]:
     x, w = _inputs(group, rows, columns, tokens)
-    config = choose(tokens=tokens, rows=rows, columns=columns, dtype=x.dtype, world_size=group.world_size, device=x.device).config
+    config = choose(
+        tokens=tokens,
+        rows=rows,
+        columns=columns,
+        dtype=x.dtype,
+        world_size=group.world_size,
+        device=x.device,
+    ).config
     group.traffic.reset()
     group.traffic.events = []
     started = _meet(group)
@@ -58,7 +72,11 @@ def _one_shape(folder: str, group: Group, rows: int, columns: int, tokens: int, 
     }
     if group.backend == "cpu":
         traffic = group.traffic
-        found["counted"] = {"puts": traffic.messages, "bytes": traffic.message_bytes, "signals": traffic.signals}
+        found["counted"] = {
+            "puts": traffic.messages,
+            "bytes": traffic.message_bytes,
+            "signals": traffic.signals,
+        }
         if record:
             found["fused"] = {"start": started, "end": ended, "puts": traffic.events}
             found["unfused"] = _record_unfused(group, x, w, config)
@@ -69,7 +87,9 @@ def _one_shape(folder: str, group: Group, rows: int, columns: int, tokens: int, 
     return found
 
 
-def _inputs(group: Group, rows: int, columns: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(
+    group: Group, rows: int, columns: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's x ``[tokens, columns]`` and w ``[rows, columns]``, bfloat16 as models have them."""
     generator = torch.Generator(group.device).manual_seed(1 + group.rank)
     x = torch.randn(tokens, columns, generator=generator, device=group.device)
@@ -77,7 +97,9 @@ def _inputs(group: Group, rows: int, columns: int, tokens: int) -> tuple[torch.T
     return x.bfloat16(), w.bfloat16()
 
 
-def _run(group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig | None = None) -> torch.Tensor:
+def _run(
+    group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig | None = None
+) -> torch.Tensor:
     y = gemv_all_reduce(x, w, impl="fused", config=config)
     group.synchronize()
     return y
@@ -90,8 +112,12 @@ def _meet(group: Group) -> float:
     return time.monotonic()
 
 
-def _record_unfused(group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig) -> dict[str, Any]:
-    """The same kernel taken apart: all of its compute, in a group of one, and then all of its communication."""
+def _record_unfused(
+    group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig
+) -> dict[str, Any]:
+    """The same kernel taken apart: all of its compute, in a group of one, and then all of its
+    communication.
+    """
     from interlace.comm.group import solo_group
 
     solo = solo_group(x.device)
@@ -108,7 +134,9 @@ def _record_unfused(group: Group, x: torch.Tensor, w: torch.Tensor, config: Gemv
 
 
 def _time(x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig) -> dict[str, float]:
-    """Medians of the slowest rank in microseconds; weights are rotated, so that none is in the cache."""
+    """Medians of the slowest rank in microseconds; weights are rotated, so that none is in the
+    cache.
+    """
     from torch.nn.functional import linear
 
     from interlace.bench.timing import measure

@@ -37,7 +37,8 @@ def draw(document: dict[str, Any], file: Path) -> None:
 
 
 def draw_study(document: dict[str, Any], file: Path) -> None:
-    """Draw ``interlace bench embedding_all_to_all --study`` as a PNG: a panel a shape, a line an order.
+    """Draw ``interlace bench embedding_all_to_all --study`` as a PNG: a panel a shape, a line an
+    order.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -51,15 +52,28 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
     columns = min(3, len(results))
     rows = math.ceil(len(results) / columns)
     figure, grid = pyplot.subplots(
-        2 * rows, columns, figsize=(1 + 4 * columns, 4.6 * rows), height_ratios=(3, 1) * rows, squeeze=False, layout="constrained"
+        2 * rows,
+        columns,
+        figsize=(1 + 4 * columns, 4.6 * rows),
+        height_ratios=(3, 1) * rows,
+        squeeze=False,
+        layout="constrained",
     )
     for place, result in enumerate(results):
         row, column = divmod(place, columns)
         above, below = grid[2 * row][column], grid[2 * row + 1][column]
-        for colour, order in zip(_COLOURS, dict.fromkeys(point["order"] for point in result["points"]), strict=False):
+        for colour, order in zip(
+            _COLOURS, dict.fromkeys(point["order"] for point in result["points"]), strict=False
+        ):
             points = [point for point in result["points"] if point["order"] == order]
             occupancy = [point["occupancy_percent"] for point in points]
-            above.plot(occupancy, [point["median_us"] for point in points], marker="o", color=colour, label=order)
+            above.plot(
+                occupancy,
+                [point["median_us"] for point in points],
+                marker="o",
+                color=colour,
+                label=order,
+            )
             spread = [[point[name] for point in points] for name in ("p10_us", "p90_us")]
             above.fill_between(occupancy, *spread, color=colour, alpha=0.2)
             below.plot(occupancy, [point["skew_us"] for point in points], marker=".", color=colour)
@@ -78,7 +92,9 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
     try:
         figure.savefig(file, dpi=150, format="png")
     except OSError as error:
-        raise ArgumentError(f"{file} must be a file that can be written; {error.strerror}.") from error
+        raise ArgumentError(
+            f"{file} must be a file that can be written; {error.strerror}."
+        ) from error
     finally:
         pyplot.close(figure)
 
@@ -92,9 +108,12 @@ def _timeline(document: dict[str, Any]) -> Any:
     model = document["models"][-1]
     ranks = model["ranks"]
     height = 2.6 + 1.1 * max(2, len(ranks)) * 0.85
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(11, height), layout="constrained")
+    figure, (above, below) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(11, height), layout="constrained"
+    )
     figure.suptitle(
-        f"gemv_all_reduce: who sent what when\n{model['name']} down projection at 1/{model['scale']}, "
+        f"gemv_all_reduce: who sent what when\n{model['name']} down projection at "
+        f"1/{model['scale']}, "
         f"{_count(len(ranks), 'rank')}, {_count(document['tokens'], 'token')}, "
         f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
         fontsize=12,
@@ -102,7 +121,14 @@ def _timeline(document: dict[str, Any]) -> Any:
     start = min(rank["fused"]["start"] for rank in ranks)
     for rank in ranks:
         span = rank["fused"]
-        _span(above, rank["rank"], span["start"] - start, span["end"] - start, _COMPUTE, hatched=len(ranks) > 1)
+        _span(
+            above,
+            rank["rank"],
+            span["start"] - start,
+            span["end"] - start,
+            _COMPUTE,
+            hatched=len(ranks) > 1,
+        )
         _puts(above, rank["rank"], span["puts"], start, len(ranks))
     start = min(rank["unfused"]["start"] for rank in ranks)
     for rank in ranks:
@@ -111,7 +137,9 @@ def _timeline(document: dict[str, Any]) -> Any:
         if span["end"] > span["computed"] and len(ranks) > 1:
             _span(below, rank["rank"], span["computed"] - start, span["end"] - start, _EXCHANGE)
         _puts(below, rank["rank"], span["puts"], start, len(ranks))
-    for axes, text in zip((above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True):
+    for axes, text in zip(
+        (above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True
+    ):
         axes.set_title(text, loc="left", fontsize=10)
     below.set_xlabel(f"milliseconds\n{_CAVEAT}", fontsize=9)
     for axes in (above, below):
@@ -119,7 +147,9 @@ def _timeline(document: dict[str, Any]) -> Any:
     handles: list[Any] = [Patch(facecolor=_COMPUTE, label="multiplies only")]
     if len(ranks) > 1:
         handles = [
-            Patch(facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"),
+            Patch(
+                facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"
+            ),
             *handles,
             Patch(facecolor=_EXCHANGE, label="sends and waits"),
         ]
@@ -129,24 +159,43 @@ def _timeline(document: dict[str, Any]) -> Any:
             for rank in ranks
         ]  # fmt: skip
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), 7 if len(ranks) <= 4 else 6), fontsize=9, frameon=False
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), 7 if len(ranks) <= 4 else 6),
+        fontsize=9,
+        frameon=False,
     )
     return figure
 
 
-def _span(axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False) -> None:
-    how = {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0} if hatched else {"color": colour}
+def _span(
+    axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False
+) -> None:
+    how = (
+        {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
+        if hatched
+        else {"color": colour}
+    )
     axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **how)
 
 
-def _puts(axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int) -> None:
+def _puts(
+    axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int
+) -> None:
     """A mark a put, each destination in a row of its own within the sender's lane."""
     rows = [peer for peer in range(world_size) if peer != lane]
     room = 0.8 / max(1, len(rows))
     for row, peer in enumerate(rows):
         times = [1e3 * (put[0] - start) for put in puts if put[1] == peer]
         low = lane - 0.4 + row * room
-        axes.vlines(times, low + 0.08 * room, low + 0.92 * room, color=_COLOURS[peer], linewidth=2.2, zorder=2)
+        axes.vlines(
+            times,
+            low + 0.08 * room,
+            low + 0.92 * room,
+            color=_COLOURS[peer],
+            linewidth=2.2,
+            zorder=2,
+        )
 
 
 def _lanes(axes: Any, world_size: int) -> None:
@@ -170,14 +219,20 @@ def _bars(document: dict[str, Any]) -> Any:
              ("compute alone", _COMPUTE, "F.linear alone"))  # fmt: skip
     for offset, (kind, colour, label) in zip((-0.27, 0.0, 0.27), kinds, strict=True):
         values = [model["ranks"][0]["times_us"][kind] for model in models]
-        bars = axes.bar([i + offset for i in range(len(models))], values, width=0.25, color=colour, label=label)
+        bars = axes.bar(
+            [i + offset for i in range(len(models))], values, width=0.25, color=colour, label=label
+        )
         axes.bar_label(bars, fmt="%.1f", fontsize=9, padding=2)
-    axes.set_xticks(range(len(models)), [f"{model['name']}\n{model['rows']} x {model['columns']}" for model in models])
+    axes.set_xticks(
+        range(len(models)),
+        [f"{model['name']}\n{model['rows']} x {model['columns']}" for model in models],
+    )
     axes.set_ylabel("microseconds, slowest rank's median")
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
-        f"gemv_all_reduce: down projection of one decoding step\n{_count(document['tokens'], 'token')}, bfloat16, "
+        "gemv_all_reduce: down projection of one decoding "
+        f"step\n{_count(document['tokens'], 'token')}, bfloat16, "
         f"{_count(len(models[0]['ranks']), 'rank')} on {document['machine']['gpus'][0]}",
         fontsize=12,
     )
@@ -186,11 +241,16 @@ def _bars(document: dict[str, Any]) -> Any:
 
 
 def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True) -> list[str]:
-    """The same picture for a terminal: a line a rank, how high a cell is says how many puts left in that time."""
+    """The same picture for a terminal: a line a rank, how high a cell is says how many puts left in
+    that time.
+    """
     ranks = model["ranks"]
     if len(ranks) == 1:
         return [f"{model['name']}: one rank, nothing to send."]
-    lines = [f"Puts over time, {model['name']}: fused, they leave while the kernel multiplies; unfused, only after."]
+    lines = [
+        f"Puts over time, {model['name']}: fused, they leave while the kernel multiplies; "
+        "unfused, only after."
+    ]
     for kind in ("fused", "unfused"):
         start = min(rank[kind]["start"] for rank in ranks)
         length = max(rank[kind]["end"] for rank in ranks) - start
@@ -200,7 +260,10 @@ def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True
             for time, _, _ in span["puts"]:
                 cells[min(width - 1, int((time - start) / length * width))] += 1
             end = (span["end"] - start) / length * width
-            lines.append(f"  {kind:<8} rank {rank['rank']}  {_cells(cells, end, blocks)}  {len(span['puts'])} puts")
+            lines.append(
+                f"  {kind:<8} rank {rank['rank']}  {_cells(cells, end, blocks)}  "
+                f"{len(span['puts'])} puts"
+            )
     lines.append(f"  {_CAVEAT}")
     return lines
 
@@ -210,7 +273,8 @@ def _cells(counts: list[int], end: float, blocks: bool) -> str:
     marks, idle = (_BLOCKS, "·") if blocks else (_ASCII, "_")
     top = max(*counts, 1)
     return "".join(
-        marks[1 + (len(marks) - 2) * count // top] if count else idle if i <= end else " " for i, count in enumerate(counts)
+        marks[1 + (len(marks) - 2) * count // top] if count else idle if i <= end else " "
+        for i, count in enumerate(counts)
     )
 
 

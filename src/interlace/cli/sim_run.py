@@ -42,7 +42,9 @@ def scenario(kind: str, options: Mapping[str, Any], changes: Changes) -> Scenari
     for text in changes or ():
         key, sign, value = text.partition("=")
         if not sign:
-            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}. Say --set model.tables=1024.")
+            raise ConfigError(
+                f"--set must be KEY=VALUE; got {text!r}. Say --set model.tables=1024."
+            )
         pairs[key] = sweeps.parse_value(value)
     return made.change(pairs)
 
@@ -63,16 +65,24 @@ def run_workload(
     """
     wanted = scenario(kind, options, changes).complete()
     started = time.perf_counter()
-    results: dict[str, Result] = {fused: dataclasses.replace(wanted, fused=fused).simulate() for fused in FUSING}
+    results: dict[str, Result] = {
+        fused: dataclasses.replace(wanted, fused=fused).simulate() for fused in FUSING
+    }
     seconds = time.perf_counter() - started
     result = results[wanted.fused]
     console = make_console()
-    console.print(f"{result.name.split(', fused')[0]}: {result.ranks} GPUs, {result.topology}; {result.machine}")
+    console.print(
+        f"{result.name.split(', fused')[0]}: {result.ranks} GPUs, {result.topology}; "
+        f"{result.machine}"
+    )
     console.print(_comparison(results, wanted.fused))
     console.print(_resources(results["none"], result))
     console.print(_critical(result))
     events = sum(one.events for one in results.values())
-    console.print(f"{events:,} events in {seconds:.2f} s ({events / seconds * 60:,.0f} a minute).", style="dim")
+    console.print(
+        f"{events:,} events in {seconds:.2f} s ({events / seconds * 60:,.0f} a minute).",
+        style="dim",
+    )
     shown = [results["none"], result] if wanted.fused != "none" else [result]
     if json_file is not None:
         write_json(
@@ -80,7 +90,9 @@ def run_workload(
             {
                 "scenario": dataclasses.asdict(wanted),
                 "result": result.to_json(),
-                "comparison": {fused: _summary(one, results["none"]) for fused, one in results.items()},
+                "comparison": {
+                    fused: _summary(one, results["none"]) for fused, one in results.items()
+                },
             },
         )
     if csv_file is not None:
@@ -90,7 +102,13 @@ def run_workload(
     if plot_file is not None:
         plot.timeline(shown, plot_file)
         bars = plot_file.with_name(f"{plot_file.stem}-bars{plot_file.suffix}")
-        plot.bars([(f"fused: {fused}" if fused != "none" else "unfused", one) for fused, one in results.items()], bars)
+        plot.bars(
+            [
+                (f"fused: {fused}" if fused != "none" else "unfused", one)
+                for fused, one in results.items()
+            ],
+            bars,
+        )
     if chakra_prefix is not None:
         _write_chakra(wanted, result.ranks, chakra_prefix)
     say_written(console, json_file, csv_file, plot_file, trace_file)
@@ -157,7 +175,9 @@ def _critical(result: Result) -> str:
             _, first, _, before = parts[-1]
             parts[-1] = (f"{task.row} short", first, task.name, before + time_ns)
         else:
-            parts.append((f"{task.row} short" if short else task.row, task.name, task.name, time_ns))
+            parts.append(
+                (f"{task.row} short" if short else task.row, task.name, task.name, time_ns)
+            )
     shown = [
         f"{first if first == last else f'{first} ... {last}'} {format_ns(time_ns)}"
         for _, first, last, time_ns in parts
@@ -170,7 +190,9 @@ def _critical(result: Result) -> str:
 
 def _write_chakra(wanted: Scenario, ranks: int, prefix: str) -> None:
     model = load_workload(dlrm.Dlrm, "dlrm", wanted.model, dict(wanted.model_changes))
-    tasks = dlrm.tasks(model, ranks, all_to_all=wanted.all_to_all, all_reduce=wanted.all_reduce).tasks
+    tasks = dlrm.tasks(
+        model, ranks, all_to_all=wanted.all_to_all, all_reduce=wanted.all_reduce
+    ).tasks
     graph = export.to_graph(tasks, wanted.load_machine())
     chakra.write_traces([graph] * ranks, prefix)
 
@@ -182,7 +204,9 @@ def write_text(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"{file} must be a file that can be written; {error.strerror}.") from error
+        raise ArgumentError(
+            f"{file} must be a file that can be written; {error.strerror}."
+        ) from error
 
 
 def say_written(console: Any, *files: Path | None) -> None:
@@ -199,8 +223,19 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|KiB|MiB|GiB)?", text.strip())
     if not found:
-        raise ArgumentError(f"--size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten.")
-    units = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+        raise ArgumentError(
+            f"--size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten."
+        )
+    units = {
+        "B": 1,
+        "kB": 10**3,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "KiB": KIB,
+        "MiB": MIB,
+        "GiB": GIB,
+    }
     return int(float(found[1]) * units[found[2] or "B"])
 
 
@@ -232,22 +267,38 @@ def run_collective(
     first = next(iter(results.values()), None)
     if first is None:
         raise ConfigError(next(iter(skipped.values())))
-    console.print(f"{kind}, {format_bytes(count)} a rank: {first.ranks} GPUs, {first.topology}; {first.machine}")
+    console.print(
+        f"{kind}, {format_bytes(count)} a rank: {first.ranks} GPUs, {first.topology}; "
+        f"{first.machine}"
+    )
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("algorithm", "time", "buffer / time", "physical bound", "over the bound", "messages' links"):
+    for name in (
+        "algorithm",
+        "time",
+        "buffer / time",
+        "physical bound",
+        "over the bound",
+        "messages' links",
+    ):
         table.add_column(name, justify="left" if name == "algorithm" else "right")
     for name, result in results.items():
         rate = f"{count / max(1, result.total_ns):.4g} GB/s"
         over = f"{result.total_ns / result.bound.time_ns:.2f}x" if result.bound.time_ns else ""
         links = format_bytes(sum(result.sent_bytes.values()))
-        table.add_row(name, format_ns(result.total_ns), rate, format_ns(result.bound.time_ns), over, links)
+        table.add_row(
+            name, format_ns(result.total_ns), rate, format_ns(result.bound.time_ns), over, links
+        )
     console.print(table)
     console.print(f"Bound by {first.bound.reason}.")
     for name, why in skipped.items():
         console.print(f"{name} was not run: {why}", style="dim")
     if json_file is not None:
         write_json(
-            json_file, {"scenario": dataclasses.asdict(base.complete()), "results": {n: r.to_json() for n, r in results.items()}}
+            json_file,
+            {
+                "scenario": dataclasses.asdict(base.complete()),
+                "results": {n: r.to_json() for n, r in results.items()},
+            },
         )
     if trace_file is not None:
         write_json(trace_file, to_perfetto(list(results.values())))
@@ -268,16 +319,24 @@ def run_astra(
     """ASTRA-sim's inputs, its semantics; unphysical outcomes are flagged."""
     net, config = load(Network, network), load(System, system)
     graphs = chakra.read_traces(workload, net.npus)
-    report = run_graphs(net, config, graphs, congestion_aware=not unaware, groups=chakra.read_groups(groups) if groups else None)
+    report = run_graphs(
+        net,
+        config,
+        graphs,
+        congestion_aware=not unaware,
+        groups=chakra.read_groups(groups) if groups else None,
+    )
     console = make_console()
     console.print(
-        f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; exposed communication "
+        f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; "
+        "exposed communication "
         f"at most {max(report.exposed_ns)} ns."
     )
     console.print(f"Physical bound: {report.bound_ns:.0f} ns.")
     if report.unphysical:
         console.print(
-            "UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets messages share links for nothing.",
+            "UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets "
+            "messages share links for nothing.",
             style="bold red",
         )
     console.print(f"{report.events:,} events.", style="dim")
@@ -292,7 +351,8 @@ def run_astra(
                 "sent_bytes": report.sent_bytes,
                 "events": report.events,
                 "spans": [
-                    [{"node": node, "start_ns": start, "end_ns": end} for node, start, end in spans] for spans in report.spans
+                    [{"node": node, "start_ns": start, "end_ns": end} for node, start, end in spans]
+                    for spans in report.spans
                 ],
             },
         )
@@ -314,7 +374,9 @@ def run_sweep(
     csv_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Every combination; a table, and a heat map over the first two parameters (the mean over the others)."""
+    """Every combination; a table, and a heat map over the first two parameters (the mean over the
+    others).
+    """
     if value not in sweeps.VALUES:
         raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
     values = dict(sweeps.parse_parameter(text) for text in parameters)
@@ -340,11 +402,17 @@ def run_sweep(
         console.print(f"Not run: {reason}", style="dim")
     fresh = sum(not point.cached for point in points)
     console.print(
-        f"{len(points)} points, {len(points) - fresh} of them remembered; {time.perf_counter() - started:.1f} s.", style="dim"
+        f"{len(points)} points, {len(points) - fresh} of them remembered; "
+        f"{time.perf_counter() - started:.1f} s.",
+        style="dim",
     )
     if json_file is not None:
         write_json(
-            json_file, {"scenario": dataclasses.asdict(base.complete()), "points": [dataclasses.asdict(point) for point in points]}
+            json_file,
+            {
+                "scenario": dataclasses.asdict(base.complete()),
+                "points": [dataclasses.asdict(point) for point in points],
+            },
         )
     if csv_file is not None:
         write_text(csv_file, sweeps.to_csv(points))
@@ -353,7 +421,13 @@ def run_sweep(
     say_written(console, json_file, csv_file, plot_file)
 
 
-def _heat_map(points: Sequence[sweeps.Point], values: Mapping[str, Sequence[Any]], value: str, kind: str, file: Path) -> None:
+def _heat_map(
+    points: Sequence[sweeps.Point],
+    values: Mapping[str, Sequence[Any]],
+    value: str,
+    kind: str,
+    file: Path,
+) -> None:
     names = list(values)
     rows, columns = names[0], names[1] if len(names) > 1 else None
     grid = []
@@ -363,11 +437,15 @@ def _heat_map(points: Sequence[sweeps.Point], values: Mapping[str, Sequence[Any]
             mine = [
                 getattr(point, value)
                 for point in points
-                if not point.error and point.parameters[rows] == row and (columns is None or point.parameters[columns] == column)
+                if not point.error
+                and point.parameters[rows] == row
+                and (columns is None or point.parameters[columns] == column)
             ]
             line.append(sum(mine) / len(mine) if mine else float("nan"))
         grid.append(line)
-    scale, unit = (1e6, "ms") if value.endswith("_ns") else (1, "%" if value.endswith("percent") else "")
+    scale, unit = (
+        (1e6, "ms") if value.endswith("_ns") else (1, "%" if value.endswith("percent") else "")
+    )
     titles = {
         "total_ns": "time of a step",
         "exposed_ns": "exposed communication",
@@ -422,24 +500,37 @@ def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
         if case.problem:
             console.print(f"{case.name} was not run: {case.problem}")
     console.print(
-        f"ASTRA-sim: {len(astra)} figures of {len(names)} runs, {exact} exact to the nanosecond, largest error {100 * worst:.4f} %."
+        f"ASTRA-sim: {len(astra)} figures of {len(names)} runs, {exact} exact to the nanosecond, "
+        f"largest error {100 * worst:.4f} %."
     )
     flagged = sorted({case.name for case in cases if case.unphysical})
     if flagged:
         console.print(
-            f"{len(flagged)} recorded runs of the congestion-unaware network lie under the physical bound, and so do "
+            f"{len(flagged)} recorded runs of the congestion-unaware network lie under the "
+            "physical bound, and so do "
             f"ours: {', '.join(flagged)}."
         )
     events = sum({(case.name, case.events): case.events for case in cases}.values())
     console.print(
-        f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of ASTRA-sim's, "
+        f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of "
+        "ASTRA-sim's, "
         f"{100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
         f"{events:,} events, {seconds:.1f} s."
     )
     make_folder(out)
     write_text(out / "validate.csv", validate.to_csv(cases))
-    write_json(out / "validate.json", [{**dataclasses.asdict(case), "error": case.error, "passed": case.passed} for case in cases])
-    groups = [(case.quantity.split(",")[0], case.theirs, case.ours) for case in astra if case.theirs > 0 and case.ours > 0]
+    write_json(
+        out / "validate.json",
+        [
+            {**dataclasses.asdict(case), "error": case.error, "passed": case.passed}
+            for case in cases
+        ],
+    )
+    groups = [
+        (case.quantity.split(",")[0], case.theirs, case.ours)
+        for case in astra
+        if case.theirs > 0 and case.ours > 0
+    ]
     plot.correlation(
         groups,
         f"ASTRA-sim and this simulator: {exact} of {len(astra)} figures equal",
@@ -450,7 +541,9 @@ def run_validate(cases_file: Path | None, out: Path, brief: bool) -> int:
     return 0 if passed == len(cases) else 1
 
 
-def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | None, name: str, source: str) -> None:
+def run_calibrate(
+    files: Sequence[Path], out: Path, base_name: str, gpus: int | None, name: str, source: str
+) -> None:
     """Fit, say how well, write the machine file."""
     products, timings = calibrate.read_measurements(files)
     timings = [timing for timing in timings if gpus is None or timing.gpus == gpus]
@@ -458,7 +551,11 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
     net = base.node or base.network
     fits = []
     if products:
-        fits.append(calibrate.fit_products(products, base.gpu.flops_per_s.value, base.gpu.memory_bytes_per_s.value))
+        fits.append(
+            calibrate.fit_products(
+                products, base.gpu.flops_per_s.value, base.gpu.memory_bytes_per_s.value
+            )
+        )
     if timings:
         fits.append(calibrate.fit_collectives(timings, net.link_bytes_per_s.value))
     if not fits:
@@ -466,13 +563,16 @@ def run_calibrate(files: Sequence[Path], out: Path, base_name: str, gpus: int | 
     console = make_console()
     for fit in fits:
         console.print(
-            f"{fit.what}: fitted to {fit.points} points; on {fit.held_out} held-out points {100 * fit.mean_error:.1f} % mean, "
+            f"{fit.what}: fitted to {fit.points} points; on {fit.held_out} held-out points "
+            f"{100 * fit.mean_error:.1f} % mean, "
             f"{100 * fit.median_error:.1f} % median, {100 * fit.worst_error:.0f} % largest error"
         )
         for key, value in fit.values.items():
             console.print(f"  {key} = {value:.4g}")
     source = source or ", ".join(file.name for file in files)
-    document = calibrate.machine_document(base, fits, source, name, gpus or max((t.gpus for t in timings), default=1))
+    document = calibrate.machine_document(
+        base, fits, source, name, gpus or max((t.gpus for t in timings), default=1)
+    )
     calibrate.write(document, out)
     console.print(f"Written: {out}")
 
@@ -488,16 +588,25 @@ def run_presets(name: str | None) -> None:
         return
     folder = next((candidate for candidate in folders if name in presets(candidate)), "")
     if not folder:
-        raise ConfigError(f"a preset must be one of {', '.join(p for f in folders for p in presets(f))}; got {name!r}.")
+        raise ConfigError(
+            f"a preset must be one of {', '.join(p for f in folders for p in presets(f))}; got "
+            f"{name!r}."
+        )
     document = yaml.safe_load(find(folder, name).read_text(encoding="utf-8"))
-    table = Table(title=f"{folder}: {document['name']}", box=None, padding=(0, 2, 0, 0), title_justify="left")
+    table = Table(
+        title=f"{folder}: {document['name']}", box=None, padding=(0, 2, 0, 0), title_justify="left"
+    )
     for column in ("key", "value", "confidence", "source"):
         table.add_column(column, overflow="fold")
     for key, value in _flat(document):
         if isinstance(value, dict):
             shown = value["value"]
             if isinstance(shown, list):
-                text = ", ".join(map(str, shown)) if len(shown) <= 4 else f"{len(shown)} sizes: {shown[0]} ... {shown[-1]}"
+                text = (
+                    ", ".join(map(str, shown))
+                    if len(shown) <= 4
+                    else f"{len(shown)} sizes: {shown[0]} ... {shown[-1]}"
+                )
             else:
                 text = f"{float(shown):g}"
             table.add_row(key, text, value["confidence"], value["source"])
@@ -521,34 +630,52 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
 def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool) -> None:
     """The paper's 21 % and ours, over baselines, networks and assumptions; and over node counts."""
     started = time.perf_counter()
-    study = reproduce.sc24(workers=workers, cache_folder=None if no_cache else cache or sweeps.default_cache())
+    study = reproduce.sc24(
+        workers=workers, cache_folder=None if no_cache else cache or sweeps.default_cache()
+    )
     console = make_console()
     console.print(
-        "DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the gradients' exchange "
+        "DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the "
+        "gradients' exchange "
         "as well (both)."
     )
     console.print(f"Paper (SC24, ASTRA-sim, 128 nodes): up to {reproduce.PAPER_PERCENT:g} %.")
     console.print(
-        f"Ours, presets as they are: {study.base.forward:.1f} % forward, {study.base.both:.1f} % both, of "
+        f"Ours, presets as they are: {study.base.forward:.1f} % forward, {study.base.both:.1f} % "
+        "both, of "
         f"{study.base.unfused_ms:.1f} ms.\n"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("network", "unfused All-to-All", "unfused step", "forward", "both"):
-        table.add_column(name, justify="left" if name in ("network", "unfused All-to-All") else "right")
+        table.add_column(
+            name, justify="left" if name in ("network", "unfused All-to-All") else "right"
+        )
     for network, algorithm, saving in study.table:
-        table.add_row(network, algorithm, f"{saving.unfused_ms:.1f} ms", f"{saving.forward:.1f} %", f"{saving.both:.1f} %")
+        table.add_row(
+            network,
+            algorithm,
+            f"{saving.unfused_ms:.1f} ms",
+            f"{saving.forward:.1f} %",
+            f"{saving.both:.1f} %",
+        )
     console.print(table)
     console.print()
     for algorithm, base in study.bases.items():
         console.print(
-            f"Against {algorithm}: {base.forward:.1f} % forward, {base.both:.1f} % both; one assumption changed at a time:"
+            f"Against {algorithm}: {base.forward:.1f} % forward, {base.both:.1f} % both; one "
+            "assumption changed at a time:"
         )
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name in ("assumption", "forward", "both"):
-            table.add_column(name, justify="left" if name == "assumption" else "right", no_wrap=True)
+            table.add_column(
+                name, justify="left" if name == "assumption" else "right", no_wrap=True
+            )
         for baseline, name, first, second, low, high in study.assumptions:
             if baseline == algorithm:
-                forward, both = f"{low.forward:.1f} to {high.forward:.1f} %", f"{low.both:.1f} to {high.both:.1f} %"
+                forward, both = (
+                    f"{low.forward:.1f} to {high.forward:.1f} %",
+                    f"{low.both:.1f} to {high.both:.1f} %",
+                )
                 table.add_row(f"{name}: {first} to {second}", forward, both)
         console.print(table)
         console.print()
@@ -556,14 +683,22 @@ def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool)
     for name in ("nodes", "unfused All-to-All", "unfused step", "forward", "both"):
         table.add_column(name, justify="right")
     for nodes, algorithm, saving in study.curve:
-        table.add_row(str(nodes), algorithm, f"{saving.unfused_ms:.1f} ms", f"{saving.forward:.1f} %", f"{saving.both:.1f} %")
+        table.add_row(
+            str(nodes),
+            algorithm,
+            f"{saving.unfused_ms:.1f} ms",
+            f"{saving.forward:.1f} %",
+            f"{saving.both:.1f} %",
+        )
     console.print(table)
     least, most = study.spread(lambda saving: saving.forward)
     low_both, high_both = study.spread(lambda saving: saving.both)
     console.print(
-        f"\nRange: {least:.1f} to {most:.1f} % forward, {low_both:.1f} to {high_both:.1f} % both; the paper's "
+        f"\nRange: {least:.1f} to {most:.1f} % forward, {low_both:.1f} to {high_both:.1f} % both; "
+        "the paper's "
         f"{reproduce.PAPER_PERCENT:g} % lies "
-        f"{'inside' if least <= reproduce.PAPER_PERCENT <= most else 'OUTSIDE'}. Within 1.5 points of it:"
+        f"{'inside' if least <= reproduce.PAPER_PERCENT <= most else 'OUTSIDE'}. Within 1.5 "
+        "points of it:"
     )
     for network, algorithm, name, percent in study.matches():
         console.print(f"  {network}, {algorithm}, {name} fused: {percent:.1f} %")
@@ -571,7 +706,13 @@ def run_sc24(out: Path, workers: int | None, cache: Path | None, no_cache: bool)
     make_folder(out)
     write_json(out / "sc24.json", study.to_json())
     draw_sc24(study, out)
-    say_written(console, out / "sc24.json", out / "sc24-tornado.png", out / "sc24-nodes.png", out / "sc24-networks.png")
+    say_written(
+        console,
+        out / "sc24.json",
+        out / "sc24-tornado.png",
+        out / "sc24-nodes.png",
+        out / "sc24-networks.png",
+    )
 
 
 def draw_sc24(study: reproduce.Study, out: Path) -> None:
@@ -591,7 +732,10 @@ def draw_sc24(study: reproduce.Study, out: Path) -> None:
             rows,
             getattr(study.bases[baseline], passes),
             reproduce.PAPER_PERCENT,
-            f"DLRM on 128 GPUs, {which} fused, against {baseline}: what each assumption does, the others as in the presets",
+            (
+                f"DLRM on 128 GPUs, {which} fused, against {baseline}: what each assumption does, "
+                "the others as in the presets"
+            ),
             "time of a step saved, %",
             out / file,
         )
@@ -627,4 +771,6 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentError(f"--out must be a folder that can be made; {error.strerror}. Name another.") from error
+        raise ArgumentError(
+            f"--out must be a folder that can be made; {error.strerror}. Name another."
+        ) from error

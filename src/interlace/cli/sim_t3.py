@@ -16,7 +16,16 @@ from interlace.cli.console import make_console, write_json
 from interlace.cli.sim_run import make_folder, say_written
 from interlace.errors import ConfigError
 from interlace.sim import sweeps
-from interlace.sim.t3 import CONFIGURATIONS, Product, SubLayer, T3Machine, estimate, load_t3_machine, load_t3_model, simulate
+from interlace.sim.t3 import (
+    CONFIGURATIONS,
+    Product,
+    SubLayer,
+    T3Machine,
+    estimate,
+    load_t3_machine,
+    load_t3_model,
+    simulate,
+)
 from interlace.sim.t3.endtoend import REDUCED
 from interlace.sim.t3.gpu import Part
 from interlace.sim.t3.measured import compare
@@ -51,7 +60,9 @@ def run_t3(
     slowness = None if slowest is None else (slowest, *[1.0] * (ranks - 1))
     started = time.perf_counter()
     results = {
-        name: simulate(machine, product, ranks, name, collective, network=network, slowness=slowness)  # type: ignore[arg-type]
+        name: simulate(
+            machine, product, ranks, name, collective, network=network, slowness=slowness
+        )  # type: ignore[arg-type]
         for name in CONFIGURATIONS
     }
     seconds = time.perf_counter() - started
@@ -60,7 +71,10 @@ def run_t3(
     console.print(_times(results))
     console.print(_traffic(results))
     console.print(_occupancy(results))
-    console.print(f"{sum(result.result.events for result in results.values()):,} events in {seconds:.1f} s.", style="dim")
+    console.print(
+        f"{sum(result.result.events for result in results.values()):,} events in {seconds:.1f} s.",
+        style="dim",
+    )
     shown = [results[name] for name in SHOWN]
     if json_file is not None:
         write_json(json_file, {name: result.to_json() for name, result in results.items()})
@@ -72,7 +86,13 @@ def run_t3(
 
 
 def run_sensitivity(
-    model: str, ranks: int, sublayer: str, shape: str | None, machine_name: str, changes: list[str] | None, json_file: Path | None
+    model: str,
+    ranks: int,
+    sublayer: str,
+    shape: str | None,
+    machine_name: str,
+    changes: list[str] | None,
+    json_file: Path | None,
 ) -> None:
     """One sub-layer, with each assumption changed in turn."""
     given = parse_changes(changes)
@@ -103,16 +123,33 @@ def run_layer(
     """A whole layer: training, a prompt, and the generation of tokens."""
     machine, layers = load_t3_machine(machine_name, parse_changes(changes)), load_t3_model(model)
     estimates = {
-        phase: estimate(machine, layers, ranks, phase, tokens=sequences if phase == "generation" else None, rest_share=rest_share)
+        phase: estimate(
+            machine,
+            layers,
+            ranks,
+            phase,
+            tokens=sequences if phase == "generation" else None,
+            rest_share=rest_share,
+        )
         for phase in REDUCED
     }
     console = make_console()
     table = _table(
-        "layer", "tokens", "all-reduced", "other products", "not sliced", "sequential", *(f"{name}, faster" for name in FASTER)
+        "layer",
+        "tokens",
+        "all-reduced",
+        "other products",
+        "not sliced",
+        "sequential",
+        *(f"{name}, faster" for name in FASTER),
     )
     for phase, layer in estimates.items():
         total = layer.layer_ns("sequential")
-        parts = (layer.reduced_ns["sequential"] / total, layer.products_ns / total, layer.rest_ns / total)
+        parts = (
+            layer.reduced_ns["sequential"] / total,
+            layer.products_ns / total,
+            layer.rest_ns / total,
+        )
         table.add_row(
             phase,
             str(layer.tokens),
@@ -120,15 +157,24 @@ def run_layer(
             format_ns(round(total)),
             *(f"{100 * (layer.speed_up(name) - 1):.1f} %" for name in FASTER),
         )
-    console.print(f"{layers.name}, one of {int(layers.layers.value)} equal layers, {ranks} GPUs; {machine.name}")
+    console.print(
+        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {ranks} GPUs; "
+        f"{machine.name}"
+    )
     console.print(table)
     if json_file is not None:
-        write_json(json_file, {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()})
+        write_json(
+            json_file, {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
+        )
     say_written(console, json_file)
 
 
 def run_measured(
-    files: list[Path], machine_name: str, changes: list[str] | None, json_file: Path | None, plot_file: Path | None
+    files: list[Path],
+    machine_name: str,
+    changes: list[str] | None,
+    json_file: Path | None,
+    plot_file: Path | None,
 ) -> None:
     """T3 against measured software, shape by shape."""
     machine = load_t3_machine(machine_name, parse_changes(changes))
@@ -136,7 +182,17 @@ def run_measured(
     console = make_console()
     console.print(f"{machine.name}; measured: {', '.join(file.name for file in files)}")
     table = _table(
-        "operator", "shape", "unfused", "modelled", "error", "ours", "which", "T3", "T3 faster", "ideal overlap", "floor"
+        "operator",
+        "shape",
+        "unfused",
+        "modelled",
+        "error",
+        "ours",
+        "which",
+        "T3",
+        "T3 faster",
+        "ideal overlap",
+        "floor",
     )
     for one in found:
         table.add_row(
@@ -158,7 +214,15 @@ def run_measured(
     if json_file is not None:
         write_json(
             json_file,
-            [{**dataclasses.asdict(one), "error": one.error, "software": one.software, "gain": one.gain} for one in found],
+            [
+                {
+                    **dataclasses.asdict(one),
+                    "error": one.error,
+                    "software": one.software,
+                    "gain": one.gain,
+                }
+                for one in found
+            ],
         )
     if plot_file is not None:
         draw_measured(found, plot_file)
@@ -176,9 +240,14 @@ def parse_changes(changes: list[str] | None) -> dict[str, Any]:
     return pairs
 
 
-def say_what(console: Console, product: Product, ranks: int, machine: T3Machine, network: str) -> None:
+def say_what(
+    console: Console, product: Product, ranks: int, machine: T3Machine, network: str
+) -> None:
     """The product and the machine, in a line each."""
-    console.print(f"{product.name}: [{product.rows}, {product.depth}] x [{product.depth}, {product.columns}] fp16, {ranks} GPUs")
+    console.print(
+        f"{product.name}: [{product.rows}, {product.depth}] x [{product.depth}, "
+        f"{product.columns}] fp16, {ranks} GPUs"
+    )
     console.print(f"{machine.name}; {network}")
 
 
@@ -191,7 +260,9 @@ def parse_shape(text: str) -> Product:
 
 
 def _table(*columns: str, left: str = "") -> Table:
-    """The first column to the left, the others to the right, but for the one that is called ``left`` and comes last."""
+    """The first column to the left, the others to the right, but for the one that is called
+    ``left`` and comes last.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
@@ -201,7 +272,16 @@ def _table(*columns: str, left: str = "") -> Table:
 
 
 def _times(results: dict[str, SubLayer]) -> Table:
-    table = _table("configuration", "time", "faster", "product", "exposed", "links busy under it", "bound", left="bound by")
+    table = _table(
+        "configuration",
+        "time",
+        "faster",
+        "product",
+        "exposed",
+        "links busy under it",
+        "bound",
+        left="bound by",
+    )
     base = results["sequential"].total_ns
     for name, one in results.items():
         result = one.result
@@ -222,7 +302,9 @@ def _traffic(results: dict[str, SubLayer]) -> Table:
     table = _table("DRAM traffic", *SHOWN)
     shown = [results[name] for name in SHOWN]
     for key in sorted({key for one in shown for key in one.memory_bytes}):
-        table.add_row(" ".join(key), *(format_bytes(one.memory_bytes.get(key, 0.0)) for one in shown))
+        table.add_row(
+            " ".join(key), *(format_bytes(one.memory_bytes.get(key, 0.0)) for one in shown)
+        )
     table.add_row("all", *(format_bytes(one.result.memory_bytes) for one in shown), style="bold")
     return table
 
@@ -251,9 +333,17 @@ def run_reproduce(out: Path, workers: int | None) -> None:
     console = make_console()
     table = _table("figure", "published", "ours", "difference", "tolerance", "met", left="note")
     for one in done.figures:
-        table.add_row(one.name, *_cells(one), "yes" if one.met else "NO", one.note, style=None if one.met else "bold")
+        table.add_row(
+            one.name,
+            *_cells(one),
+            "yes" if one.met else "NO",
+            one.note,
+            style=None if one.met else "bold",
+        )
     console.print(table)
-    console.print(f"{sum(one.met for one in done.figures)} of {len(done.figures)} figures within tolerance.\n")
+    console.print(
+        f"{sum(one.met for one in done.figures)} of {len(done.figures)} figures within tolerance.\n"
+    )
     console.print(_assumptions(done))
     console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
     make_folder(out)
@@ -267,7 +357,12 @@ def _assumptions(done: Study) -> Table:
     for name in ("assumption", "value", "confidence", "source"):
         table.add_column(name, overflow="fold")
     for key, value, confidence, source in done.assumptions:
-        table.add_row(key, f"{value:g}" if isinstance(value, float) else ", ".join(f"{v:g}" for v in value), confidence, source)
+        table.add_row(
+            key,
+            f"{value:g}" if isinstance(value, float) else ", ".join(f"{v:g}" for v in value),
+            confidence,
+            source,
+        )
     return table
 
 

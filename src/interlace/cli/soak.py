@@ -24,7 +24,16 @@ from interlace.errors import ArgumentError, BackendError
 _MOST_RANKS = 8
 _SECONDS = 60.0
 _DEADLINE_S = 60.0  # kernels are compiled meanwhile
-_SUMMED = ("calls", "wrong", "timeouts", "errors", "rounds", "replayed_in_graphs", "with_backward", "seconds")
+_SUMMED = (
+    "calls",
+    "wrong",
+    "timeouts",
+    "errors",
+    "rounds",
+    "replayed_in_graphs",
+    "with_backward",
+    "seconds",
+)
 
 
 def run(
@@ -54,14 +63,22 @@ def run(
     if backend not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"--backend must be auto, cpu or cuda; got {backend!r}.")
     if backend == "cuda" and not gpus:
-        raise BackendError("interlace soak --backend cuda must have CUDA GPUs; got none. `interlace doctor` says what is missing.")
+        raise BackendError(
+            "interlace soak --backend cuda must have CUDA GPUs; got none. `interlace doctor` says "
+            "what is missing."
+        )
     backend = ("cuda" if gpus else "cpu") if backend == "auto" else backend
     for operator in operators:
         if operator not in IMPLEMENTATIONS:
-            raise ArgumentError(f"--operators must be among {', '.join(IMPLEMENTATIONS)}; got {operator!r}.")
+            raise ArgumentError(
+                f"--operators must be among {', '.join(IMPLEMENTATIONS)}; got {operator!r}."
+            )
     if start % ROUND_CALLS[backend]:
         nearest = start - start % ROUND_CALLS[backend]
-        raise ArgumentError(f"--start must be a multiple of {ROUND_CALLS[backend]}; got {start}. Say --start {nearest}.")
+        raise ArgumentError(
+            f"--start must be a multiple of {ROUND_CALLS[backend]}; got {start}. Say --start "
+            f"{nearest}."
+        )
     world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else 2)
     plan = Plan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
@@ -73,7 +90,9 @@ def run(
     )
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
     if json_file is not None:
-        write_json(json_file, {**header, "results": []})  # it can be written, before minutes are spent
+        write_json(
+            json_file, {**header, "results": []}
+        )  # it can be written, before minutes are spent
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
     with _interrupts_go_to_ranks():
@@ -95,14 +114,21 @@ def run_add(files: Sequence[Path], json_file: Path | None) -> int:
     results: list[dict[str, Any]] = []
     for file, document in zip(files, documents, strict=True):
         if document["machine"].get("gpus") != documents[0]["machine"].get("gpus"):
-            raise ArgumentError(f"soaks that are added up must be of one kind of machine; got another one in {file}.")
+            raise ArgumentError(
+                "soaks that are added up must be of one kind of machine; got another one in "
+                f"{file}."
+            )
         for result in document["results"]:
             if "by_operator" not in result:
-                raise ArgumentError(f"{file} must be a JSON file that interlace soak wrote; it is another command's.")
+                raise ArgumentError(
+                    f"{file} must be a JSON file that interlace soak wrote; it is another "
+                    "command's."
+                )
             for other in results:
                 if _overlap(result, other):
                     raise ArgumentError(
-                        f"soaks that are added up must make different calls; got seed {result['seed']} from call "
+                        "soaks that are added up must make different calls; got seed "
+                        f"{result['seed']} from call "
                         f"{result['start']} twice, in {file} too. Soak with another --seed."
                     )
             results.append(result)
@@ -126,14 +152,19 @@ def show(console: Console, document: dict[str, Any], json_file: Path | None) -> 
     console.print(_table(results))
     rate = totals["calls"] / max(totals["seconds"], 1e-9)
     console.print(
-        f"{totals['calls']:,} calls, {totals['wrong']} wrong, {totals['timeouts']} timeouts, {totals['errors']} errors "
-        f"in {totals['seconds']:.0f} s ({rate:.0f} calls/s); {totals['with_backward']:,} with their backward pass, "
+        f"{totals['calls']:,} calls, {totals['wrong']} wrong, {totals['timeouts']} timeouts, "
+        f"{totals['errors']} errors "
+        f"in {totals['seconds']:.0f} s ({rate:.0f} calls/s); {totals['with_backward']:,} with "
+        "their backward pass, "
         f"{totals['replayed_in_graphs']:,} in CUDA graphs."
     )
     for result in results:
         ranks = f"{result['world_size']} ranks on the {result['backend']} backend"
         ended = " (interrupted)" if result["interrupted"] else ""
-        console.print(f"Seed {result['seed']}, from call {result['start']}: {result['calls']:,} calls of {ranks}{ended}.")
+        console.print(
+            f"Seed {result['seed']}, from call {result['start']}: {result['calls']:,} calls of "
+            f"{ranks}{ended}."
+        )
         if result["failures"]:
             _print_failure(console, result)
     console.print(machine_line(document["machine"], document["date"]))
@@ -162,7 +193,8 @@ def _print_failure(console: Console, result: dict[str, Any]) -> None:
     """The first call that failed, and how to repeat it."""
     first = result["failures"][0]
     console.print(
-        f"First failure: call {first['call']} on rank {first['rank']}, {first['kind']}: {first['what']}",
+        f"First failure: call {first['call']} on rank {first['rank']}, {first['kind']}: "
+        f"{first['what']}",
         style="bold red",
         markup=False,
         soft_wrap=True,
@@ -174,8 +206,23 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     """The command that makes the calls of a round up to the failing call."""
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
-    words = ["interlace", "soak", "--backend", result["backend"], "--ranks", str(result["world_size"])]
-    words += ["--seed", str(result["seed"]), "--start", str(start), "--calls", str(call - start + 1), *operators]
+    words = [
+        "interlace",
+        "soak",
+        "--backend",
+        result["backend"],
+        "--ranks",
+        str(result["world_size"]),
+    ]
+    words += [
+        "--seed",
+        str(result["seed"]),
+        "--start",
+        str(start),
+        "--calls",
+        str(call - start + 1),
+        *operators,
+    ]
     return shlex.join(words)
 
 

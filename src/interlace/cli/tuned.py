@@ -1,8 +1,9 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
-``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point: world_size, dtype and the operator's
-sizes; impl; otherwise, the faster one of fused and unfused, for operands that impl cannot take; config, empty if there is no kernel
-to configure; fused_us, mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
+``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point:
+world_size, dtype and the operator's sizes; impl; otherwise, the faster one of fused and unfused,
+for operands that impl cannot take; config, empty if there is no kernel to configure; fused_us,
+mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _GEMV = "gemv_all_reduce"
 _PRODUCT = ("rows", "columns", "inner")
 
 SIZES = {
-    **dict.fromkeys(("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), _PRODUCT),
+    **dict.fromkeys(
+        ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), _PRODUCT
+    ),
     **dict.fromkeys(("bmm_all_to_all", "all_to_all_bmm"), _PRODUCT),  # rows of all products
     _GEMV: ("tokens", "rows", "columns"),
     "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
@@ -37,7 +40,11 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
         "otherwise": fastest_impl(result, among=("fused", "unfused"))[0],
         "config": result["config"],
         "fused_us": summary.fused_us,
-        **{f"{way}_us": result["times"][way]["median_us"] for way in CARRIED if way in result["times"]},
+        **{
+            f"{way}_us": result["times"][way]["median_us"]
+            for way in CARRIED
+            if way in result["times"]
+        },
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }
@@ -55,15 +62,25 @@ def read(file: Path, operator: str) -> dict[str, Any] | None:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{file} must be a tuned table or not exist; {error}.") from error
-    if not isinstance(table, dict) or table.get("operator") != operator or not isinstance(table.get("entries"), list):
-        raise ArgumentError(f"{file} must be a tuned table of {operator}; it is not. Name another file.")
+    if (
+        not isinstance(table, dict)
+        or table.get("operator") != operator
+        or not isinstance(table.get("entries"), list)
+    ):
+        raise ArgumentError(
+            f"{file} must be a tuned table of {operator}; it is not. Name another file."
+        )
     return table
 
 
 def merge(
-    old: Mapping[str, Any] | None, operator: str, machine: Mapping[str, Any], entries: list[dict[str, Any]]
+    old: Mapping[str, Any] | None,
+    operator: str,
+    machine: Mapping[str, Any],
+    entries: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """A table with ``entries``, and with those of ``old`` at other points; sorted. ``machine`` is the newest measurement's.
+    """A table with ``entries``, and with those of ``old`` at other points; sorted. ``machine`` is
+    the newest measurement's.
 
     Raises:
         ArgumentError: the old table is another GPU's.
@@ -72,12 +89,21 @@ def merge(
         here, there = set(machine.get("gpus", [])), set(old["machine"].get("gpus", []))
         if here and there and here != there:
             raise ArgumentError(
-                f"a tuned table must be of one kind of GPU; got {', '.join(sorted(here))} for a table of "
+                f"a tuned table must be of one kind of GPU; got {', '.join(sorted(here))} for a "
+                "table of "
                 f"{', '.join(sorted(there))}. Name another file."
             )
     points = {_point(item, operator): item for item in [*(old["entries"] if old else []), *entries]}
-    return {"machine": dict(machine), "operator": operator, "entries": [points[point] for point in sorted(points)]}
+    return {
+        "machine": dict(machine),
+        "operator": operator,
+        "entries": [points[point] for point in sorted(points)],
+    }
 
 
 def _point(item: Mapping[str, Any], operator: str) -> tuple[Any, ...]:
-    return int(item["world_size"]), str(item["dtype"]), *(int(item[name]) for name in SIZES[operator])
+    return (
+        int(item["world_size"]),
+        str(item["dtype"]),
+        *(int(item[name]) for name in SIZES[operator]),
+    )

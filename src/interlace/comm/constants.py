@@ -18,16 +18,20 @@ Numbers = tuple[tuple[int, ...], ...]
 
 
 class _Cache:
-    """The tables of one group. The numbers may be this rank's own: a miss costs a copy to the device and asks no peer.
+    """The tables of one group. The numbers may be this rank's own: a miss costs a copy to the
+    device and asks no peer.
 
     Attributes:
-        alive: every table that something still refers to: ``recent``, ``captured``, or a call of the group's replays.
+        alive: every table that something still refers to: ``recent``, ``captured``, or a call of
+            the group's replays.
         recent: the ones that were asked for last.
         captured: the ones that CUDA graphs of the program refer to.
     """
 
     def __init__(self) -> None:
-        self.alive: weakref.WeakValueDictionary[Numbers, torch.Tensor] = weakref.WeakValueDictionary()
+        self.alive: weakref.WeakValueDictionary[Numbers, torch.Tensor] = (
+            weakref.WeakValueDictionary()
+        )
         self.recent: OrderedDict[Numbers, torch.Tensor] = OrderedDict()
         self.captured: dict[Numbers, torch.Tensor] = {}
 
@@ -38,8 +42,9 @@ _caches: weakref.WeakKeyDictionary[Group, _Cache] = weakref.WeakKeyDictionary()
 def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """``rows`` as int64 on the group's device; the same tensor for the same numbers.
 
-    A table that a CUDA graph of the program refers to is kept as long as the group; one that a call of the group's
-    replays has used is kept as long as that call is remembered, since it may be captured when it comes again.
+    A table that a CUDA graph of the program refers to is kept as long as the group; one that a call
+    of the group's replays has used is kept as long as that call is remembered, since it may be
+    captured when it comes again.
 
     Raises:
         WorkspaceError: the numbers are new, and a CUDA graph is being captured.
@@ -54,7 +59,8 @@ def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         found = cache.alive.get(key)
         if found is None and capturing:
             raise WorkspaceError(
-                "an operator must be called once with these tables or splits before it is captured in a CUDA graph; got new ones."
+                "an operator must be called once with these tables or splits before it is "
+                "captured in a CUDA graph; got new ones."
             )
         if found is None:
             found = cache.alive[key] = _make(key, group.device)

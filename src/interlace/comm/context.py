@@ -1,7 +1,8 @@
-"""What a kernel must know of its group: an int64 tensor that every kernel gets as its ``ctx`` argument.
+"""What a kernel must know of its group: an int64 tensor that every kernel gets as its ``ctx``
+argument.
 
-The host writes it once per operator; ``interlace.language`` reads it. Kept in device memory rather than passed as
-arguments, so that captured graphs and compiled kernels do not depend on the rank.
+The host writes it once per operator; ``interlace.language`` reads it. Kept in device memory rather
+than passed as arguments, so that captured graphs and compiled kernels do not depend on the rank.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ RECORD_SEEN: Final = 5
 RECORD_LENGTH: Final = 8
 
 LATE: Final = 1  # a wait has expired
-MISCOUNTED: Final = 2  # a kernel has counted other than it should: SLICE is a piece; WANTED and SEEN are tiles
-INTERRUPTED: Final = 3  # the host was interrupted between agreeing on a call and launching all of it; no kernel writes this
+# A kernel has counted other than it should: SLICE is a piece; WANTED and SEEN are tiles
+MISCOUNTED: Final = 2
+# The host was interrupted between agreeing on a call and launching all of it; no kernel writes this
+INTERRUPTED: Final = 3
 
 EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call
 EPOCH_MASK: Final = (1 << EPOCH_BITS) - 1

@@ -1,4 +1,6 @@
-"""Copies by the GPU's copy engines, which take no processor; on the CPU backend, by the processor there is."""
+"""Copies by the GPU's copy engines, which take no processor; on the CPU backend, by the processor
+there is.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ _LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
 
 
 @contextlib.contextmanager
-def beside(group: Group, *, first: bool = False, since: torch.cuda.Event | None = None) -> Iterator[None]:
-    """What is enqueued within runs beside what the current stream gets later, and after what it got before.
+def beside(
+    group: Group, *, first: bool = False, since: torch.cuda.Event | None = None
+) -> Iterator[None]:
+    """What is enqueued within runs beside what the current stream gets later, and after what it got
+    before.
 
     End with :func:`join`. The CPU backend runs it at once.
 
     Args:
-        first: let its launches have processors before the current stream's; for the whole of one ``beside`` and ``join``.
+        first: let its launches have processors before the current stream's; for the whole of one
+            ``beside`` and ``join``.
         since: what the current stream got after this, too (see :func:`so_far`).
     """
     if group.backend == "cpu":
@@ -58,8 +64,18 @@ def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
         group.stream().wait_event(event)
 
 
-def fetch(group: Group, target: int, source: int, nbytes: int, peer: int, *, count: int = 1, distance: int = 0) -> None:
-    """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the current stream.
+def fetch(
+    group: Group,
+    target: int,
+    source: int,
+    nbytes: int,
+    peer: int,
+    *,
+    count: int = 1,
+    distance: int = 0,
+) -> None:
+    """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the
+    current stream.
 
     Args:
         count: how often, one behind the other in the source.
@@ -83,11 +99,17 @@ def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> N
     driver = _driver()
     (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
+        raise BackendError(
+            f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}."
+        )
 
 
-def _copy_apart(target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream) -> None:
-    """One copy of ``count`` pieces: small ones by themselves would take the copy engines longer to begin than to move."""
+def _copy_apart(
+    target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream
+) -> None:
+    """One copy of ``count`` pieces: small ones by themselves would take the copy engines longer to
+    begin than to move.
+    """
     driver = _driver()
     copy = driver.CUDA_MEMCPY2D()
     copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -96,7 +118,10 @@ def _copy_apart(target: int, source: int, nbytes: int, count: int, distance: int
     copy.WidthInBytes, copy.Height = nbytes, count
     (error,) = driver.cuMemcpy2DAsync(copy, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"a copy of {count} times {nbytes} bytes must be accepted by the CUDA driver; got {error.name}.")
+        raise BackendError(
+            f"a copy of {count} times {nbytes} bytes must be accepted by the CUDA driver; got "
+            f"{error.name}."
+        )
 
 
 @functools.cache
@@ -119,7 +144,8 @@ class Transfer(NamedTuple):
 
 
 def push(group: Group, transfers: Sequence[Transfer]) -> None:
-    """Copy what the current stream has made so far, beside what it gets next. End with :func:`join`.
+    """Copy what the current stream has made so far, beside what it gets next. End with
+    :func:`join`.
 
     Raises:
         BackendError: the driver refuses.
@@ -147,7 +173,9 @@ def _move(transfer: Transfer) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Triggered:
-    """A transfer that begins once a counter of this rank, int32 at an address, has come to ``value``."""
+    """A transfer that begins once a counter of this rank, int32 at an address, has come to
+    ``value``.
+    """
 
     counter: int
     value: int
@@ -155,9 +183,11 @@ class Triggered:
 
 
 class TransferQueue:
-    """Transfers that run one after another beside a kernel, each as soon as that kernel has counted to its value.
+    """Transfers that run one after another beside a kernel, each as soon as that kernel has counted
+    to its value.
 
-    On CUDA copies wait in a stream of their own, by the driver's stream memory operations; on the CPU backend in a thread.
+    On CUDA copies wait in a stream of their own, by the driver's stream memory operations; on the
+    CPU backend in a thread.
     """
 
     def __init__(self, group: Group, queue: Sequence[Triggered]) -> None:
@@ -168,7 +198,8 @@ class TransferQueue:
         """
         if group.backend == "cuda" and not supports_triggers(group.device):
             raise BackendError(
-                "triggered transfers must have a CUDA driver with stream memory operations; this one has none (see "
+                "triggered transfers must have a CUDA driver with stream memory operations; this "
+                "one has none (see "
                 "`interlace doctor`). Take a mapped output, or another impl."
             )
         self._group, self._queue = group, list(queue)
@@ -184,12 +215,14 @@ class TransferQueue:
         one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         if one and self._group.capture_id() is not None:
             raise BackendError(
-                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, with which a graph may "
+                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above "
+                "1; got 1, with which a graph may "
                 "put a wait before the kernel that it is for. Unset it, or call outside a graph."
             )
 
     def arm(self, owner: object) -> None:
-        """Counters are zero from here on, in the order of the current stream; the kernel that counts comes next.
+        """Counters are zero from here on, in the order of the current stream; the kernel that
+        counts comes next.
 
         Args:
             owner: of the memory at the transfers' addresses. Nothing is copied once it is gone.
@@ -203,8 +236,8 @@ class TransferQueue:
     def release(self) -> None:
         """Enqueue the transfers. To be called after the kernel was launched; end with :func:`join`.
 
-        After it, and not in :meth:`arm`: streams may share a queue to the device, in which a wait that came before the kernel
-        would hold it back for ever.
+        After it, and not in :meth:`arm`: streams may share a queue to the device, in which a wait
+        that came before the kernel would hold it back for ever.
 
         Raises:
             BackendError: the driver refuses.
@@ -249,11 +282,15 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}.")
+        raise BackendError(
+            f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}."
+        )
 
 
 class _CopyThread(threading.Thread):
-    """The CPU backend's copy engine. It ends with its transfers, or once nobody is left who could ask for them."""
+    """The CPU backend's copy engine. It ends with its transfers, or once nobody is left who could
+    ask for them.
+    """
 
     def __init__(self, queue: Sequence[Triggered], owner: object) -> None:
         super().__init__(name="interlace copies", daemon=True)

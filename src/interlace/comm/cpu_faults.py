@@ -1,6 +1,8 @@
-"""The CPU backend's eyes and hands: what the kernels of this process send, and faults injected on the way.
+"""The CPU backend's eyes and hands: what the kernels of this process send, and faults injected on
+the way.
 
-``interlace.language`` hands every store to a peer to :func:`deliver` while a kernel runs in the interpreter.
+``interlace.language`` hands every store to a peer to :func:`deliver` while a kernel runs in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass
 class Traffic:
-    """What this rank sent to its peers, and fetched, since the last :meth:`reset`. Stores to itself do not count.
+    """What this rank sent to its peers, and fetched, since the last :meth:`reset`. Stores to itself
+    do not count.
 
     Attributes:
         messages: puts, one for each peer that a put of a program reaches.
@@ -28,8 +31,8 @@ class Traffic:
         signals: signals, one for each peer.
         bytes_to: bytes of puts by destination rank.
         bytes_from: bytes that copies fetched, by the rank that they are from.
-        events: when each put left: (``time.monotonic()`` seconds, destination rank, bytes). None, the default, records
-            nothing; set it to ``[]`` to start.
+        events: when each put left: (``time.monotonic()`` seconds, destination rank, bytes). None,
+            the default, records nothing; set it to ``[]`` to start.
     """
 
     messages: int = 0
@@ -64,7 +67,8 @@ class Faults:
     Attributes:
         seed: of all random choices; use another one on each rank.
         max_delay_s: before every put and signal, sleep a random time up to this.
-        reorder_puts: deliver puts that no fence orders in any order, as late as the program's next wait or end.
+        reorder_puts: deliver puts that no fence orders in any order, as late as the program's next
+            wait or end.
         die_after_puts: the process kills itself after so many puts.
     """
 
@@ -81,10 +85,14 @@ class Faults:
 
 
 class World(Protocol):
-    """Takes the place of real memory for every kernel of this process, as ``interlace.testing`` does."""
+    """Takes the place of real memory for every kernel of this process, as ``interlace.testing``
+    does.
+    """
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
-        """Store arrays of values at arrays of addresses; ``kind`` is put, release or relaxed, as the primitive is."""
+        """Store arrays of values at arrays of addresses; ``kind`` is put, release or relaxed, as
+        the primitive is.
+        """
 
     def fence(self) -> None:
         """Order what the running program has put before what it puts next."""
@@ -113,7 +121,9 @@ _state = _State()
 
 @contextlib.contextmanager
 def living_in(world: World) -> Iterator[None]:
-    """Hand all that kernels and copies of this process do to symmetric memory to ``world`` meanwhile."""
+    """Hand all that kernels and copies of this process do to symmetric memory to ``world``
+    meanwhile.
+    """
     previous = _state.world, _state.traffic
     _state.world = world
     try:
@@ -140,7 +150,9 @@ def inject(faults: Faults) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(traffic: Traffic) -> Iterator[None]:
-    """Count what kernels send into ``traffic`` meanwhile, and deliver what is still under way at the end."""
+    """Count what kernels send into ``traffic`` meanwhile, and deliver what is still under way at
+    the end.
+    """
     previous, _state.traffic = _state.traffic, traffic
     try:
         yield
@@ -156,7 +168,9 @@ def traffic() -> Traffic:
 
 
 def deliver(store: Callable[[], None], *, ordered: bool) -> None:
-    """Perform a store to a peer: now, or, under ``reorder_puts`` and if no order is asked for, at any later time."""
+    """Perform a store to a peer: now, or, under ``reorder_puts`` and if no order is asked for, at
+    any later time.
+    """
     faults = _state.faults
     if faults is None:
         store()

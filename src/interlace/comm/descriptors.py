@@ -1,4 +1,5 @@
-"""Passing file descriptors between the ranks of a machine: how processes come to share memory that has no name.
+"""Passing file descriptors between the ranks of a machine: how processes come to share memory that
+has no name.
 
 Over Unix sockets, each in a directory that only its user may enter, for as long as the exchange
 takes. Where the directory is, and a token that a sender must show, is told through the process
@@ -30,25 +31,30 @@ _HEADER = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the sender's rank, and the rece
 _ACKNOWLEDGED = b"\1"
 _BACKLOG = 128
 _RETRY_S = 0.005
-_MOST_SILENT = 64  # connections that have shown nothing yet; ranks send as soon as they have connected
+# Connections that have shown nothing yet; ranks send as soon as they have connected
+_MOST_SILENT = 64
 
 
 @contextlib.contextmanager
 def exchanged_descriptors(
     group: Group, what: str, fds: list[int], failure: Exception | None = None
 ) -> Iterator[list[list[int]]]:  # fmt: skip
-    """Every rank's descriptors, duplicated into this process, in rank order (this rank's own are ``fds``). Collective.
+    """Every rank's descriptors, duplicated into this process, in rank order (this rank's own are
+    ``fds``). Collective.
 
-    Every rank has equally many. All of them, ``fds`` too, are closed at the end of the ``with`` block, or if the exchange
-    fails. Within the block every rank holds all of them, so each may close its own.
+    Every rank has equally many. All of them, ``fds`` too, are closed at the end of the ``with``
+    block, or if the exchange fails. Within the block every rank holds all of them, so each may
+    close its own.
 
     Args:
-        failure: why this rank has no descriptors, if it has none. It is raised here once the other ranks know of it.
+        failure: why this rank has no descriptors, if it has none. It is raised here once the other
+            ranks know of it.
 
     Raises:
         WorkspaceError: another rank has failed.
         PeerTimeoutError: a peer did not join before the group's deadline.
-        BackendError: a peer cannot be reached; on another machine, or with other directories for temporary files.
+        BackendError: a peer cannot be reached; on another machine, or with other directories for
+            temporary files.
     """
     descriptors: list[list[int]] = [[] for _ in range(group.world_size)]
     descriptors[group.rank] = fds
@@ -72,7 +78,9 @@ class Address(NamedTuple):
     token: str
 
 
-def _exchange(group: Group, what: str, descriptors: list[list[int]], failure: Exception | None) -> None:
+def _exchange(
+    group: Group, what: str, descriptors: list[list[int]], failure: Exception | None
+) -> None:
     """Send this rank's of ``descriptors`` to all peers, and fill in theirs, none so far."""
     with contextlib.ExitStack() as resources:
         address, listener = None, None
@@ -81,19 +89,30 @@ def _exchange(group: Group, what: str, descriptors: list[list[int]], failure: Ex
                 directory, listener = resources.enter_context(listening())
                 address = Address(directory, new_token())
             except OSError as error:
-                failure = BackendError(f"a rank must be able to open a Unix socket in {tempfile.gettempdir()}; got {error}.")
-        answers = group.exchange(what, [address, str(failure or "")])  # from here on, everyone listens
+                failure = BackendError(
+                    f"a rank must be able to open a Unix socket in {tempfile.gettempdir()}; got "
+                    f"{error}."
+                )
+        answers = group.exchange(
+            what, [address, str(failure or "")]
+        )  # from here on, everyone listens
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(answers):
             if problem:
-                raise WorkspaceError(f"{what}: every rank must have the memory; rank {rank} does not. {problem}")
+                raise WorkspaceError(
+                    f"{what}: every rank must have the memory; rank {rank} does not. {problem}"
+                )
         assert address is not None
         assert listener is not None
-        passing = Passing(group.rank, [Address(*each) for each, _ in answers], listener, descriptors)
+        passing = Passing(
+            group.rank, [Address(*each) for each, _ in answers], listener, descriptors
+        )
         missing = passing.run(time.monotonic() + group.deadline_s)
         if missing is not None:
-            raise PeerTimeoutError(operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s)
+            raise PeerTimeoutError(
+                operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s
+            )
 
 
 def new_token() -> str:
@@ -101,24 +120,36 @@ def new_token() -> str:
 
 
 def header(rank: int, token: str) -> bytes:
-    """The message that goes with the descriptors of ``rank``, for the rank that has given ``token``."""
+    """The message that goes with the descriptors of ``rank``, for the rank that has given
+    ``token``.
+    """
     return _HEADER.pack(rank, bytes.fromhex(token))
 
 
 class Passing:
-    """One exchange: this rank accepts while it connects, so no rank waits for another that waits for it."""
+    """One exchange: this rank accepts while it connects, so no rank waits for another that waits
+    for it.
+    """
 
     def __init__(
-        self, rank: int, addresses: list[Address], listener: socket.socket, descriptors: list[list[int]]
+        self, rank: int, addresses: list[Address], listener: socket.socket,
+        descriptors: list[list[int]]
     ) -> None:  # fmt: skip
-        self._rank, self._addresses, self._listener, self._descriptors = rank, addresses, listener, descriptors
+        self._rank, self._addresses, self._listener, self._descriptors = (
+            rank,
+            addresses,
+            listener,
+            descriptors,
+        )
         self._unsent = {peer for peer in range(len(addresses)) if peer != rank}
         self._unacknowledged: dict[socket.socket, int] = {}
         self._silent: dict[socket.socket, None] = {}  # in the order in which they came
         self._selector = selectors.DefaultSelector()
 
     def run(self, end: float) -> int | None:
-        """Until everybody has everything: None. At ``end``, of ``time.monotonic()``: a peer that is missing."""
+        """Until everybody has everything: None. At ``end``, of ``time.monotonic()``: a peer that is
+        missing.
+        """
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
             while self._unsent or self._unacknowledged or [] in self._descriptors:
@@ -150,7 +181,9 @@ class Passing:
             self._close(ready)
 
     def _send(self, peer: int) -> None:
-        """Connect to a peer and send it everything; nothing happens if it has no room for a connection now."""
+        """Connect to a peer and send it everything; nothing happens if it has no room for a
+        connection now.
+        """
         connection = connect(self._addresses[peer].directory, peer)
         if connection is None:
             return
@@ -179,7 +212,9 @@ class Passing:
         """Take a peer's descriptors, once, and acknowledge them; whatever else comes is dropped."""
         count = len(self._descriptors[self._rank])
         try:
-            message, received, _, _ = socket.recv_fds(connection, _HEADER.size, count, socket.MSG_CMSG_CLOEXEC)
+            message, received, _, _ = socket.recv_fds(
+                connection, _HEADER.size, count, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError:
             return
         sender = self._sender(message) if len(received) == count else None
@@ -221,7 +256,8 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 def connect(directory: str, peer: int) -> socket.socket | None:
-    """A non-blocking connection to the socket of rank ``peer`` in ``directory``; None if it takes none at the moment.
+    """A non-blocking connection to the socket of rank ``peer`` in ``directory``; None if it takes
+    none at the moment.
 
     Raises:
         BackendError: the directory is not there.
@@ -237,15 +273,19 @@ def connect(directory: str, peer: int) -> socket.socket | None:
     except OSError as error:
         connection.close()
         raise BackendError(
-            f"a rank must reach rank {peer} through a Unix socket in {directory} to share memory; got {error.strerror}. Run all "
-            f"ranks on one machine, as one user, with the same directory for temporary files (TMPDIR)."
+            f"a rank must reach rank {peer} through a Unix socket in {directory} to share memory; "
+            f"got {error.strerror}. Run all "
+            "ranks on one machine, as one user, with the same directory for temporary files "
+            "(TMPDIR)."
         ) from error
     return connection
 
 
 @contextlib.contextmanager
 def _entered(directory: str) -> Iterator[str]:
-    """A path of the socket in ``directory`` that is short enough for any, since a socket's path has 107 bytes."""
+    """A path of the socket in ``directory`` that is short enough for any, since a socket's path has
+    107 bytes.
+    """
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"
@@ -260,4 +300,12 @@ def _read(connection: socket.socket) -> bytes:
         return b""
 
 
-__all__ = ["Address", "Passing", "connect", "exchanged_descriptors", "header", "listening", "new_token"]
+__all__ = [
+    "Address",
+    "Passing",
+    "connect",
+    "exchanged_descriptors",
+    "header",
+    "listening",
+    "new_token",
+]

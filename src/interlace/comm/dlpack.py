@@ -1,8 +1,8 @@
 """A torch tensor over memory that somebody else owns, kept alive by the tensor's storage.
 
 Several mappings of one range, some of them backed by other GPUs, cannot be described by the usual
-interfaces: ``__cuda_array_interface__`` asks the driver which device owns the address, and gets the peer.
-DLPack states the device, and its deleter runs when the last view of the storage is gone.
+interfaces: ``__cuda_array_interface__`` asks the driver which device owns the address, and gets the
+peer. DLPack states the device, and its deleter runs when the last view of the storage is gone.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
-def bytes_at(address: int, shape: Sequence[int], strides: Sequence[int], device: torch.device, owner: object) -> torch.Tensor:
+def bytes_at(
+    address: int, shape: Sequence[int], strides: Sequence[int], device: torch.device, owner: object
+) -> torch.Tensor:
     """A uint8 tensor over existing memory.
 
     Args:
         address: of element 0.
         shape: in bytes per dimension.
         strides: in bytes per dimension.
-        device: the device whose kernels will use the tensor (for peers' memory: this rank's device).
+        device: the device whose kernels will use the tensor (for peers' memory: this rank's
+            device).
         owner: kept alive as long as any view of the tensor.
     """
     ndim = len(shape)

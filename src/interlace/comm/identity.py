@@ -1,4 +1,6 @@
-"""What a process decides by: its code, its libraries, its GPU. Ranks of a group, and caches on disk, must not mix two."""
+"""What a process decides by: its code, its libraries, its GPU. Ranks of a group, and caches on
+disk, must not mix two.
+"""
 
 from __future__ import annotations
 

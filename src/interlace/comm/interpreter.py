@@ -14,17 +14,23 @@ def interpreting() -> bool:
 
 
 def require(backend: str) -> None:
-    """Make sure that kernels of this process run on ``backend``; called before Triton is first imported.
+    """Make sure that kernels of this process run on ``backend``; called before Triton is first
+    imported.
 
     Raises:
         BackendError: Triton has been imported for the other backend already.
     """
     if backend == "cuda" and interpreting():
-        raise BackendError("the cuda backend must run compiled kernels; TRITON_INTERPRET is set. Unset it, or use CPU tensors.")
+        raise BackendError(
+            "the cuda backend must run compiled kernels; TRITON_INTERPRET is set. Unset it, or "
+            "use CPU tensors."
+        )
     if backend == "cpu" and not interpreting():
         if "triton" in sys.modules:
             raise BackendError(
-                "the cpu backend must run kernels in Triton's interpreter, but Triton was imported without it. "
-                "Set TRITON_INTERPRET=1 before the program starts, or start the ranks with interlace.launch(..., backend='cpu')."
+                "the cpu backend must run kernels in Triton's interpreter, but Triton was "
+                "imported without it. "
+                "Set TRITON_INTERPRET=1 before the program starts, or start the ranks with "
+                "interlace.launch(..., backend='cpu')."
             )
         os.environ["TRITON_INTERPRET"] = "1"

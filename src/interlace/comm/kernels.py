@@ -20,7 +20,8 @@ _ENOUGH = 132  # of them, where rows are few: one a processor of an H200
 _TILE = {"ROWS": 4, "COLS": 1024}
 _ALONE = 1 << 20  # a stride between ranks, where there is one
 _MOST_COMPILED = 4096  # calls whose compiled kernel is remembered
-_LARGE = 1 << 31  # integers from here on are 64 bits wide, to Triton; addresses are, and are others in each call
+# Integers from here on are 64 bits wide, to Triton; addresses are, and are others in each call
+_LARGE = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Launch:
     keep: tuple[Any, ...] = ()
 
     def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running`` if there are peers."""
-        # Triton looks at every argument to find the kernel that it has compiled, which takes the host longer than the launch.
+        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running``
+        if there are peers.
+        """
+        # Triton looks at every argument to find the kernel that it has compiled, which takes the
+        # host longer than the launch.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         key = (self.kernel, self.grid, device, *map(_kind, self.arguments), *self.options.items())
         found = _compiled.get(key)
@@ -53,14 +57,19 @@ class Launch:
         try:
             compiled = self.kernel[self.grid](*self.arguments, **self.options)
         except Exception:
-            if not interpreting():  # it did not compile, so nothing runs; in the interpreter a part of it has run
+            # It did not compile, so nothing runs; in the interpreter a part of it has run
+            if not interpreting():
                 launches.value -= 1
             raise
         names = getattr(self.kernel, "arg_names", [])[len(self.arguments) :]
-        if compiled is not None and all(name in self.options for name in names):  # None from the interpreter
+        # None from the interpreter
+        if compiled is not None and all(name in self.options for name in names):
             if len(_compiled) >= _MOST_COMPILED:
                 _compiled.clear()
-            _compiled[key] = compiled[(*self.grid, 1, 1)], tuple(self.options[name] for name in names)
+            _compiled[key] = (
+                compiled[(*self.grid, 1, 1)],
+                tuple(self.options[name] for name in names),
+            )
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -104,18 +113,22 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {
-        torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float8_e4m3fn: tl.float8e4nv,
+        torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
+        torch.float8_e4m3fn: tl.float8e4nv,
     }[dtype]  # fmt: skip
 
 
 def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
     """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart.
 
-    A matrix without elements has no address, which a descriptor must have: it gets one of a row that nobody reads.
+    A matrix without elements has no address, which a descriptor must have: it gets one of a row
+    that nobody reads.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block)
+    return TensorDescriptor(
+        addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block
+    )
 
 
 def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
@@ -124,14 +137,23 @@ def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
 
 
 def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:
-    """A tensor descriptor of matrices of this rank, ``[part, row, column]``; tiles of one part each, cut off at its end."""
+    """A tensor descriptor of matrices of this rank, ``[part, row, column]``; tiles of one part
+    each, cut off at its end.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(parts, list(parts.shape), list(parts.stride()), [1, *block])
 
 
-def describe_ranks(group: Group, address: int, dtype: torch.dtype, inner: Sequence[tuple[int, int]], block: list[int]) -> Any:
-    """A tensor descriptor of every rank's memory at ``address`` (rank 0's copy): ``[rank, *inner sizes]``.
+def describe_ranks(
+    group: Group,
+    address: int,
+    dtype: torch.dtype,
+    inner: Sequence[tuple[int, int]],
+    block: list[int],
+) -> Any:
+    """A tensor descriptor of every rank's memory at ``address`` (rank 0's copy): ``[rank, *inner
+    sizes]``.
 
     Args:
         inner: size and stride, in elements, of each further dimension.
@@ -142,7 +164,9 @@ def describe_ranks(group: Group, address: int, dtype: torch.dtype, inner: Sequen
 
 
 @functools.lru_cache(maxsize=256)  # of the same memory in every call
-def _describe_at(address: int, device: torch.device, dtype: torch.dtype, sizes: Any, block: tuple[int, int]) -> Any:
+def _describe_at(
+    address: int, device: torch.device, dtype: torch.dtype, sizes: Any, block: tuple[int, int]
+) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)

@@ -1,4 +1,6 @@
-"""``launch``: the ranks of one machine as processes, with torch's own process start and process group."""
+"""``launch``: the ranks of one machine as processes, with torch's own process start and process
+group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ import torch.multiprocessing as mp
 from interlace.errors import ArgumentError, BackendError, LaunchError
 
 _UNGUARDED = (
-    "The start of a program must be guarded, since every rank imports the program. Call launch below `if __name__ == '__main__':`."
+    "The start of a program must be guarded, since every rank imports the program. Call launch "
+    "below `if __name__ == '__main__':`."
 )
 
 
@@ -35,22 +38,26 @@ def launch(
     """Run ``worker(*args)`` on ``world_size`` ranks and return each rank's result, in rank order.
 
     Starts one process a rank on this machine, each with a default process group over all of them
-    (``torch.distributed.get_rank()`` tells which one it is), and waits for all. If this process already is a rank, because a
-    process group is initialised or because torchrun or Slurm set ``RANK`` and ``WORLD_SIZE``, nothing is started:
-    the worker runs here, and the results of the group's ranks are gathered.
+    (``torch.distributed.get_rank()`` tells which one it is), and waits for all. If this process
+    already is a rank, because a process group is initialised or because torchrun or Slurm set
+    ``RANK`` and ``WORLD_SIZE``, nothing is started: the worker runs here, and the results of the
+    group's ranks are gathered.
 
     Args:
-        worker: a function that a new process can import: at the top level of a module or of a script, not a lambda, a
-            local function, or one that was typed into a notebook or an interactive session.
+        worker: a function that a new process can import: at the top level of a module or of a
+            script, not a lambda, a local function, or one that was typed into a notebook or an
+            interactive session.
         world_size: how many ranks; under an existing launcher it must be the group's size.
         args: passed on; they and the result must be picklable. CPU tensors are copied.
-        backend: ``"cuda"`` (GPUs, NCCL), ``"cpu"`` (kernels run in Triton's interpreter, Gloo), or ``"auto"``: cuda where
-            every rank has a GPU of its own, else cpu. With ``"cuda"`` and fewer GPUs than ranks, the GPUs are dealt out
-            round robin, and ranks that share one run by time slices: results are right, times mean nothing.
+        backend: ``"cuda"`` (GPUs, NCCL), ``"cpu"`` (kernels run in Triton's interpreter, Gloo), or
+            ``"auto"``: cuda where every rank has a GPU of its own, else cpu. With ``"cuda"`` and
+            fewer GPUs than ranks, the GPUs are dealt out round robin, and ranks that share one run
+            by time slices: results are right, times mean nothing.
         timeout_s: end everything after this time; default: no limit.
 
     Raises:
-        LaunchError: a rank failed: with its traceback; the others are ended. Or no process can be started for the worker.
+        LaunchError: a rank failed: with its traceback; the others are ended. Or no process can be
+            started for the worker.
         BackendError: backend cuda without a GPU.
         ArgumentError: a bad world size or backend.
     """
@@ -69,11 +76,18 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:  # readable by this user only
         with _environment(_child_environment(backend)):
             processes = mp.start_processes(
-                _child, args=(worker, world_size, args, backend, folder), nprocs=world_size, join=False, start_method="spawn"
+                _child,
+                args=(worker, world_size, args, backend, folder),
+                nprocs=world_size,
+                join=False,
+                start_method="spawn",
             )
         assert processes is not None
         _wait(processes, None if timeout_s is None else time.monotonic() + timeout_s, Path(folder))
-        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        return [
+            pickle.loads((Path(folder) / f"result-{rank}").read_bytes())
+            for rank in range(world_size)
+        ]
 
 
 def _require_importable(worker: Callable[..., Any]) -> None:
@@ -89,8 +103,10 @@ def _require_importable(worker: Callable[..., Any]) -> None:
         pickle.dumps(worker)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
-            f"launch: worker must be a function that a new process can import; got {name}, which cannot be pickled "
-            f"({error}). Define it with `def` at the top level of a module; arguments of launch reach it.",
+            f"launch: worker must be a function that a new process can import; got {name}, which "
+            "cannot be pickled "
+            f"({error}). Define it with `def` at the top level of a module; arguments of launch "
+            "reach it.",
             rank=-1,
         ) from None
     main = sys.modules["__main__"]
@@ -98,19 +114,27 @@ def _require_importable(worker: Callable[..., Any]) -> None:
     found = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
     if getattr(worker, "__module__", "") == "__main__" and not found:
         raise LaunchError(
-            f"launch: worker must be a function that a new process can import; got {name} of a notebook, an interactive "
-            f"session or standard input. Put it into a file, say workers.py, and import it from there.",
+            f"launch: worker must be a function that a new process can import; got {name} of a "
+            "notebook, an interactive "
+            "session or standard input. Put it into a file, say workers.py, and import it from "
+            "there.",
             rank=-1,
         )
 
 
 def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None:
     try:
-        while not processes.join(timeout=0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))):
+        while not processes.join(
+            timeout=0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
+        ):
             if end is not None and time.monotonic() >= end:
-                raise LaunchError("launch: the ranks did not finish in time and were ended.", rank=-1)
+                raise LaunchError(
+                    "launch: the ranks did not finish in time and were ended.", rank=-1
+                )
     except mp.ProcessRaisedException as error:
-        raise LaunchError(f"launch: rank {error.error_index} failed.{error}", error.error_index) from None
+        raise LaunchError(
+            f"launch: rank {error.error_index} failed.{error}", error.error_index
+        ) from None
     except mp.ProcessExitedException as error:
         rank = error.error_index
         imported = error.exit_code != 1 or (folder / f"started-{rank}").exists()
@@ -122,7 +146,8 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
                 process.kill()
         for process in processes.processes:
             process.join()
-        for file in processes.error_files:  # torch's, with the traceback; left there after a failure
+        # Torch's, with the traceback; left there after a failure
+        for file in processes.error_files:
             Path(file).unlink(missing_ok=True)
 
 
@@ -151,17 +176,32 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _child(rank: int, worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, folder: str) -> None:
+def _child(
+    rank: int,
+    worker: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str,
+    folder: str,
+) -> None:
     (Path(folder) / f"started-{rank}").touch()
-    init_process_group(backend, rank=rank, world_size=world_size, init_method=f"file://{folder}/store", local_rank=rank)
+    init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        init_method=f"file://{folder}/store",
+        local_rank=rank,
+    )
     result = worker(*args)
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
     if backend == "cuda":
         torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))  # peers may still be reading this rank's memory; by Gloo, which is there anyway
+    # Peers may still be reading this rank's memory; by Gloo, which is there anyway
+    dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
-    # The result is kept, nobody needs this process any more. While an interpreter goes down, threads of libraries may outlive what
-    # they use: a rank in some thousands ended with SIGABRT ("terminate called without an active exception").
+    # The result is kept, nobody needs this process any more. While an interpreter goes down,
+    # threads of libraries may outlive what they use: a rank in some thousands ended with SIGABRT
+    # ("terminate called without an active exception").
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -169,7 +209,13 @@ def _child(rank: int, worker: Callable[..., Any], world_size: int, args: tuple[A
 
 
 def init_process_group(
-    backend: str, *, rank: int, world_size: int, init_method: str, local_rank: int, ranks_here: int | None = None
+    backend: str,
+    *,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    local_rank: int,
+    ranks_here: int | None = None,
 ) -> None:
     """Join the default process group with Gloo, and NCCL beside it on the cuda backend.
 
@@ -185,19 +231,26 @@ def init_process_group(
         torch.cuda.set_device(device)
         shared = (world_size if ranks_here is None else ranks_here) > gpus
         if shared:
-            # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their own send through sockets.
+            # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their
+            # own send through sockets.
             os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that call only operators of
-        # their own do not depend on it.
+        # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that
+        # call only operators of their own do not depend on it.
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=world_size, device_id=None if shared else device
+            "cpu:gloo,cuda:nccl",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            device_id=None if shared else device,
         )
     else:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
 
 
-def _run_as_rank(worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str) -> list[Any]:
+def _run_as_rank(
+    worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str
+) -> list[Any]:
     started = not dist.is_initialized()
     if started:
         rank = int(os.environ["RANK"])
@@ -207,13 +260,14 @@ def _run_as_rank(worker: Callable[..., Any], world_size: int, args: tuple[Any, .
             backend = "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
         os.environ.update(_child_environment(backend))
         init_process_group(
-            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://", local_rank=local_rank,
-            ranks_here=ranks_here,
+            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://",
+            local_rank=local_rank, ranks_here=ranks_here,
         )  # fmt: skip
     try:
         if dist.get_world_size() != world_size:
             raise ArgumentError(
-                f"launch: world_size must be the existing group's; got {world_size} for a group of {dist.get_world_size()}."
+                f"launch: world_size must be the existing group's; got {world_size} for a group "
+                f"of {dist.get_world_size()}."
             )
         result = worker(*args)
         results: list[Any] = [None] * world_size

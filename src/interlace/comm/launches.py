@@ -1,4 +1,6 @@
-"""How many kernels this process has launched: whether the number has changed says whether one may be running."""
+"""How many kernels this process has launched: whether the number has changed says whether one may
+be running.
+"""
 
 from __future__ import annotations
 
@@ -13,4 +15,6 @@ class Launches:
 
 
 launches = Launches()
-"""Incremented before every launch of :class:`interlace.comm.kernels.Launch`, and every replay of a group's graphs."""
+"""Incremented before every launch of :class:`interlace.comm.kernels.Launch`, and every replay of a
+group's graphs.
+"""

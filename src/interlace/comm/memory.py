@@ -1,4 +1,5 @@
-"""The group's memory: one address range per process in which rank r's memory starts at ``base + r * stride``.
+"""The group's memory: one address range per process in which rank r's memory starts at ``base + r *
+stride``.
 
 Both backends reserve the range once per group, with room for every rank, and map blocks into it::
 
@@ -7,12 +8,14 @@ Both backends reserve the range once per group, with room for every rank, and ma
     block A   [##]            [##]              [##]
     block B      [####]          [####]            [####]
 
-The stride is one constant of the group, so a kernel reaches a peer's copy of *any* symmetric address by adding a
-multiple of it. Where a block lies within a rank's part is each process's own affair.
+The stride is one constant of the group, so a kernel reaches a peer's copy of *any* symmetric
+address by adding a multiple of it. Where a block lies within a rank's part is each process's own
+affair.
 
-Who owns what: a group owns its heap, and the heap its range. A block, and every tensor over it, keeps the range but neither the
-heap nor the group, so memory may outlive its group. What a finalizer refers to is numbers and the range: a finalizer lives as
-long as its object, and would keep alive for ever a group that owns the object.
+Who owns what: a group owns its heap, and the heap its range. A block, and every tensor over it,
+keeps the range but neither the heap nor the group, so memory may outlive its group. What a
+finalizer refers to is numbers and the range: a finalizer lives as long as its object, and would
+keep alive for ever a group that owns the object.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class FreeList:
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
-        self._lock = threading.Lock()  # of threads; a finalizer that interrupts its holder would wait for ever, hence put_off
+        # Of threads; a finalizer that interrupts its holder would wait for ever, hence put_off
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
         with releases.put_off(), self._lock:
@@ -43,7 +47,8 @@ class FreeList:
                     self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                     return start
         raise WorkspaceError(
-            f"symmetric memory must fit in the address range reserved for a rank; {format_bytes(nbytes)} more do not. "
+            "symmetric memory must fit in the address range reserved for a rank; "
+            f"{format_bytes(nbytes)} more do not. "
             f"Free tensors that are no longer needed."
         )
 
@@ -59,7 +64,8 @@ class FreeList:
 
 
 def call_when_gone(owner: object, device: torch.device, release: Callable[[], object]) -> None:
-    """Call ``release`` once ``owner`` is gone and ``device`` has done what it was given; not at the process's end.
+    """Call ``release`` once ``owner`` is gone and ``device`` has done what it was given; not at the
+    process's end.
 
     Args:
         release: must not refer to ``owner``, nor to anything that does.
@@ -69,7 +75,8 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
 
 
 class Range:
-    """A reserved address range with room for every rank, which is given back once its heap and all its blocks are gone.
+    """A reserved address range with room for every rank, which is given back once its heap and all
+    its blocks are gone.
 
     Attributes:
         base: address of rank 0's part.
@@ -77,7 +84,9 @@ class Range:
         offsets: what is free in each of them.
     """
 
-    def __init__(self, base: int, stride: int, device: torch.device, free: Callable[[], object]) -> None:
+    def __init__(
+        self, base: int, stride: int, device: torch.device, free: Callable[[], object]
+    ) -> None:
         """Own the range at ``base``, which ``free()`` gives back."""
         self.base, self.stride = base, stride
         self.offsets = FreeList(stride)
@@ -85,7 +94,8 @@ class Range:
 
 
 class Block:
-    """One collective allocation: the same number of zeroed bytes on every rank, all of them mapped here.
+    """One collective allocation: the same number of zeroed bytes on every rank, all of them mapped
+    here.
 
     Attributes:
         address: of rank 0's bytes in this process; rank r's are at ``address + r * stride``.
@@ -94,9 +104,12 @@ class Block:
     """
 
     def __init__(
-        self, address: int, nbytes: int, stride: int, device: torch.device, release: Callable[[], object]
+        self, address: int, nbytes: int, stride: int, device: torch.device,
+        release: Callable[[], object]
     ) -> None:  # fmt: skip
-        """Own the memory at ``address``, which ``release()`` unmaps once ``device`` does not use it any more."""
+        """Own the memory at ``address``, which ``release()`` unmaps once ``device`` does not use it
+        any more.
+        """
         self.address = address
         self.nbytes = nbytes
         self.stride = stride
@@ -113,19 +126,22 @@ class Heap(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """Allocate ``pieces`` times ``nbytes`` zeroed bytes on every rank, visible to every rank when this returns.
+        """Allocate ``pieces`` times ``nbytes`` zeroed bytes on every rank, visible to every rank
+        when this returns.
 
         Pieces lie one behind the other, each rounded up to the granularity if there are several.
         """
 
     @abstractmethod
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """Map pieces of ``nbytes``, of any rank's memory and mapped here already, once more: one behind the other, as given.
+        """Map pieces of ``nbytes``, of any rank's memory and mapped here already, once more: one
+        behind the other, as given.
 
         Not collective.
 
         Returns:
-            The address of the first, and what undoes the mapping once the device is idle (see :func:`call_when_gone`).
+            The address of the first, and what undoes the mapping once the device is idle (see
+            :func:`call_when_gone`).
         """
 
 
@@ -148,5 +164,7 @@ class SoloHeap(Heap):
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """One piece, as it is."""
         if len(addresses) != 1:
-            raise WorkspaceError("memory of a process on its own must be mapped once; it cannot be mapped again.")
+            raise WorkspaceError(
+                "memory of a process on its own must be mapped once; it cannot be mapped again."
+            )
         return addresses[0], lambda: None

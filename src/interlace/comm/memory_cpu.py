@@ -1,7 +1,7 @@
 """Group memory of processes on one machine: anonymous shared files, mapped one after the other.
 
-The files have no name in any directory (``memfd_create``), and their descriptors pass between the ranks directly: the
-memory is gone when the last process that maps it ends, however it ends.
+The files have no name in any directory (``memfd_create``), and their descriptors pass between the
+ranks directly: the memory is gone when the last process that maps it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,23 @@ _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_libc.mremap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
@@ -56,7 +69,9 @@ class CpuHeap(Heap):
         self._group = group
         size = self.stride * group.world_size
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
-        self._range = Range(base, self.stride, self.device, functools.partial(_libc.munmap, base, size))
+        self._range = Range(
+            base, self.stride, self.device, functools.partial(_libc.munmap, base, size)
+        )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         ranks, size = self._group.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
@@ -71,7 +86,13 @@ class CpuHeap(Heap):
             with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
                     place = self._range.base + rank * self.stride + offset
-                    _mmap(place, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
+                    _mmap(
+                        place,
+                        size,
+                        mmap.PROT_READ | mmap.PROT_WRITE,
+                        mmap.MAP_SHARED | _MAP_FIXED,
+                        descriptor,
+                    )
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
         return Block(self._range.base + offset, size, self.stride, self.device, release)
@@ -81,10 +102,15 @@ class CpuHeap(Heap):
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         for i, address in enumerate(addresses):
             # Of a shared mapping, an old size of 0 makes another one (mremap(2)).
-            if _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes) == _FAILED:
+            if (
+                _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes)
+                == _FAILED
+            ):
                 error = os.strerror(ctypes.get_errno())
                 _libc.munmap(base, size)
-                raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} cannot be mapped again: {error}.")
+                raise WorkspaceError(
+                    f"shared memory of {format_bytes(nbytes)} cannot be mapped again: {error}."
+                )
         return base, functools.partial(_libc.munmap, base, size)
 
 
@@ -102,11 +128,18 @@ def _shared_file(nbytes: int) -> int:
             os.close(fd)
             raise
     except OSError as error:
-        raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}.") from error
+        raise WorkspaceError(
+            f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}."
+        ) from error
     return fd
 
 
 def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
     for rank in range(ranks):
-        _mmap(reserved.base + rank * reserved.stride + offset, size, _PROT_NONE, _RESERVED | _MAP_FIXED)
+        _mmap(
+            reserved.base + rank * reserved.stride + offset,
+            size,
+            _PROT_NONE,
+            _RESERVED | _MAP_FIXED,
+        )
     reserved.offsets.give(offset, size)

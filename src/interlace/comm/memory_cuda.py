@@ -1,9 +1,10 @@
 """Group memory of CUDA GPUs in one node, by the driver's virtual memory management.
 
-Each rank creates physical memory on its GPU, the ranks exchange its handles as file descriptors, and each maps all of them
-into its own range, one after the other: ``base + rank * stride + offset``. There is one mapping of each piece per
-process, and so no aliasing: within one kernel, CUDA orders accesses through two addresses of the same memory only after
-``fence.proxy.alias`` (CUDA programming guide, "Virtual aliasing support"). ``docs/decisions/0002`` says why torch's symmetric
+Each rank creates physical memory on its GPU, the ranks exchange its handles as file descriptors,
+and each maps all of them into its own range, one after the other: ``base + rank * stride +
+offset``. There is one mapping of each piece per process, and so no aliasing: within one kernel,
+CUDA orders accesses through two addresses of the same memory only after ``fence.proxy.alias`` (CUDA
+programming guide, "Virtual aliasing support"). ``docs/decisions/0002`` says why torch's symmetric
 memory does not do the exchange.
 """
 
@@ -34,7 +35,8 @@ def _driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise BackendError(
-            "the cuda backend must have the package cuda-bindings, which CUDA builds of torch bring along; "
+            "the cuda backend must have the package cuda-bindings, which CUDA builds of torch "
+            "bring along; "
             "it cannot be imported. Run: pip install cuda-bindings"
         ) from error
     return driver
@@ -43,7 +45,10 @@ def _driver() -> Any:
 def _call(result: tuple[Any, ...]) -> Any:
     code, *values = result
     if int(code) != 0:
-        raise BackendError(f"a CUDA driver call failed: {code.name}. Run `interlace doctor` to see what is missing.")
+        raise BackendError(
+            f"a CUDA driver call failed: {code.name}. Run `interlace doctor` to see what is "
+            "missing."
+        )
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -52,7 +57,10 @@ class CudaHeap(Heap):
 
     def __init__(self, group: Group, device: torch.device) -> None:
         if torch.version.hip:
-            raise BackendError("the cuda backend must run on NVIDIA GPUs; got a ROCm build of torch. Use backend='cpu'.")
+            raise BackendError(
+                "the cuda backend must run on NVIDIA GPUs; got a ROCm build of torch. Use "
+                "backend='cpu'."
+            )
         self.device = device
         self._group = group
         self._cu = cu = _driver()
@@ -64,7 +72,9 @@ class CudaHeap(Heap):
         self._handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._properties.requestedHandleTypes = self._handle_type
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self.granularity = int(_call(cu.cuMemGetAllocationGranularity(self._properties, recommended)))
+        self.granularity = int(
+            _call(cu.cuMemGetAllocationGranularity(self._properties, recommended))
+        )
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
         self._reserve()
@@ -72,7 +82,9 @@ class CudaHeap(Heap):
     def _reserve(self) -> None:
         cu, size = self._cu, self.stride * self._group.world_size
         base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
-        self._range = Range(base, self.stride, self.device, functools.partial(_free_range, cu, base, size))
+        self._range = Range(
+            base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
+        )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         cu, ranks, rank = self._cu, self._group.world_size, self._group.rank
@@ -86,7 +98,10 @@ class CudaHeap(Heap):
                 for _ in range(pieces):
                     own.append(self._create(piece, size))
                     handles.callback(cu.cuMemRelease, own[-1])  # mappings keep the memory
-                fds = [int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0))) for handle in own]
+                fds = [
+                    int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0)))
+                    for handle in own
+                ]
             except InterlaceError as error:
                 failure = error
             with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
@@ -96,7 +111,9 @@ class CudaHeap(Heap):
                         with contextlib.ExitStack() as imported:
                             physical = own[i]
                             if peer != rank:
-                                physical = _call(cu.cuMemImportFromShareableHandle(descriptor, self._handle_type))
+                                physical = _call(
+                                    cu.cuMemImportFromShareableHandle(descriptor, self._handle_type)
+                                )
                                 imported.callback(cu.cuMemRelease, physical)
                             _call(cu.cuMemMap(place + i * piece, piece, 0, physical, 0))
                         undo.callback(cu.cuMemUnmap, place + i * piece, piece)
@@ -108,7 +125,9 @@ class CudaHeap(Heap):
         return Block(self._range.base + offset, size, self.stride, self.device, release)
 
     def _create(self, piece: int, size: int) -> Any:
-        """Memory of this GPU for one of the pieces of ``size`` bytes in all; what nobody uses any more makes room for it."""
+        """Memory of this GPU for one of the pieces of ``size`` bytes in all; what nobody uses any
+        more makes room for it.
+        """
         result = self._cu.cuMemCreate(piece, self._properties, 0)
         if int(result[0]) == _OUT_OF_MEMORY:
             gc.collect()  # groups that are gone, which refer to themselves
@@ -117,7 +136,8 @@ class CudaHeap(Heap):
             result = self._cu.cuMemCreate(piece, self._properties, 0)
         if int(result[0]) == _OUT_OF_MEMORY:
             raise WorkspaceError(
-                f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on {self.device}. "
+                f"symmetric memory must fit on the GPU; {format_bytes(size)} more do not fit on "
+                f"{self.device}. "
                 f"Free tensors that are no longer needed."
             )
         return _call(result)

@@ -13,10 +13,12 @@ T = TypeVar("T")
 
 
 def makes_ordinary_tensors(make: Callable[P, T]) -> Callable[P, T]:
-    """Let the tensors that ``make`` creates be ordinary ones, also where it is called in ``torch.inference_mode()``.
+    """Let the tensors that ``make`` creates be ordinary ones, also where it is called in
+    ``torch.inference_mode()``.
 
-    PyTorch lets nobody write to an inference tensor outside of inference mode, nor save it for a backward pass. So whatever
-    outlives a call must be made by a function with this decorator: a program may evaluate first and train afterwards.
+    PyTorch lets nobody write to an inference tensor outside of inference mode, nor save it for a
+    backward pass. So whatever outlives a call must be made by a function with this decorator: a
+    program may evaluate first and train afterwards.
     """
 
     @functools.wraps(make)

@@ -1,14 +1,15 @@
-"""Symmetric memory that operators hand out as their results: peers write straight into the tensor that a call returns.
+"""Symmetric memory that operators hand out as their results: peers write straight into the tensor
+that a call returns.
 
-A group has a few buffers in one block. Each rank *takes* one for a call by itself, whichever is free, and tells its peers
-which in the kernel (a *grant*); nothing is agreed on the host. A buffer is free again when the last view of the tensor that it
-was handed out as is gone. One further buffer, the *landing*, is never handed out: it receives what is copied, or used up
-by the same call.
+A group has a few buffers in one block. Each rank *takes* one for a call by itself, whichever is
+free, and tells its peers which in the kernel (a *grant*); nothing is agreed on the host. A buffer
+is free again when the last view of the tensor that it was handed out as is gone. One further
+buffer, the *landing*, is never handed out: it receives what is copied, or used up by the same call.
 
-Stream order protects what the host cannot see: a tensor may be dropped while kernels still read it, and the next call of the
-group comes after them on their stream, as with torch's caching allocator. A tensor that is read on another stream must live
-until the group's stream has waited for that one. ``Tensor.record_stream`` does nothing for such a tensor: its memory is not
-of torch's allocator.
+Stream order protects what the host cannot see: a tensor may be dropped while kernels still read it,
+and the next call of the group comes after them on their stream, as with torch's caching allocator.
+A tensor that is read on another stream must live until the group's stream has waited for that one.
+``Tensor.record_stream`` does nothing for such a tensor: its memory is not of torch's allocator.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from interlace.comm.memory import Block
 
 BUFFERS = 2
-"""Tensors that may be alive at once before a call has to copy its result: this step's, and the last one's."""
+"""Tensors that may be alive at once before a call has to copy its result: this step's, and the last
+one's.
+"""
 
 LANDING = BUFFERS
 """The landing's index, after the buffers."""
@@ -36,7 +39,9 @@ LANDING = BUFFERS
 
 @dataclasses.dataclass
 class _Space:
-    """One block of buffers. ``capture`` names the graph capture that a buffer belongs to for good, if any."""
+    """One block of buffers. ``capture`` names the graph capture that a buffer belongs to for good,
+    if any.
+    """
 
     block: Block
     buffer_bytes: int
@@ -76,8 +81,12 @@ class Output:
         """Whether the tensor is the caller's; else it must be copied at once."""
         return self.index != LANDING
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """``[*shape]`` of ``dtype`` over the buffer, which is free again when the last view of it is gone."""
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """``[*shape]`` of ``dtype`` over the buffer, which is free again when the last view of it
+        is gone.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         owner: object = self._space.block
         if self.index != LANDING:
@@ -95,10 +104,12 @@ class OutputPool:
         self._retained: list[_Space] = []
 
     def take(self, nbytes: int) -> Output:
-        """A buffer of at least ``nbytes``. Collective where they must grow: every rank asks for as many bytes.
+        """A buffer of at least ``nbytes``. Collective where they must grow: every rank asks for as
+        many bytes.
 
         Raises:
-            WorkspaceError: the buffers must grow while a CUDA graph is being captured, or do not fit.
+            WorkspaceError: the buffers must grow while a CUDA graph is being captured, or do not
+                fit.
         """
         space = self._reserve(nbytes)
         capture = self._group.capture_id()
@@ -116,7 +127,10 @@ class OutputPool:
     @property
     def nbytes(self) -> int:
         """Symmetric bytes held on this rank."""
-        return sum(space.block.nbytes for space in [*self._retained, *([self._space] if self._space else [])])
+        return sum(
+            space.block.nbytes
+            for space in [*self._retained, *([self._space] if self._space else [])]
+        )
 
     def release(self) -> None:
         """Forget all buffers; those whose tensors are alive stay until these are gone."""
@@ -125,8 +139,9 @@ class OutputPool:
 
     def _output(self, space: _Space, index: int, capture: int | None) -> Output:
         if capture is not None:
-            # A captured graph writes where it wrote whenever it is replayed: a buffer is nobody else's from then on, and
-            # the block, also if it is the landing that was captured, outlives the space.
+            # A captured graph writes where it wrote whenever it is replayed: a buffer is nobody
+            # else's from then on, and the block, also if it is the landing that was captured,
+            # outlives the space.
             space.capture[index] = capture
         address, size = space.block.address, space.buffer_bytes
         mine = address + self._group.rank * space.block.stride + index * size

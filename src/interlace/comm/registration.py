@@ -1,4 +1,6 @@
-"""How the operators are registered with PyTorch: their kernels, their gradients, and what they refuse."""
+"""How the operators are registered with PyTorch: their kernels, their gradients, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from interlace.errors import ArgumentError
 OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 """Tags of every operator.
 
-Not in CUDA graphs that Inductor makes by itself (``mode="reduce-overhead"``): during its warm-up it takes all memory from the
-graph's pool, also what an operator keeps from call to call, and refuses to replay. Inductor cuts its graphs there. Graphs that a
-program captures itself hold the operators, after one call outside.
+Not in CUDA graphs that Inductor makes by itself (``mode="reduce-overhead"``): during its warm-up it
+takes all memory from the graph's pool, also what an operator keeps from call to call, and refuses
+to replay. Inductor cuts its graphs there. Graphs that a program captures itself hold the operators,
+after one call outside.
 """
 
-_AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(_C.DispatchKey.AutocastCUDA)
+_AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
+    _C.DispatchKey.AutocastCUDA
+)
 
 
 def register(
@@ -35,17 +40,20 @@ def register(
 ) -> None:
     """Register the kernels of the operator ``interlace::<name>``, which ``library`` has defined.
 
-    No derivative is ever lost without a word. Forward-mode differentiation is refused, and so is reverse mode where
-    there is no ``backward``. Autocast does not reach into an operator: it runs in the dtypes of its arguments.
+    No derivative is ever lost without a word. Forward-mode differentiation is refused, and so is
+    reverse mode where there is no ``backward``. Autocast does not reach into an operator: it runs
+    in the dtypes of its arguments.
 
     Args:
         library: Where the schema was defined.
         name: The operator's name.
         run: The implementation, on the CPU and on CUDA.
         fake: The shapes and dtypes of the results.
-        backward: The gradient's formula, as for ``torch.library.register_autograd``. None for operators that are only
-            called after autograd, by a gradient's formula or by a compiled graph; they cost the host less.
-        setup_context: What ``backward`` needs to be saved, as for ``torch.library.register_autograd``.
+        backward: The gradient's formula, as for ``torch.library.register_autograd``. None for
+            operators that are only called after autograd, by a gradient's formula or by a compiled
+            graph; they cost the host less.
+        setup_context: What ``backward`` needs to be saved, as for
+            ``torch.library.register_autograd``.
     """
     operator = getattr(torch.ops.interlace, name).default
 
@@ -85,9 +93,9 @@ def register(
 def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a ``backward`` whose results cannot be differentiated again.
 
-    As ``torch.autograd.function.once_differentiable``, but the error names the operator, and it also comes where a result
-    depends on nothing but tensors that were saved. It comes when a second derivative is asked for, not when a program
-    keeps the graph of the first one.
+    As ``torch.autograd.function.once_differentiable``, but the error names the operator, and it
+    also comes where a result depends on nothing but tensors that were saved. It comes when a second
+    derivative is asked for, not when a program keeps the graph of the first one.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +104,9 @@ def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callabl
                 return backward(ctx, *grads)
             with torch.no_grad():
                 results = backward(ctx, *grads)
-            inputs = [tensor for tensor in _tensors([*grads, *ctx.saved_tensors]) if tensor.requires_grad]
+            inputs = [
+                tensor for tensor in _tensors([*grads, *ctx.saved_tensors]) if tensor.requires_grad
+            ]
             if not inputs:
                 return results
 
@@ -115,7 +125,9 @@ class _OnceDifferentiable(torch.autograd.Function):
     """The identity of a result that depends on ``inputs``; its gradient is an error."""
 
     @staticmethod
-    def forward(ctx: Any, operator: str, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, operator: str, result: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.operator = operator
         return result.detach()
 
@@ -127,7 +139,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _refuse(name: str, how: str, got: str) -> NoReturn:
     raise ArgumentError(
         f"{name}: this operator cannot be differentiated {how}; got {got}. "
-        f"Use reverse mode, once (loss.backward()), or take the operator out of what is differentiated."
+        "Use reverse mode, once (loss.backward()), or take the operator out of what is "
+        "differentiated."
     )
 
 

@@ -1,4 +1,6 @@
-"""How the ranks of a process group find one another in its store, whatever earlier groups and attempts have left there."""
+"""How the ranks of a process group find one another in its store, whatever earlier groups and
+attempts have left there.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ _MARGIN_S = 5.0  # for rank 0 to say who is missing, on a busy machine
 
 
 def meet(store: Any, what: str, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait for all ranks; a name for what they do next that was never used before, the same on every rank. Collective.
+    """Wait for all ranks; a name for what they do next that was never used before, the same on
+    every rank. Collective.
 
-    A store may outlive a process group, and hold what a group of the same name or an attempt that failed has left. So no key is
-    trusted that a rank could have written before: every rank says hello with a new random word, and rank 0 answers that word
-    with the name, until everybody has used it. Then rank 0 says that all are there, or who is not::
+    A store may outlive a process group, and hold what a group of the same name or an attempt that
+    failed has left. So no key is trusted that a rank could have written before: every rank says
+    hello with a new random word, and rank 0 answers that word with the name, until everybody has
+    used it. Then rank 0 says that all are there, or who is not::
 
         hello/1           rank 1: "a71..."; what an earlier attempt wrote there is answered too, in vain
         welcome/a71...    rank 0: the name
@@ -28,7 +32,8 @@ def meet(store: Any, what: str, rank: int, world_size: int, timeout_s: float) ->
     Args:
         store: of the process group.
         what: for the error.
-        timeout_s: to wait for the others; an error may take twice as long, since ranks do not come at the same time.
+        timeout_s: to wait for the others; an error may take twice as long, since ranks do not come
+            at the same time.
 
     Raises:
         PeerTimeoutError: naming a rank that did not come; on every rank that did.

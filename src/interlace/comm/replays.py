@@ -1,15 +1,18 @@
-"""What calls enqueue, as CUDA graphs, where they come again with the same addresses: one launch in place of dozens.
+"""What calls enqueue, as CUDA graphs, where they come again with the same addresses: one launch in
+place of dozens.
 
-A call that is made of several kernels, products and copies takes the host longer to enqueue than a GPU takes for it. A program that
-repeats itself, as training does, gets the same memory from torch's allocator in each step: then the whole call is there already.
+A call that is made of several kernels, products and copies takes the host longer to enqueue than a
+GPU takes for it. A program that repeats itself, as training does, gets the same memory from torch's
+allocator in each step: then the whole call is there already.
 
-An address is all that a graph knows of a tensor, and a call that has the same addresses has the tensors that lie there now. So
-nothing is kept alive, and nothing is copied. What a graph refers to beside the call's tensors belongs to the group, which
-forgets its graphs before any of that goes, or is a small table of numbers (``interlace.comm.constants``), which is kept
-with the call.
+An address is all that a graph knows of a tensor, and a call that has the same addresses has the
+tensors that lie there now. So nothing is kept alive, and nothing is copied. What a graph refers to
+beside the call's tensors belongs to the group, which forgets its graphs before any of that goes, or
+is a small table of numbers (``interlace.comm.constants``), which is kept with the call.
 
-Keys hold addresses and settings of this process alone. That is no matter: whether a rank replays a call or enqueues it,
-its peers see the same puts and signals, and neither of the two asks them anything.
+Keys hold addresses and settings of this process alone. That is no matter: whether a rank replays a
+call or enqueues it, its peers see the same puts and signals, and neither of the two asks them
+anything.
 """
 
 from __future__ import annotations
@@ -38,11 +41,16 @@ _OLD = 16 * _MOST_GRAPHS  # runs without one after which a graph may make room f
 
 def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
     """Where tensors lie, and what they are there: of a key for :meth:`Replays.run`."""
-    return tuple(None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors)
+    return tuple(
+        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        for each in tensors
+    )
 
 
 def library_settings() -> tuple[Hashable, ...]:
-    """What torch was told of matrix products: a graph goes on with the settings that it was captured with."""
+    """What torch was told of matrix products: a graph goes on with the settings that it was
+    captured with.
+    """
     torch_c = torch._C
     return (
         torch_c._get_fp32_precision_getter("cuda", "matmul") == "tf32",
@@ -63,14 +71,17 @@ class _Kept:
 
 
 class Replays:
-    """The graphs of one group's calls. ``INTERLACE_REPLAY=0`` in the environment, when the group is made, turns them off."""
+    """The graphs of one group's calls. ``INTERLACE_REPLAY=0`` in the environment, when the group is
+    made, turns them off.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._enabled = group.backend == "cuda" and os.environ.get("INTERLACE_REPLAY", "1") != "0"
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._seen: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
-        self._tables: list[torch.Tensor] | None = None  # of the call that is being enqueued for the first time
+        # Of the call that is being enqueued for the first time
+        self._tables: list[torch.Tensor] | None = None
         self._runs = 0
         self.capturing = False
         """Whether what is enqueued now becomes one of these graphs."""
@@ -78,16 +89,22 @@ class Replays:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def run(self, key: Hashable, enqueue: Callable[[], None], *, with_libraries: bool = True) -> bool:
-        """Enqueue on the current stream what ``enqueue()`` does; whether it was called for that. Within ``Group.running``.
+    def run(
+        self, key: Hashable, enqueue: Callable[[], None], *, with_libraries: bool = True
+    ) -> bool:
+        """Enqueue on the current stream what ``enqueue()`` does; whether it was called for that.
+        Within ``Group.running``.
 
-        The second call with ``key`` makes a graph, which later ones replay; in a CUDA graph of the program's own none is made, nor
-        where as many as are kept are all in use.
+        The second call with ``key`` makes a graph, which later ones replay; in a CUDA graph of the
+        program's own none is made, nor where as many as are kept are all in use.
 
         Args:
-            key: all that the work depends on: the :func:`places` of the call's tensors, and its numbers.
-            enqueue: kernels and copies that begin and end on the current stream. It allocates nothing.
-            with_libraries: the work may contain products by cuBLAS, so it depends on :func:`library_settings` as well.
+            key: all that the work depends on: the :func:`places` of the call's tensors, and its
+                numbers.
+            enqueue: kernels and copies that begin and end on the current stream. It allocates
+                nothing.
+            with_libraries: the work may contain products by cuBLAS, so it depends on
+                :func:`library_settings` as well.
         """
         if not self._enabled or torch.cuda.is_current_stream_capturing():
             enqueue()
@@ -113,7 +130,9 @@ class Replays:
         return new
 
     def refer_to(self, table: torch.Tensor) -> None:
-        """What is being enqueued refers to ``table``, which lives as long as the call may come again."""
+        """What is being enqueued refers to ``table``, which lives as long as the call may come
+        again.
+        """
         if self._tables is not None:
             self._tables.append(table)
 
@@ -159,10 +178,12 @@ class Replays:
 
 
 class _Recorder:
-    """Captures graphs on a stream that nothing else runs on, with one pool of memory for all of them.
+    """Captures graphs on a stream that nothing else runs on, with one pool of memory for all of
+    them.
 
-    Torch allocates cuBLAS's workspace (32 MiB on Hopper) for each stream on its first product and keeps it, so it comes from
-    the pool. Calls on a GPU follow each other, whatever their group, so all graphs can share the workspace.
+    Torch allocates cuBLAS's workspace (32 MiB on Hopper) for each stream on its first product and
+    keeps it, so it comes from the pool. Calls on a GPU follow each other, whatever their group, so
+    all graphs can share the workspace.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -191,7 +212,9 @@ def _recorder(device: torch.device) -> _Recorder:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: what finalizers of any library do to the driver would make a capture invalid."""
+    """No garbage is collected meanwhile: what finalizers of any library do to the driver would make
+    a capture invalid.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -45,7 +45,13 @@ def taken() -> Iterator[None]:
             _depth -= 1
         return
     builder = interpreter.interpreter_builder
-    before = core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype, interpreter._patch_lang, builder.options
+    before = (
+        core.tensor.__init__,
+        core.block_type.__init__,
+        interpreter._get_np_dtype,
+        interpreter._patch_lang,
+        builder.options,
+    )
     patches = _Patches(interpreter._patch_lang)
     core.tensor.__init__ = _of_tensors(core.tensor.__init__)
     core.block_type.__init__ = _of_block_types(core.block_type.__init__)
@@ -58,7 +64,13 @@ def taken() -> Iterator[None]:
     finally:
         _depth = 0
         patches.undo()
-        core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype, interpreter._patch_lang, builder.options = before
+        (
+            core.tensor.__init__,
+            core.block_type.__init__,
+            interpreter._get_np_dtype,
+            interpreter._patch_lang,
+            builder.options,
+        ) = before
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,7 +21,8 @@ class SymmetricTensor:
 
     Attributes:
         local: ``[*shape]``, this rank's own.
-        peers: ``[world_size, *shape]``; ``peers[r]`` is rank r's, and ``peers[rank]`` is ``local``, at one address.
+        peers: ``[world_size, *shape]``; ``peers[r]`` is rank r's, and ``peers[rank]`` is ``local``,
+            at one address.
         group: the group whose memory this is.
     """
 
@@ -45,9 +46,10 @@ def empty_symmetric(
 ) -> SymmetricTensor:
     """Allocate a tensor of the same shape on every rank, mapped into every rank's address space.
 
-    ``sym.peers[r].copy_(x)`` is a put to rank r, and ``sym.peers[r].clone()`` a get; slices and views are torch's own.
-    Neither orders itself against the peer: synchronise as with any memory that two devices share.
-    Collective; returns when all ranks have the memory, zeroed. It is freed when the last view of it is gone.
+    ``sym.peers[r].copy_(x)`` is a put to rank r, and ``sym.peers[r].clone()`` a get; slices and
+    views are torch's own. Neither orders itself against the peer: synchronise as with any memory
+    that two devices share. Collective; returns when all ranks have the memory, zeroed. It is freed
+    when the last view of it is gone.
 
     Args:
         shape: of one rank's tensor; the same on every rank.
@@ -72,7 +74,11 @@ def empty_symmetric(
     owner.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
     block = owner.allocate(nbytes)
-    spans = bytes_at(block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block)
+    spans = bytes_at(
+        block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
+    )
     # A storage of its own, so that code which copies whole storages never touches the peers.
     mine = bytes_at(block.address + owner.rank * block.stride, (nbytes,), (1,), owner.device, block)
-    return SymmetricTensor(local=view_as(mine, sizes, dtype), peers=view_as(spans, sizes, dtype), group=owner)
+    return SymmetricTensor(
+        local=view_as(mine, sizes, dtype), peers=view_as(spans, sizes, dtype), group=owner
+    )

@@ -23,7 +23,8 @@ _SLOT = "post_grad_custom_pre_pass"
 
 
 class InductorPass(CustomGraphPass):
-    """The pass for Inductor's ``post_grad_custom_pre_pass``: after autograd, before Inductor reuses any memory.
+    """The pass for Inductor's ``post_grad_custom_pre_pass``: after autograd, before Inductor reuses
+    any memory.
 
     Args:
         first: another pass of that slot, which runs before this one.
@@ -42,7 +43,9 @@ class InductorPass(CustomGraphPass):
         fuse(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs must tell apart: the package, its libraries, the GPUs, settings, groups."""
+        """What Inductor's cache of compiled graphs must tell apart: the package, its libraries, the
+        GPUs, settings, groups.
+        """
         if self._first is None:
             return _fingerprint()
         first = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
@@ -50,12 +53,17 @@ class InductorPass(CustomGraphPass):
 
 
 def backend(
-    model: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    model: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Inductor with the pass: ``torch.compile(model, backend=interlace.compile.backend)``.
 
-    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Results are those of the uncompiled model
-    within the operators' rounding; every rank of a group must compile the same program. Nothing is sent when compiling.
+    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Results are
+    those of the uncompiled model within the operators' rounding; every rank of a group must compile
+    the same program. Nothing is sent when compiling.
     """
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
@@ -67,9 +75,11 @@ def backend(
 
 
 def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or where Inductor does not run.
+    """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or
+    where Inductor does not run.
 
-    Forward and backward graph are both seen when the forward one is compiled, whether or not a backward pass follows.
+    Forward and backward graph are both seen when the forward one is compiled, whether or not a
+    backward pass follows.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -85,7 +95,9 @@ def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., An
     def run(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         return cast(Callable[..., Any], make_boxed_func(graph_module.forward))
 
-    compiler = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
+    compiler = aot_autograd(
+        fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition
+    )
     return compiler(model, inputs)
 
 
@@ -99,7 +111,8 @@ def _fused(graph_module: GraphModule) -> GraphModule:
 def installed() -> Iterator[None]:
     """Within it, Inductor (``torch.compile``'s own backend) fuses, too.
 
-    Graphs are compiled at their first call, and backward graphs at the first backward pass: those are what it must enclose.
+    Graphs are compiled at their first call, and backward graphs at the first backward pass: those
+    are what it must enclose.
 
     Example:
         >>> with interlace.compile.installed():
@@ -142,13 +155,19 @@ class _Sequence(CustomGraphPass):
 def _fingerprint() -> str:
     """A hash of everything that the pass's decisions depend on, beside the graph.
 
-    Decisions are made in many modules, by tuned tables, for a GPU, and by what the environment says. So the whole
-    package counts, rather than a list of modules that somebody must keep: a key that changes too often costs a
-    compilation, one that does not change enough a wrong graph.
+    Decisions are made in many modules, by tuned tables, for a GPU, and by what the environment
+    says. So the whole package counts, rather than a list of modules that somebody must keep: a key
+    that changes too often costs a compilation, one that does not change enough a wrong graph.
     """
     device = torch.device(default_device_type())
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
-    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")}
+    devices = (
+        [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        if device.type == "cuda"
+        else [device]
+    )
+    settings = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")
+    }
     facts = (
         digest_of(PACKAGE),
         [identity(each) for each in devices],
@@ -167,4 +186,6 @@ def _groups() -> list[tuple[str, list[int]]]:
         return []
     from torch.distributed.distributed_c10d import _world
 
-    return sorted((group.group_name, sorted(ranks)) for group, ranks in _world.pg_group_ranks.items())
+    return sorted(
+        (group.group_name, sorted(ranks)) for group, ranks in _world.pg_group_ranks.items()
+    )

@@ -28,7 +28,9 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
     if device.type == "cpu" and not interpreting():
-        raise LeftAlone("on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set")
+        raise LeftAlone(
+            "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
+        )
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)
@@ -41,12 +43,17 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     here = ranks_of_a_machine(device)
     machines = len({rank // here for rank in ranks}) if here else 1
     if machines > 1:
-        raise LeftAlone(f"its group spans {machines} machines of {here} ranks (by LOCAL_WORLD_SIZE, or GPUs in sight)")
+        raise LeftAlone(
+            f"its group spans {machines} machines of {here} ranks (by LOCAL_WORLD_SIZE, or GPUs "
+            "in sight)"
+        )
     return len(ranks)
 
 
 def ranks_of_a_machine(device: torch.device) -> int | None:
-    """Consecutive ranks on one machine: what torchrun says, else as many as there are GPUs; None if nothing tells."""
+    """Consecutive ranks on one machine: what torchrun says, else as many as there are GPUs; None if
+    nothing tells.
+    """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     if said.isdecimal() and int(said):
         return int(said)
@@ -54,9 +61,11 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
 
 
 def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
-    """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of its implementations.
+    """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of
+    its implementations.
 
-    It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but nobody has asked for this one.
+    It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but
+    nobody has asked for this one.
 
     Args:
         rows: M: of an all-gather, all ranks'; of a batch, all its products'.
@@ -68,7 +77,9 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         sizes = {"tokens": rows, "rows": product.columns, "columns": product.inner}
     else:
         sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
-    choice = _chooser(operator)(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    choice = _chooser(operator)(
+        **sizes, dtype=product.dtype, world_size=ranks, device=product.device
+    )
     if not choice.measured and product.device.type == "cuda":
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
     if choice.impl == "unfused":
@@ -79,7 +90,8 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
     if choice.impl in CARRIED and (operator, choice.impl) not in ANY_ROWS and rows % ranks:
         raise LeftAlone(
-            f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; {rows} over {ranks} ranks are not"
+            f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; "
+            f"{rows} over {ranks} ranks are not"
         )
     return str(choice.reason)
 
@@ -94,14 +106,16 @@ def _chooser(operator: str) -> Any:
 def are_small(products: list[Product], rows: int) -> bool:
     """Whether operands are small beside the products' sum.
 
-    Putting them side by side moves them twice; a pair writes each product, and reads all for a sum that it writes.
+    Putting them side by side moves them twice; a pair writes each product, and reads all for a sum
+    that it writes.
     """
     columns, inner = products[0].columns, sum(product.inner for product in products)
     return 2 * inner * (rows + columns) <= (len(products) + 1) * rows * columns
 
 
 def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) -> tuple[bool, str]:
-    """Whether a sum of products is one product, operands side by side, and its parts are not added up; why ``operator`` is faster.
+    """Whether a sum of products is one product, operands side by side, and its parts are not added
+    up; why ``operator`` is faster.
 
     Args:
         rows: M; of batches, all rows.
@@ -114,17 +128,35 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     choice = _chooser(operator)(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
     batches = operator == gemm_all_to_all.BATCH
     side_by_side = not batches and choice.impl == "fused" and are_small(products, rows)
-    in_parts = "split" in choice.faster if batches else operator == "gemm_reduce_scatter" and choice.impl == "split"
+    in_parts = (
+        "split" in choice.faster
+        if batches
+        else operator == "gemm_reduce_scatter" and choice.impl == "split"
+    )
     in_parts |= operator != "gemm_all_reduce" and first.device.type == "cpu"
     if first.device.type == "cuda" and not choice.measured:
-        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products")
+        raise LeftAlone(
+            f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products"
+        )
     if choice.impl == "fused" and not (side_by_side or in_parts or batches):
-        raise LeftAlone("it is a sum of products whose operands are too large to be put side by side")
+        raise LeftAlone(
+            "it is a sum of products whose operands are too large to be put side by side"
+        )
     if not (side_by_side or in_parts):
-        raise LeftAlone(f"it is a sum of products, and {operator} of them is not faster: {choice.reason}")
-    return side_by_side, f"a sum of {len(products)} products, {'side by side' if side_by_side else 'in parts'}: {choice.reason}"
+        raise LeftAlone(
+            f"it is a sum of products, and {operator} of them is not faster: {choice.reason}"
+        )
+    return (
+        side_by_side,
+        (
+            f"a sum of {len(products)} products, "
+            f"{'side by side' if side_by_side else 'in parts'}: {choice.reason}"
+        ),
+    )
 
 
 def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:
-    """The operator of ``product`` and all-reduce: for few tokens the one that reads the weight fastest."""
+    """The operator of ``product`` and all-reduce: for few tokens the one that reads the weight
+    fastest.
+    """
     return "gemv_all_reduce" if rows < FEW_TOKENS and rows_contiguous else "gemm_all_reduce"

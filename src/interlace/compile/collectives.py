@@ -55,7 +55,9 @@ class Collective:
     @property
     def splits(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Of an all-to-all: rows to each rank, rows from each rank."""
-        return argument(self.node, 2, "input_split_sizes"), argument(self.node, 1, "output_split_sizes")
+        return argument(self.node, 2, "input_split_sizes"), argument(
+            self.node, 1, "output_split_sizes"
+        )
 
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
@@ -67,10 +69,14 @@ class Collective:
         """Raise :class:`LeftAlone` where the program has something else to do in the meantime."""
         for node in between(self.node, self.waits[0]):
             if is_work(node):
-                raise LeftAlone(f"{node.name} runs between the collective and its wait, and hides it already")
+                raise LeftAlone(
+                    f"{node.name} runs between the collective and its wait, and hides it already"
+                )
 
     def become(self, y: Node, writer: Writer, before: Iterable[Node]) -> None:
-        """Let ``y``, of as many elements, take the place of the collective, and of the nodes that came ``before`` it."""
+        """Let ``y``, of as many elements, take the place of the collective, and of the nodes that
+        came ``before`` it.
+        """
         self.replace(writer.laid_out_as(writer.reshape(y, self.result.shape), self.result))
         erase_unused(before)
 
@@ -79,13 +85,19 @@ class Collective:
         for wait in self.waits:
             wait.replace_all_uses_with(result)
             wait.graph.erase_node(wait)
-        self.node.replace_all_uses_with(result)  # saved for the backward pass before it was waited for: the same memory
+        # Saved for the backward pass before it was waited for: the same memory
+        self.node.replace_all_uses_with(result)
         self.node.graph.erase_node(self.node)
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node starts a collective of ``torch.distributed``'s functional kind, one that operators know or not."""
-    if node.op != "call_function" or getattr(node.target, "namespace", "") not in ("_c10d_functional", "_dtensor"):
+    """Whether a node starts a collective of ``torch.distributed``'s functional kind, one that
+    operators know or not.
+    """
+    if node.op != "call_function" or getattr(node.target, "namespace", "") not in (
+        "_c10d_functional",
+        "_dtensor",
+    ):
         return False
     return str(node.target).split(".")[1] not in ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -94,7 +106,8 @@ def read(node: Node) -> Collective:
     """The collective that a node starts.
 
     Raises:
-        LeftAlone: no operator has it, its group is not known, or its result is used in another way than by waiting for it.
+        LeftAlone: no operator has it, its group is not known, or its result is used in another way
+            than by waiting for it.
     """
     if node.target not in _GROUP:
         in_place = " in place" if str(node.target).split(".")[1].endswith(("_", "_out")) else ""

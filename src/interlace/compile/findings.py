@@ -14,7 +14,9 @@ log = logging.getLogger("interlace.compile")
 
 
 class LeftAlone(Exception):
-    """Raised where a collective stays as it is; the message says why, as the end of "left alone: ..."."""
+    """Raised where a collective stays as it is; the message says why, as the end of "left alone:
+    ...".
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +48,16 @@ class Finding:
 
 
 def module_of(node: Node) -> str:
-    """The path of the module that a node was traced from (of its forward pass, for a gradient), or ``""``."""
+    """The path of the module that a node was traced from (of its forward pass, for a gradient), or
+    ``""``.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     entries = list(stack.values())
     if not entries:
         return ""
-    path = re.sub(r"\['?(\w+)'?\]", r".\1", str(entries[-1][0]))  # L['self']._modules['mlp']._modules['down']
+    path = re.sub(
+        r"\['?(\w+)'?\]", r".\1", str(entries[-1][0])
+    )  # L['self']._modules['mlp']._modules['down']
     return re.sub(r"^L\.(self\b)?|\b_modules\.", "", path).strip(".")
 
 
@@ -61,7 +67,8 @@ _records: list[list[Finding]] = []
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Finding]]:
-    r"""The findings of every graph that the pass sees within it, in any thread; also logged, as ``interlace.compile``.
+    r"""The findings of every graph that the pass sees within it, in any thread; also logged, as
+    ``interlace.compile``.
 
     A compiled graph that Inductor finds in its cache is not seen again.
 

@@ -53,19 +53,24 @@ def between(first: Node, last: Node) -> Iterable[Node]:
 
 
 VIEWS = (
-    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.unsqueeze.default, aten.detach.default, aten.alias.default,
+    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.unsqueeze.default, aten.detach.default, aten.alias.default,
 )  # fmt: skip
 """Calls that give all elements of their argument, where they lie."""
 
 
 def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
-    """What ``node`` is a view of that comes before another one, and the views in between, the last first.
+    """What ``node`` is a view of that comes before another one, and the views in between, the last
+    first.
 
     Where one of them is no view, that is what is returned.
     """
     views = []
-    while not node < before and node.op == "call_function" and node.target in (*VIEWS, aten.select.int):
+    while (
+        not node < before
+        and node.op == "call_function"
+        and node.target in (*VIEWS, aten.select.int)
+    ):
         views.append(node)
         node = node.all_input_nodes[0]
     return node, views
@@ -95,7 +100,10 @@ class Writer:
             return node
         try:
             tensor.view(*shape)
-        except (RuntimeError, ValueError):  # what PyTorch says of a real tensor, and of a traced one
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # what PyTorch says of a real tensor, and of a traced one
             node = self.contiguous(node)
         return self.call(aten.view.default, node, list(shape))
 

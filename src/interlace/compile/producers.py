@@ -12,7 +12,13 @@ from interlace.compile.graph import Writer, argument, aten, is_static, value
 from interlace.products.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
-_WORK = (*_PRODUCTS, aten.baddbmm.default, aten._scaled_mm.default, aten._grouped_mm.default, aten.convolution.default)
+_WORK = (
+    *_PRODUCTS,
+    aten.baddbmm.default,
+    aten._scaled_mm.default,
+    aten._grouped_mm.default,
+    aten.convolution.default,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,9 @@ class Product:
         return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
 
     def weight(self, writer: Writer) -> Node:
-        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a batch, its first product's."""
+        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a
+        batch, its first product's.
+        """
         w, by_rows = _untransposed(self)
         if value(w).dim() == 3:
             w = writer.call(aten.select.int, w, 0, 0)
@@ -85,12 +93,20 @@ def product_of(node: Node) -> Product | None:
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     if node.target is aten.linear.default:
-        x, w, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+        x, w, bias = (
+            argument(node, 0, "input"),
+            argument(node, 1, "weight"),
+            argument(node, 2, "bias"),
+        )
         return Product(node, x, w, by_columns=False, bias=bias)
     if node.target is aten.addmm.default:
-        bias, x, w = (argument(node, place, name) for place, name in enumerate(("self", "mat1", "mat2")))
+        bias, x, w = (
+            argument(node, place, name) for place, name in enumerate(("self", "mat1", "mat2"))
+        )
         return Product(node, x, w, by_columns=True, bias=bias)
-    return Product(node, argument(node, 0, "self"), argument(node, 1, "mat2"), by_columns=True, bias=None)
+    return Product(
+        node, argument(node, 0, "self"), argument(node, 1, "mat2"), by_columns=True, bias=None
+    )
 
 
 def require_suitable(product: Product, batches: bool = False) -> None:
@@ -100,22 +116,31 @@ def require_suitable(product: Product, batches: bool = False) -> None:
         batches: whether a batch of several products will do.
     """
     node, x, w = product.node, value(product.x), value(product.w)
-    if node.target is aten.bmm.default and (not is_static(*x.shape) or (x.shape[0] != 1 and not batches)):
+    if node.target is aten.bmm.default and (
+        not is_static(*x.shape) or (x.shape[0] != 1 and not batches)
+    ):
         raise LeftAlone(f"{node.name} is a batch of products")
-    if node.target is aten.addmm.default and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
+    if node.target is aten.addmm.default and (
+        node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
+    ):
         raise LeftAlone(f"{node.name} scales what it adds or multiplies")
     if not is_static(*w.shape, x.shape[-1]):
         raise LeftAlone("the weight's sizes change from call to call (dynamic shapes)")
     if x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype:
-        raise LeftAlone(f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32")
+        raise LeftAlone(
+            f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32"
+        )
     if product.bias is not None and (
-        list(value(product.bias).shape) != [product.columns] or value(product.bias).dtype != product.dtype
+        list(value(product.bias).shape) != [product.columns]
+        or value(product.bias).dtype != product.dtype
     ):
         raise LeftAlone(f"{node.name} adds something else than a vector of its dtype to every row")
     if is_static(*x.shape) and not (x.numel() and w.numel()):
         raise LeftAlone(f"{node.name} is empty")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise LeftAlone(f"the rows of {product.x.name} are not contiguous; a fused operator would copy them")
+        raise LeftAlone(
+            f"the rows of {product.x.name} are not contiguous; a fused operator would copy them"
+        )
     dimension = contiguous_dimension(w[0] if w.dim() == 3 else w)
     if dimension is None:
         raise LeftAlone("the weight is contiguous along neither dimension")
@@ -123,11 +148,16 @@ def require_suitable(product: Product, batches: bool = False) -> None:
     if product.batch > 1:
         distances.append(w.stride(0))
     if any(distance * w.itemsize % ALIGNMENT_BYTES for distance in distances):
-        raise LeftAlone(f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused operator would copy it")
+        raise LeftAlone(
+            f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused "
+            "operator would copy it"
+        )
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:
-    """What the program made the weight of by transposing, any number of times, and whether it is ``[..., N, K]``."""
+    """What the program made the weight of by transposing, any number of times, and whether it is
+    ``[..., N, K]``.
+    """
     w, by_rows = product.w, not product.by_columns
     while _transposes(w):
         assert isinstance(w.args[0], Node)
@@ -144,5 +174,8 @@ def _transposes(node: Node) -> bool:
     if node.target is aten.permute.default:
         return [d % dimensions for d in argument(node, 1, "dims")] == [*batch, columns, rows]
     if node.target is aten.transpose.int:
-        return {argument(node, 1, "dim0") % dimensions, argument(node, 2, "dim1") % dimensions} == {rows, columns}
+        return {argument(node, 1, "dim0") % dimensions, argument(node, 2, "dim1") % dimensions} == {
+            rows,
+            columns,
+        }
     return dimensions == 2 and node.target is aten.t.default

@@ -18,7 +18,9 @@ from interlace.compile.requirements import require_even_splits, require_unchange
 
 
 def all_gather(collective: Collective) -> tuple[str, str]:
-    """Put an operator in the place of an all-gather and the product that takes it; its name, and why it is faster."""
+    """Put an operator in the place of an all-gather and the product that takes it; its name, and
+    why it is faster.
+    """
     product = _product_after(collective)
     collective.require_waiting()
     require_unchanged(collective.node, product.node)
@@ -28,7 +30,8 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
         torch.ops.interlace.all_gather_gemm.default,
-        x, product.weight(writer), product.bias, None, None, None, product.dtype, True, collective.group_name, "auto", "",
+        x, product.weight(writer), product.bias, None, None, None, product.dtype, True,
+        collective.group_name, "auto", "",
     )  # fmt: skip
     y, gathered = (writer.call(operator.getitem, pair, place) for place in (0, 1))
     _put_gathered(collective, product, writer, y, gathered)
@@ -38,23 +41,32 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     return "all_gather_gemm", reason
 
 
-def _put_gathered(collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node) -> None:
-    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for what else uses it."""
+def _put_gathered(
+    collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node
+) -> None:
+    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for
+    what else uses it.
+    """
     wait = collective.waits[0]
     nodes = rows.region(wait, product.x)
     kept = rows.in_order(wait, nodes)
     if product.x not in kept:
-        y = rows.replay(writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns]))
+        y = rows.replay(
+            writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns])
+        )
     _put_product(product, writer, y)
     _put_rows(kept, nodes, writer, gathered)
-    whole = writer.reshape(gathered, value(wait).shape)  # before nodes go: the writer's place is at one of them
+    # Before nodes go: the writer's place is at one of them
+    whole = writer.reshape(gathered, value(wait).shape)
     erase_unused(nodes)
     collective.replace(whole)
     erase_unused([whole, gathered])
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
-    """The same for an all-to-all that brings, from each rank, rows for each product of a batch, or for one product."""
+    """The same for an all-to-all that brings, from each rank, rows for each product of a batch, or
+    for one product.
+    """
     product = _product_after(collective, batches=True)
     collective.require_waiting()
     require_unchanged(collective.node, product.node)
@@ -64,13 +76,21 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     nodes = rows.region(wait, product.x)
     by_products = rows.by_products(wait, nodes, product.batch, ranks)
     if product.x not in by_products:
-        raise LeftAlone(f"the rows of {product.node.name} are not those from one rank after the other")
+        raise LeftAlone(
+            f"the rows of {product.node.name} are not those from one rank after the other"
+        )
     if product.bias is not None:
         raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
     reason = choose("all_to_all_bmm", product, rows_of(product), ranks)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
-    pair = writer.call(torch.ops.interlace.all_to_all_bmm.default, x, product.weights(writer), collective.group_name, "auto")
+    pair = writer.call(
+        torch.ops.interlace.all_to_all_bmm.default,
+        x,
+        product.weights(writer),
+        collective.group_name,
+        "auto",
+    )
     y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
     _put_product(product, writer, y)
     _put_rows(by_products, nodes, writer, received)
@@ -84,7 +104,9 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
 
 
 def _product_after(collective: Collective, batches: bool = False) -> Product:
-    """Of the products with the collective's rows the one with most columns, which hides most; a batch of them if ``batches``."""
+    """Of the products with the collective's rows the one with most columns, which hides most; a
+    batch of them if ``batches``.
+    """
     found: list[Product] = []
     refusals: list[str] = []
     first_use = min(user for wait in collective.waits for user in wait.users)
@@ -98,9 +120,16 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
             require_suitable(product, batches)
             rows.region(collective.waits[0], product.x)
             origins = [views_since(source, first_use)[0] for source in product.sources]
-            late = [origin.name for origin in origins if origin in collective.waits or not origin < first_use]
+            late = [
+                origin.name
+                for origin in origins
+                if origin in collective.waits or not origin < first_use
+            ]
             if late:
-                raise LeftAlone(f"{node.name} multiplies with {late[0]}, which comes after the collective's first use")
+                raise LeftAlone(
+                    f"{node.name} multiplies with {late[0]}, which comes after the collective's "
+                    "first use"
+                )
             found.append(product)
         except LeftAlone as why:
             refusals.append(str(why))
@@ -124,8 +153,15 @@ def _downstream(waits: list[Node]) -> list[Node]:
 
 
 def _writer_before_use(collective: Collective, product: Product) -> Writer:
-    """Before the first use of what a collective brings, where an operator in its place must stand; views of weights move there."""
-    anchor = min(user for node in (collective.node, *collective.waits) for user in node.users if user not in collective.waits)
+    """Before the first use of what a collective brings, where an operator in its place must stand;
+    views of weights move there.
+    """
+    anchor = min(
+        user
+        for node in (collective.node, *collective.waits)
+        for user in node.users
+        if user not in collective.waits
+    )
     for source in product.sources:
         for view in reversed(views_since(source, anchor)[1]):
             anchor.prepend(view)
@@ -134,12 +170,15 @@ def _writer_before_use(collective: Collective, product: Product) -> Writer:
 
 def _put_product(product: Product, writer: Writer, y: Node) -> None:
     """Let ``y``, of as many elements, take the place of a product."""
-    product.node.replace_all_uses_with(writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node)))
+    product.node.replace_all_uses_with(
+        writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
+    )
     erase_unused([product.node])
 
 
 def _put_rows(kept: list[Node], nodes: list[Node], writer: Writer, brought: Node) -> None:
-    """Let what was ``brought`` take the place of one of ``kept``, which have all its rows in its order.
+    """Let what was ``brought`` take the place of one of ``kept``, which have all its rows in its
+    order.
 
     Nodes other than ``nodes`` use that one.
     """

@@ -36,22 +36,26 @@ class Report:
 def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
     """List a model's collectives, what the pass does with each, and why.
 
-    The model runs forward once, by the fused operators, so every rank of its groups must call this; its backward graph, where
-    the inputs or parameters require gradients, is looked at and not run. As ``torch._dynamo.explain`` does, this resets
-    ``torch.compile`` before and after: models that were compiled before are compiled again when they are next called.
+    The model runs forward once, by the fused operators, so every rank of its groups must call this;
+    its backward graph, where the inputs or parameters require gradients, is looked at and not run.
+    As ``torch._dynamo.explain`` does, this resets ``torch.compile`` before and after: models that
+    were compiled before are compiled again when they are next called.
 
     Args:
         model: a module or function, not compiled yet.
         inputs, keywords: what to call it with.
 
     Returns:
-        A :class:`Report`: a :class:`Finding` for each collective, forward graphs before their backward graphs.
+        A :class:`Report`: a :class:`Finding` for each collective, forward graphs before their
+        backward graphs.
 
     Example:
         >>> print(interlace.compile.explain(block, x))
         2 collectives: 1 fused, 1 left alone
-        forward: all_reduce of [4096, 8192] (all_reduce in mlp.down) fused by gemm_all_reduce: measured on ...
-        backward: all_reduce of [4096, 8192] (all_reduce_1) left alone: what goes into it is add_3, not a product
+        forward: all_reduce of [4096, 8192] (all_reduce in mlp.down) fused by gemm_all_reduce:
+            measured on ...
+        backward: all_reduce of [4096, 8192] (all_reduce_1) left alone: what goes into it is add_3,
+            not a product
     """
     torch.compiler.reset()
     try:

@@ -1,4 +1,6 @@
-"""What must hold where an operator takes the place of a product and a collective; each raises :class:`LeftAlone` if it does not."""
+"""What must hold where an operator takes the place of a product and a collective; each raises
+:class:`LeftAlone` if it does not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from interlace.compile.producers import Product
 
 
 def require_no_other_use(nodes: Collection[Node], collective: Collective, what: str) -> None:
-    """Raise :class:`LeftAlone` if anything that does not lead to the collective uses one of ``nodes``, which do."""
+    """Raise :class:`LeftAlone` if anything that does not lead to the collective uses one of
+    ``nodes``, which do.
+    """
     allowed = {collective.node, *nodes}
     for node in nodes:
         outside = [user for user in node.users if user not in allowed]
@@ -25,7 +29,9 @@ def require_no_other_use(nodes: Collection[Node], collective: Collective, what: 
 
 
 def _reaches(node: Node, allowed: set[Node]) -> bool:
-    """Whether every use of ``node`` is a part of the way to the collective, other parts of a split included."""
+    """Whether every use of ``node`` is a part of the way to the collective, other parts of a split
+    included.
+    """
     pending = [user for user in node.users if user not in allowed]
     while pending:
         user = pending.pop()
@@ -36,7 +42,9 @@ def _reaches(node: Node, allowed: set[Node]) -> bool:
 
 
 def require_unchanged(first: Node, last: Node) -> None:
-    """Raise :class:`LeftAlone` if anything between two nodes writes to memory: what a product reads must still be the same."""
+    """Raise :class:`LeftAlone` if anything between two nodes writes to memory: what a product reads
+    must still be the same.
+    """
     for node in between(first, last):
         if changes_memory(node):
             raise LeftAlone(f"{node.name} changes memory in between")
@@ -50,8 +58,14 @@ def require_even(collective: Collective, ranks: int) -> None:
 def require_even_splits(collective: Collective, ranks: int) -> None:
     require_even(collective, ranks)
     share = value(collective.input).shape[0] // ranks
-    if any(not isinstance(size, int) or size != share for splits in collective.splits for size in splits):
-        raise LeftAlone("its splits are not even; the operator would compare them on the host in each call")
+    if any(
+        not isinstance(size, int) or size != share
+        for splits in collective.splits
+        for size in splits
+    ):
+        raise LeftAlone(
+            "its splits are not even; the operator would compare them on the host in each call"
+        )
 
 
 def rows_of(product: Product) -> int:

@@ -15,24 +15,42 @@ from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, erase_unused, value
 from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_even, require_even_splits, require_no_other_use, require_unchanged, rows_of
+from interlace.compile.requirements import (
+    require_even,
+    require_even_splits,
+    require_no_other_use,
+    require_unchanged,
+    rows_of,
+)
 
 
 def fuse(graph: Graph) -> list[Finding]:
-    """Replace each pair of product and collective by the fused operator that the tuned table says is faster.
+    """Replace each pair of product and collective by the fused operator that the tuned table says
+    is faster.
 
     Args:
-        graph: of ATen operators, after autograd: what AOTAutograd hands to a compiler, forward or backward. It is changed in
-            place, and is as it was wherever a pair is left alone. Nothing is computed or sent.
+        graph: of ATen operators, after autograd: what AOTAutograd hands to a compiler, forward or
+            backward. It is changed in place, and is as it was wherever a pair is left alone.
+            Nothing is computed or sent.
 
     Returns:
         A finding for every collective in it.
     """
-    direction = "backward" if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")) else "forward"
-    found = {node: _said(node, direction) for node in graph.nodes if collectives.is_collective(node)}
+    direction = (
+        "backward"
+        if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
+        else "forward"
+    )
+    found = {
+        node: _said(node, direction) for node in graph.nodes if collectives.is_collective(node)
+    }
     merged = sums.merge_all_reduces(graph)
     findings = [
-        Finding(**said, operator="gemm_all_reduce", reason=f"added to {merged[node]} before it is reduced")
+        Finding(
+            **said,
+            operator="gemm_all_reduce",
+            reason=f"added to {merged[node]} before it is reduced",
+        )
         if node in merged
         else _consider(node, said)
         for node, said in found.items()
@@ -70,7 +88,9 @@ def _consider(node: Node, said: dict[str, Any]) -> Finding:
 
 
 def _product_before(collective: Collective, batches: bool = False) -> Product:
-    """The product whose result, moved or not, goes into a collective and nowhere else; a batch of them if ``batches``."""
+    """The product whose result, moved or not, goes into a collective and nowhere else; a batch of
+    them if ``batches``.
+    """
     *moves, first = rows.upstream(collective.input)
     product = product_of(first)
     if product is None:
@@ -106,13 +126,17 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
     name = all_reduce_operator(product, tokens, along_k)
     if product.bias is not None and name == "gemv_all_reduce":
-        raise LeftAlone("a bias is added before the sum, which for few tokens costs a collective of its own")
+        raise LeftAlone(
+            "a bias is added before the sum, which for few tokens costs a collective of its own"
+        )
     reason = choose(name, product, tokens, ranks)
     x = _flat(writer, product)
     bias = _summed_bias(product, collective.group_name, writer)
     options = [] if name == "gemv_all_reduce" else [None, None, product.dtype]
     target = getattr(torch.ops.interlace, name).default
-    y = writer.call(target, x, product.weight(writer), bias, *options, collective.group_name, "auto", "")
+    y = writer.call(
+        target, x, product.weight(writer), bias, *options, collective.group_name, "auto", ""
+    )
     if value(y).dim() != value(product.node).dim():
         y = writer.reshape(y, value(product.node).shape)
     product.node.replace_all_uses_with(writer.laid_out_as(y, value(product.node)))
@@ -124,7 +148,11 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
 
 def _flat(writer: Writer, product: Product) -> Node:
     """x as ``[M, K]``."""
-    return product.x if value(product.x).dim() == 2 else writer.reshape(product.x, [rows_of(product), product.inner])
+    return (
+        product.x
+        if value(product.x).dim() == 2
+        else writer.reshape(product.x, [rows_of(product), product.inner])
+    )
 
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
@@ -134,8 +162,12 @@ def _moved(collective: Collective, product: Product, writer: Writer, nodes: list
     return writer.reshape(x, [rows_of(product), product.inner])
 
 
-def _rows_before(collective: Collective, batches: bool = False) -> tuple[Product, list[Node], int, Writer]:
-    """Of a collective that cuts rows: the product before it, what moves its rows, how many ranks there are."""
+def _rows_before(
+    collective: Collective, batches: bool = False
+) -> tuple[Product, list[Node], int, Writer]:
+    """Of a collective that cuts rows: the product before it, what moves its rows, how many ranks
+    there are.
+    """
     product = _product_before(collective, batches)
     nodes = rows.region(product.node, collective.input)
     ranks = usable_ranks(collective.group_name, product.device)
@@ -153,7 +185,8 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
         torch.ops.interlace.gemm_reduce_scatter.default,
-        x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name, "auto", "",
+        x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name,
+        "auto", "",
     )  # fmt: skip
     collective.become(y, writer, [*nodes, product.node])
     return "gemm_reduce_scatter", reason
@@ -182,18 +215,30 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
         torch.ops.interlace.gemm_all_to_all.default,
-        x, product.weight(writer), product.bias, None, None, None, None, product.dtype, collective.group_name, "auto", "",
+        x, product.weight(writer), product.bias, None, None, None, None, product.dtype,
+        collective.group_name, "auto", "",
     )  # fmt: skip
     collective.become(y, writer, [*nodes, product.node])
     return "gemm_all_to_all", reason
 
 
-def _all_to_all_of_batch(collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer) -> str:
+def _all_to_all_of_batch(
+    collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer
+) -> str:
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks([(product.node, nodes)], ranks):
-        raise LeftAlone(f"{product.node.name} is a batch of products, and its rows are not for one rank after the other")
+        raise LeftAlone(
+            f"{product.node.name} is a batch of products, and its rows are not for one rank after "
+            "the other"
+        )
     reason = choose("bmm_all_to_all", product, rows_of(product), ranks)
-    y = writer.call(torch.ops.interlace.bmm_all_to_all.default, product.x, product.w, collective.group_name, "auto")
+    y = writer.call(
+        torch.ops.interlace.bmm_all_to_all.default,
+        product.x,
+        product.w,
+        collective.group_name,
+        "auto",
+    )
     collective.become(y, writer, [*nodes, product.node])
     return f"a batch of {product.batch}: {reason}"
 

@@ -1,8 +1,9 @@
 """What happens to a tensor's rows between a product and a collective, done to other rows instead.
 
-A *row* is what lies along the last dimension. Views, permutations, splits and concatenations that leave the last dimension alone
-only move rows, so they may as well move a product's rows before it is computed: with ``P`` for what they do,
-``P(x @ w.T) = P(x) @ w.T``. Gathers and scatters along other dimensions than the first, as DTensor makes them, are this.
+A *row* is what lies along the last dimension. Views, permutations, splits and concatenations that
+leave the last dimension alone only move rows, so they may as well move a product's rows before it
+is computed: with ``P`` for what they do, ``P(x @ w.T) = P(x) @ w.T``. Gathers and scatters along
+other dimensions than the first, as DTensor makes them, are this.
 """
 
 from __future__ import annotations
@@ -42,13 +43,18 @@ def _keeps_permute(node: Node) -> bool:
 
 def _keeps_transpose(node: Node) -> bool:
     last = _dimensions(node)[0] - 1
-    return last not in {argument(node, 1, "dim0") % (last + 1), argument(node, 2, "dim1") % (last + 1)}
+    return last not in {
+        argument(node, 1, "dim0") % (last + 1),
+        argument(node, 2, "dim1") % (last + 1),
+    }
 
 
 def _keeps_squeeze(node: Node) -> bool:
     before = _dimensions(node)[0]
     given = argument(node, 1, "dim")
-    return before - 1 not in {d % before for d in (given if isinstance(given, (list, tuple)) else [given])}
+    return before - 1 not in {
+        d % before for d in (given if isinstance(given, (list, tuple)) else [given])
+    }
 
 
 def _keeps_unsqueeze(node: Node) -> bool:
@@ -106,7 +112,8 @@ def upstream(node: Node) -> Iterator[Node]:
 
 
 def region(start: Node, end: Node) -> list[Node]:
-    """The calls that move ``start``'s rows until they are ``end``, in the graph's order; ``end`` is the last, ``start`` not in it.
+    """The calls that move ``start``'s rows until they are ``end``, in the graph's order; ``end`` is
+    the last, ``start`` not in it.
 
     Raises:
         LeftAlone: something else happens to them, or other rows come in.
@@ -126,13 +133,20 @@ def region(start: Node, end: Node) -> list[Node]:
         found.add(node)
         pending += node.all_input_nodes
     if not is_static(*value(start).shape) or value(start).numel() != value(end).numel():
-        raise LeftAlone(f"{end.name} has only some rows of {start.name}, or sizes change from call to call (dynamic shapes)")
+        raise LeftAlone(
+            f"{end.name} has only some rows of {start.name}, or sizes change from call to call "
+            "(dynamic shapes)"
+        )
     return sorted(found)
 
 
 def _shape(node: Node) -> tuple[Any, ...]:
     found = node.meta.get("val")
-    return tuple(size for part in found for size in part.shape) if isinstance(found, (list, tuple)) else tuple(value(node).shape)
+    return (
+        tuple(size for part in found for size in part.shape)
+        if isinstance(found, (list, tuple))
+        else tuple(value(node).shape)
+    )
 
 
 def in_order(start: Node, nodes: list[Node]) -> list[Node]:
@@ -146,12 +160,15 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
 
 
 def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
-    """Whether a batch is moved so that each rank in turn has an even share of the rows of each product, in order.
+    """Whether a batch is moved so that each rank in turn has an even share of the rows of each
+    product, in order.
 
-    ``[B, R * share, N]`` is then ``[R, B, share, N]``: what experts send back to the ranks of their tokens.
+    ``[B, R * share, N]`` is then ``[R, B, share, N]``: what experts send back to the ranks of their
+    tokens.
 
     Args:
-        moves: where rows start, and the calls that move them from there, one after the other; the batch is the first.
+        moves: where rows start, and the calls that move them from there, one after the other; the
+            batch is the first.
     """
     batch, rows = value(moves[0][0]).shape[:2]
     if rows % ranks:
@@ -165,7 +182,8 @@ def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
 
 
 def by_products(start: Node, nodes: list[Node], batch: int, ranks: int) -> list[Node]:
-    """Those of ``start`` and ``nodes`` that have, for each product of a batch in turn, an even share of each rank's rows, in order.
+    """Those of ``start`` and ``nodes`` that have, for each product of a batch in turn, an even
+    share of each rank's rows, in order.
 
     ``start [R * B * share, K]`` is then ``[B, R * share, K]``: the tokens of each expert.
     """
@@ -194,11 +212,15 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
             else:
                 target: Any = node.target
                 done[node] = target(*_mapped(node.args, done), **_mapped(node.kwargs, done))
-        return {node: moved.flatten() for node, moved in done.items() if isinstance(moved, torch.Tensor)}
+        return {
+            node: moved.flatten() for node, moved in done.items() if isinstance(moved, torch.Tensor)
+        }
 
 
 def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) -> Node:
-    """Do to ``replacement``, which has other columns than ``start``, what ``nodes`` do to ``start``."""
+    """Do to ``replacement``, which has other columns than ``start``, what ``nodes`` do to
+    ``start``.
+    """
     columns = int(value(replacement).shape[-1])
     done = {start: replacement}
     for node in nodes:

@@ -1,4 +1,6 @@
-"""Sums of products before a collective: the gradient of several column-parallel layers that have one input."""
+"""Sums of products before a collective: the gradient of several column-parallel layers that have
+one input.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
 from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_even, require_even_splits, require_no_other_use, require_unchanged, rows_of
+from interlace.compile.requirements import (
+    require_even,
+    require_even_splits,
+    require_no_other_use,
+    require_unchanged,
+    rows_of,
+)
 from interlace.products.operands import contiguous_dimension
 
 
@@ -24,7 +32,8 @@ class _Term:
     """A product that is added to others before a collective.
 
     Attributes:
-        moves: what moves its rows, and what they are before: from the product to the first sum, from there to the next, and so on.
+        moves: what moves its rows, and what they are before: from the product to the first sum,
+            from there to the next, and so on.
     """
 
     product: Product
@@ -57,16 +66,22 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
     """Put an operator in the place of a sum and its reduce-scatter; its name, and why it is faster."""
     terms, nodes, ranks = _read(collective)
     require_even(collective, ranks)
-    side_by_side, reason = choose_sum("gemm_reduce_scatter", [term.product for term in terms], rows_of(terms[0].product), ranks)
+    side_by_side, reason = choose_sum(
+        "gemm_reduce_scatter", [term.product for term in terms], rows_of(terms[0].product), ranks
+    )
     writer = Writer(collective.node, collective.node)
     if side_by_side:
         name, (x, w) = "gemm_reduce_scatter", _side_by_side(terms, writer)
         target = torch.ops.interlace.gemm_reduce_scatter.default
-        y = writer.call(target, x, w, None, None, None, None, value(x).dtype, collective.group_name, "auto", "")
+        y = writer.call(
+            target, x, w, None, None, None, None, value(x).dtype, collective.group_name, "auto", ""
+        )
     else:
         name = "gemm_sum_reduce_scatter"
         xs, ws = [term.x(writer) for term in terms], [term.product.weight(writer) for term in terms]
-        y = writer.call(torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name)
+        y = writer.call(
+            torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name
+        )
     collective.become(y, writer, nodes)
     return name, reason
 
@@ -74,11 +89,15 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
 def all_reduce(collective: Collective) -> tuple[str, str]:
     """The same for an all-reduce."""
     terms, nodes, ranks = _read(collective)
-    _, reason = choose_sum("gemm_all_reduce", [term.product for term in terms], rows_of(terms[0].product), ranks)
+    _, reason = choose_sum(
+        "gemm_all_reduce", [term.product for term in terms], rows_of(terms[0].product), ranks
+    )
     writer = Writer(collective.node, collective.node)
     x, w = _side_by_side(terms, writer)
     target = torch.ops.interlace.gemm_all_reduce.default
-    y = writer.call(target, x, w, None, None, None, value(x).dtype, collective.group_name, "auto", "")
+    y = writer.call(
+        target, x, w, None, None, None, value(x).dtype, collective.group_name, "auto", ""
+    )
     collective.become(y, writer, nodes)
     return "gemm_all_reduce", reason
 
@@ -95,7 +114,10 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
         raise LeftAlone("it is a sum of batches, and its rows are not for one rank after the other")
     _, reason = choose_sum("bmm_all_to_all", products, rows_of(products[0]), ranks)
     writer = Writer(collective.node, collective.node)
-    xs = [term.product.x if batch > 1 else writer.call(aten.unsqueeze.default, term.x(writer), 0) for term in terms]
+    xs = [
+        term.product.x if batch > 1 else writer.call(aten.unsqueeze.default, term.x(writer), 0)
+        for term in terms
+    ]
     ws = [product.weights(writer) for product in products]
     y = writer.call(torch.ops.interlace.bmm_sum_all_to_all.default, xs, ws, collective.group_name)
     collective.become(y, writer, nodes)
@@ -103,9 +125,11 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
 
 
 def merge_all_reduces(graph: Graph) -> dict[Node, str]:
-    """Let sums of all-reduced products be products whose sum is all-reduced, where an operator is faster for those.
+    """Let sums of all-reduced products be products whose sum is all-reduced, where an operator is
+    faster for those.
 
-    The bytes of each all-reduce but one need not be sent. So a gradient of queries, keys and values has one.
+    The bytes of each all-reduce but one need not be sent. So a gradient of queries, keys and values
+    has one.
 
     Returns:
         The all-reduces that are gone, and the name of the one that each is now a part of.
@@ -121,14 +145,24 @@ def merge_all_reduces(graph: Graph) -> dict[Node, str]:
 
 
 def _merge(add: Node) -> tuple[Node, Node]:
-    """Merge the two all-reduces whose results are added, and nothing else; the one that is gone, and the one that is left."""
-    waits = [term for term in add.args[:2] if isinstance(term, Node) and term.target is collectives.WAIT]
+    """Merge the two all-reduces whose results are added, and nothing else; the one that is gone,
+    and the one that is left.
+    """
+    waits = [
+        term for term in add.args[:2] if isinstance(term, Node) and term.target is collectives.WAIT
+    ]
     if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:
         raise LeftAlone("it adds something else")
-    first, second = sorted((collectives.read(wait.all_input_nodes[0]) for wait in waits), key=lambda each: each.node)
+    first, second = sorted(
+        (collectives.read(wait.all_input_nodes[0]) for wait in waits), key=lambda each: each.node
+    )
     products: list[Product] = []
     for each in (first, second):
-        if each.target is not collectives.ALL_REDUCE or len(each.waits) > 1 or set(each.waits[0].users) != {add}:
+        if (
+            each.target is not collectives.ALL_REDUCE
+            or len(each.waits) > 1
+            or set(each.waits[0].users) != {add}
+        ):
             raise LeftAlone("it adds something else than all-reduces, or they have other uses")
         each.require_sum()
         if not _adds_products(each.input):
@@ -148,14 +182,18 @@ def _merge(add: Node) -> tuple[Node, Node]:
 
 
 def _read(collective: Collective, batches: bool = False) -> tuple[list[_Term], list[Node], int]:
-    """The products that are added up before a collective, that of the largest K first; what leads from them to it; ranks.
+    """The products that are added up before a collective, that of the largest K first; what leads
+    from them to it; ranks.
 
     Args:
         batches: whether batches of several products will do.
     """
-    terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)  # a kernel in parts multiplies the first one
+    # A kernel in parts multiplies the first one
+    terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)
     products = [term.product for term in terms]
-    nodes = sorted({node for term in terms for start, moved in term.moves for node in (start, *moved)})
+    nodes = sorted(
+        {node for term in terms for start, moved in term.moves for node in (start, *moved)}
+    )
     require_no_other_use(nodes, collective, "a part of the sum")
     for product in products:
         require_suitable(product, batches)
@@ -192,5 +230,9 @@ def _side_by_side(terms: list[_Term], writer: Writer) -> tuple[Node, Node]:
     weights = [term.product.weight(writer) for term in terms]
     if contiguous_dimension(value(weights[0])) == 1:
         return x, writer.call(aten.cat.default, weights, 1)
-    turned = writer.call(aten.cat.default, [writer.call(aten.permute.default, weight, [1, 0]) for weight in weights], 0)
+    turned = writer.call(
+        aten.cat.default,
+        [writer.call(aten.permute.default, weight, [1, 0]) for weight in weights],
+        0,
+    )
     return x, writer.call(aten.permute.default, turned, [1, 0])  # contiguous along N, as they are

@@ -1,7 +1,7 @@
 """What ``embedding_all_to_all`` computes and moves, per rank, forward and backward.
 
-``widths`` is every table's width by rank, ``widths[r][t]``; ``batch`` the samples of all ranks, which own chunks of
-``ceil(batch / ranks)``, the last ones smaller.
+``widths`` is every table's width by rank, ``widths[r][t]``; ``batch`` the samples of all ranks,
+which own chunks of ``ceil(batch / ranks)``, the last ones smaller.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ def floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) ->
 
 
 def floor_memory_bytes(
-    *, widths: Widths, batch: int, rank: int, lookups: Sequence[int], itemsize: int, output_itemsize: int, index_itemsize: int
+    *,
+    widths: Widths,
+    batch: int,
+    rank: int,
+    lookups: Sequence[int],
+    itemsize: int,
+    output_itemsize: int,
+    index_itemsize: int,
 ) -> int:
-    """Every looked-up row read once a lookup, indices and offsets read once, and this rank's output written once, most of it by
-    its peers.
+    """Every looked-up row read once a lookup, indices and offsets read once, and this rank's output
+    written once, most of it by its peers.
 
     Args:
         lookups: of each of ``rank``'s tables.
-        itemsize, output_itemsize, index_itemsize: bytes of an element of the tables, the output, indices and offsets.
+        itemsize, output_itemsize, index_itemsize: bytes of an element of the tables, the output,
+            indices and offsets.
     """
     rows = sum(count * width * itemsize for count, width in zip(lookups, widths[rank], strict=True))
     numbers = index_itemsize * (sum(lookups) + len(widths[rank]) * batch + 1)
@@ -79,7 +87,10 @@ def forward(
     tables = len(widths[rank])
     remote = [size for other, size in enumerate(sizes) if other != rank]
     puts = sum(tables * ceil_div(size, block_bags) for size in remote)
-    link_bytes = floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=output_itemsize) + peers * GRANT_BYTES
+    link_bytes = (
+        floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=output_itemsize)
+        + peers * GRANT_BYTES
+    )
     if protocol == "sliced":
         # A slice is written to memory and read again before it leaves.
         memory_bytes += 2 * (link_bytes - peers * GRANT_BYTES)
@@ -91,15 +102,18 @@ def forward(
 
 def backward_floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) -> int:
     """The gradients that must leave ``rank``: of its samples, all columns but its own tables'."""
-    return samples(batch, len(widths))[rank] * (sum(map(sum, widths)) - sum(widths[rank])) * itemsize
+    return (
+        samples(batch, len(widths))[rank] * (sum(map(sum, widths)) - sum(widths[rank])) * itemsize
+    )
 
 
 def backward_floor_memory_bytes(
-    *, widths: Widths, batch: int, rank: int, distinct_rows: Sequence[int], lookups: Sequence[int], itemsize: int,
-    gradient_itemsize: int, row_accesses: int, state_bytes: int,
+    *, widths: Widths, batch: int, rank: int, distinct_rows: Sequence[int], lookups: Sequence[int],
+    itemsize: int, gradient_itemsize: int, row_accesses: int, state_bytes: int,
 ) -> int:  # fmt: skip
-    """Gradients read once where they are and written once where they arrive, then read once by their table's owner (all lookups
-    of a table use the same samples' gradients, which fit a cache), each lookup's number, and each distinct row.
+    """Gradients read once where they are and written once where they arrive, then read once by
+    their table's owner (all lookups of a table use the same samples' gradients, which fit a cache),
+    each lookup's number, and each distinct row.
 
     Args:
         distinct_rows: looked up in each of ``rank``'s tables.
@@ -110,7 +124,8 @@ def backward_floor_memory_bytes(
     mine = samples(batch, len(widths))[rank]
     travelled = mine * (sum(map(sum, widths)) - own) + (batch - mine) * own
     rows = sum(
-        count * (row_accesses * width * itemsize + state_bytes) for count, width in zip(distinct_rows, widths[rank], strict=True)
+        count * (row_accesses * width * itemsize + state_bytes)
+        for count, width in zip(distinct_rows, widths[rank], strict=True)
     )
     return gradient_itemsize * (travelled + batch * own) + 4 * sum(lookups) + rows
 
@@ -139,13 +154,16 @@ def backward(
     mine = samples(batch, len(widths))[rank]
     tables = sum(len(each) for other, each in enumerate(widths) if other != rank)
     memory_bytes = backward_floor_memory_bytes(
-        widths=widths, batch=batch, rank=rank, distinct_rows=distinct_rows, lookups=lookups, itemsize=itemsize,
-        gradient_itemsize=gradient_itemsize, row_accesses=row_accesses, state_bytes=state_bytes,
+        widths=widths, batch=batch, rank=rank, distinct_rows=distinct_rows, lookups=lookups,
+        itemsize=itemsize, gradient_itemsize=gradient_itemsize, row_accesses=row_accesses,
+        state_bytes=state_bytes,
     )  # fmt: skip
     return Cost(
         flops=sum(count * width for count, width in zip(lookups, widths[rank], strict=True)),
         memory_bytes=memory_bytes,
-        link_bytes=backward_floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=gradient_itemsize),
+        link_bytes=backward_floor_link_bytes(
+            widths=widths, batch=batch, rank=rank, itemsize=gradient_itemsize
+        ),
         messages=tables * ceil_div(mine, push_rows),
         signals=peers + tables,
     )

@@ -1,4 +1,6 @@
-"""What the operators around a matrix product compute and move: ``x [M, K] @ w[N, K].T -> [M, N]`` on every rank."""
+"""What the operators around a matrix product compute and move: ``x [M, K] @ w[N, K].T -> [M, N]``
+on every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ class ProductCost:
 
     Attributes:
         flops: multiplications and additions of the product.
-        memory_bytes: that this GPU's memory reads and writes for the product, every operand once, what peers write here
-            included.
+        memory_bytes: that this GPU's memory reads and writes for the product, every operand once,
+            what peers write here included.
         link_bytes: that leave this rank.
-        receive_bytes: memory traffic after the peers' parts have come: reading the slots, writing their sum.
+        receive_bytes: memory traffic after the peers' parts have come: reading the slots, writing
+            their sum.
         size: bytes of the whole buffer that the collective exchanges, on each rank.
     """
 
@@ -33,5 +36,7 @@ def operand_bytes(m: int, n: int, k: int, itemsize: int) -> int:
 
 
 def leaving(size: int, world_size: int) -> int:
-    """Bytes of an equally split buffer that belong to others, where the shares are rounded up to whole bytes."""
+    """Bytes of an equally split buffer that belong to others, where the shares are rounded up to
+    whole bytes.
+    """
     return ceil_div(size, world_size) * (world_size - 1)

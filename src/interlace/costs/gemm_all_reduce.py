@@ -1,4 +1,6 @@
-"""What ``gemm_all_reduce`` computes and moves: parts of ``x @ w.T``, summed over ranks, the sum on every rank."""
+"""What ``gemm_all_reduce`` computes and moves: parts of ``x @ w.T``, summed over ranks, the sum on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ def fused(
     output_itemsize: int | None = None,
     part_itemsize: int | None = None,
 ) -> ProductCost:
-    """Cost of one rank, in two phases: as ``gemm_reduce_scatter``, then the owner's sums to everyone.
+    """Cost of one rank, in two phases: as ``gemm_reduce_scatter``, then the owner's sums to
+    everyone.
 
     Args:
         inner: the rank's share of K.
-        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by default.
+        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by
+            default.
         part_itemsize: bytes of an element of a part; the result's by default.
     """
     first = gemm_reduce_scatter.fused(

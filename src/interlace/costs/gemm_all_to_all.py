@@ -24,11 +24,17 @@ def fused(
     A rank writes its own rows here, and its peers theirs: the result is written once in all.
 
     Args:
-        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by default.
-        input_splits, output_splits: rows from ``rank`` to each rank, and from each rank to it; evenly split by default.
+        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by
+            default.
+        input_splits, output_splits: rows from ``rank`` to each rank, and from each rank to it;
+            evenly split by default.
     """
     row_bytes = columns * (output_itemsize or itemsize)
     received = rows if output_splits is None else sum(output_splits)
-    sent = leaving(rows * row_bytes, world_size) if input_splits is None else (rows - input_splits[rank]) * row_bytes
+    sent = (
+        leaving(rows * row_bytes, world_size)
+        if input_splits is None
+        else (rows - input_splits[rank]) * row_bytes
+    )
     memory_bytes = operand_bytes(rows, columns, inner, itemsize) + received * row_bytes
     return ProductCost(2 * rows * columns * inner, memory_bytes, sent, 0, rows * row_bytes)

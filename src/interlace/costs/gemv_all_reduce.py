@@ -15,7 +15,9 @@ def floor_memory_bytes(*, tokens: int, rows: int, columns: int, itemsize: int) -
 
 
 def floor_link_bytes(*, tokens: int, rows: int, itemsize: int, world_size: int) -> int:
-    """The least bytes that must leave a rank in any all-reduce of the output in its dtype (reduce-scatter, all-gather)."""
+    """The least bytes that must leave a rank in any all-reduce of the output in its dtype
+    (reduce-scatter, all-gather).
+    """
     return 2 * tokens * rows * itemsize * (world_size - 1) // world_size
 
 
@@ -64,12 +66,19 @@ def fused(
     link_bytes = peers * call_bytes(tokens=tokens, itemsize=itemsize)
     messages = link_bytes // WORD_BYTES
     if protocol == "one_shot":
-        return Cost(flops, memory_bytes, link_bytes + peers * rows * row_bytes, messages + peers * token_tiles * row_tiles, 0)
+        return Cost(
+            flops,
+            memory_bytes,
+            link_bytes + peers * rows * row_bytes,
+            messages + peers * token_tiles * row_tiles,
+            0,
+        )
     owned = ceil_div(block_n, world_size)
     for tile in range(row_tiles):
         here = min(block_n, rows - tile * block_n)
         for owner in range(world_size):
-            share = max(0, min(owned, here - owner * owned))  # rows of this tile that the owner reduces
+            # Rows of this tile that the owner reduces
+            share = max(0, min(owned, here - owner * owned))
             copies = peers if owner == rank else 1  # sums to everyone, parts to their owner
             if share:
                 link_bytes += copies * share * row_bytes

@@ -26,8 +26,14 @@ class Machine:
     flops_per_s: float = math.inf
 
     def floor_ns(self, memory_bytes: float, link_bytes: float, flops: float = 0.0) -> float:
-        """No execution is faster: the longest of moving the memory bytes, moving the link bytes, and 16-bit products."""
-        return NS_PER_S * max(memory_bytes / self.memory_bytes_per_s, link_bytes / self.link_bytes_per_s, flops / self.flops_per_s)
+        """No execution is faster: the longest of moving the memory bytes, moving the link bytes,
+        and 16-bit products.
+        """
+        return NS_PER_S * max(
+            memory_bytes / self.memory_bytes_per_s,
+            link_bytes / self.link_bytes_per_s,
+            flops / self.flops_per_s,
+        )
 
 
 H200_NODE = Machine(

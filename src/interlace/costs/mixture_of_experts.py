@@ -1,7 +1,7 @@
 """What ``mixture_of_experts`` computes and moves, per rank, forward and backward.
 
-``counts[s][e]`` is the number of rows that rank s sends to expert e, dropped ones left out; rank r has the experts from ``r L`` to
-``(r + 1) L - 1``.
+``counts[s][e]`` is the number of rows that rank s sends to expert e, dropped ones left out; rank r
+has the experts from ``r L`` to ``(r + 1) L - 1``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ def returning(counts: Counts, rank: int) -> int:
 
 
 def floor_link_bytes(*, counts: Counts, rank: int, hidden: int, itemsize: int) -> int:
-    """Rows that must leave ``rank``, in one direction: tokens for others' experts, and results of others' tokens."""
+    """Rows that must leave ``rank``, in one direction: tokens for others' experts, and results of
+    others' tokens.
+    """
     return (leaving(counts, rank) + returning(counts, rank)) * hidden * itemsize
 
 
 def flops(*, counts: Counts, rank: int, hidden: int, ffn: int) -> int:
-    """Of an expert's three products with ``hidden x ffn`` numbers each, for its rows; the backward pass has twice as many."""
+    """Of an expert's three products with ``hidden x ffn`` numbers each, for its rows; the backward
+    pass has twice as many.
+    """
     return 6 * arrivals(counts, rank) * hidden * ffn
 
 
@@ -48,37 +52,49 @@ def weight_bytes(*, counts: Counts, rank: int, hidden: int, ffn: int, itemsize: 
     return 3 * busy * hidden * ffn * itemsize
 
 
-def floor_memory_bytes(*, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool) -> int:
-    """Weights read once; tokens read, written where they arrive and read there; the inner layer written and read; results
-    written where they come back, and read there; y written.
+def floor_memory_bytes(
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool
+) -> int:
+    """Weights read once; tokens read, written where they arrive and read there; the inner layer
+    written and read; results written where they come back, and read there; y written.
 
     Args:
         trains: gate and up are written too.
     """
     rows, back = arrivals(counts, rank), sum(counts[rank])
     numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * (4 if trains else 2)
-    return weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize) + numbers * itemsize
+    return (
+        weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
+        + numbers * itemsize
+    )
 
 
-def backward_memory_bytes(*, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int) -> int:
-    """What the forward pass moves of tokens and results, here their gradients, which are read twice; weights read, and their
-    gradients written; tokens that arrived, gate and up read again; of the inner layer, the product, the gradients of gate and up
-    (twice read) and the weighted activation.
+def backward_memory_bytes(
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int
+) -> int:
+    """What the forward pass moves of tokens and results, here their gradients, which are read
+    twice; weights read, and their gradients written; tokens that arrived, gate and up read again;
+    of the inner layer, the product, the gradients of gate and up (twice read) and the weighted
+    activation.
     """
     rows, back = arrivals(counts, rank), sum(counts[rank])
     weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
     written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
-    return weights + written + itemsize * (hidden * (2 * tokens + 4 * rows + 2 * back) + ffn * rows * 12)
+    return (
+        weights
+        + written
+        + itemsize * (hidden * (2 * tokens + 4 * rows + 2 * back) + ffn * rows * 12)
+    )
 
 
 def forward(
-    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, push_tile: tuple[int, int],
-    product_tile: tuple[int, int], trains: bool = False,
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
+    push_tile: tuple[int, int], product_tile: tuple[int, int], trains: bool = False,
 ) -> Cost:  # fmt: skip
     """Cost of the fused forward kernels on ``rank``.
 
-    Where products store by tensor descriptors, tiles go out whole, and up to a tile's rows more travel for each source and
-    expert; that is not counted here.
+    Where products store by tensor descriptors, tiles go out whole, and up to a tile's rows more
+    travel for each source and expert; that is not counted here.
 
     Args:
         push_tile: rows and columns of tokens that one put sends.
@@ -91,7 +107,13 @@ def forward(
     return Cost(
         flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
         memory_bytes=floor_memory_bytes(
-            counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize, trains=trains
+            counts=counts,
+            rank=rank,
+            tokens=tokens,
+            hidden=hidden,
+            ffn=ffn,
+            itemsize=itemsize,
+            trains=trains,
         ),
         link_bytes=peers * numbers + (leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=2 * peers + sent + results,
@@ -100,8 +122,8 @@ def forward(
 
 
 def backward(
-    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, push_tile: tuple[int, int],
-    product_tile: tuple[int, int], number_rows: int,
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
+    push_tile: tuple[int, int], product_tile: tuple[int, int], number_rows: int,
 ) -> Cost:  # fmt: skip
     """Cost of the fused backward kernels on ``rank``; as :func:`forward`.
 
@@ -113,7 +135,9 @@ def backward(
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
     return Cost(
         flops=2 * flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
-        memory_bytes=backward_memory_bytes(counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize),
+        memory_bytes=backward_memory_bytes(
+            counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize
+        ),
         link_bytes=(leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=sent + results + _puts(counts, rank, number_rows),
         signals=2 * peers + _busy_elsewhere(counts, rank),
@@ -134,11 +158,15 @@ def _busy_elsewhere(counts: Counts, rank: int) -> int:
 def _pushes(counts: Counts, rank: int, rows: int) -> int:
     """Blocks of ``rows`` that ``rank`` sends to others' experts."""
     mine = _local(counts, rank)
-    return sum(ceil_div(count, rows) for expert, count in enumerate(counts[rank]) if expert not in mine)
+    return sum(
+        ceil_div(count, rows) for expert, count in enumerate(counts[rank]) if expert not in mine
+    )
 
 
 def _puts(counts: Counts, rank: int, rows: int) -> int:
-    """Others' shares of the blocks of ``rows`` into which each of ``rank``'s experts cuts its rows, source by source."""
+    """Others' shares of the blocks of ``rows`` into which each of ``rank``'s experts cuts its rows,
+    source by source.
+    """
     found = 0
     for expert in _local(counts, rank):
         begin = 0

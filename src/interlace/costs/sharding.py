@@ -1,6 +1,7 @@
 """What it costs a rank to own a table, or some columns of it: what a sharding plan balances.
 
-Dimensions: B samples of the global batch, P lookups a bag on average, D columns of the shard, R ranks.
+Dimensions: B samples of the global batch, P lookups a bag on average, D columns of the shard, R
+ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ class ShardCost:
 
     Attributes:
         memory_bytes: read and written in the owner's memory.
-        link_bytes: the larger of what leaves the owner (forward) and what reaches it (backward), the two together in training.
+        link_bytes: the larger of what leaves the owner (forward) and what reaches it (backward),
+            the two together in training.
         storage_bytes: the rows, and the state of the optimizer.
     """
 
@@ -49,10 +51,11 @@ def shard_cost(
 ) -> ShardCost:
     """Cost of owning a shard ``[rows, width]``.
 
-    Forward, the owner reads P indices and rows for each of B bags, and sends the pooled rows of the ``(R-1)/R`` of the bags
-    that are other ranks'. What it receives for its own samples is the same under any plan and not counted. Backward, it
-    receives as many pooled gradients, reads each of them once a lookup, and reads and writes as many rows as it looked up:
-    an upper bound, as rows that come several times in a batch are updated once.
+    Forward, the owner reads P indices and rows for each of B bags, and sends the pooled rows of the
+    ``(R-1)/R`` of the bags that are other ranks'. What it receives for its own samples is the same
+    under any plan and not counted. Backward, it receives as many pooled gradients, reads each of
+    them once a lookup, and reads and writes as many rows as it looked up: an upper bound, as rows
+    that come several times in a batch are updated once.
 
     Args:
         rows: of the table.
@@ -71,6 +74,10 @@ def shard_cost(
     memory = lookups * (width * itemsize + index_itemsize) + pooled / world_size
     link = pooled * (world_size - 1) / world_size
     if training:
-        memory += pooled + lookups * width * (output_itemsize + 2 * itemsize) + lookups * (index_itemsize + 2 * state_bytes_per_row)
+        memory += (
+            pooled
+            + lookups * width * (output_itemsize + 2 * itemsize)
+            + lookups * (index_itemsize + 2 * state_bytes_per_row)
+        )
         link *= 2
     return ShardCost(memory, link, rows * (copies * width * itemsize + state_bytes_per_row))

@@ -5,4 +5,13 @@ from interlace.data.criteo import CriteoFiles
 from interlace.data.records import CATEGORIES, INTEGERS, Records
 from interlace.data.synthetic import SyntheticClicks
 
-__all__ = ["CATEGORIES", "INTEGERS", "Batch", "BatchStream", "CriteoFiles", "Records", "SyntheticClicks", "collate"]
+__all__ = [
+    "CATEGORIES",
+    "INTEGERS",
+    "Batch",
+    "BatchStream",
+    "CriteoFiles",
+    "Records",
+    "SyntheticClicks",
+    "collate",
+]

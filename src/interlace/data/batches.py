@@ -20,7 +20,8 @@ class Batch:
     Attributes:
         dense: float32 ``[n, 13]``, log-transformed.
         indices: int64, table-major: all bags of table 0, then all of table 1.
-        offsets: int64 ``[T * n + 1]``, where each bag begins; None if every table's bags have one known length.
+        offsets: int64 ``[T * n + 1]``, where each bag begins; None if every table's bags have one
+            known length.
         labels: float32 ``[n]``, 0 or 1.
         valid: bool ``[n]``; False for samples that only fill up the last batch.
     """
@@ -40,28 +41,44 @@ class Batch:
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         offsets = None if self.offsets is None else change(self.offsets)
-        return Batch(change(self.dense), change(self.indices), offsets, change(self.labels), change(self.valid))
+        return Batch(
+            change(self.dense),
+            change(self.indices),
+            offsets,
+            change(self.labels),
+            change(self.valid),
+        )
 
 
-def collate(records: Records, rows: Sequence[int], lookups: Sequence[int] | int = 1, *, jagged: bool = False) -> Batch:
+def collate(
+    records: Records, rows: Sequence[int], lookups: Sequence[int] | int = 1, *, jagged: bool = False
+) -> Batch:
     """Records as a model takes them, table t's bags from category t.
 
-    For a bag of several lookups, an id stands for a fixed set of rows, in the manner of MLPerf's multi-hot data: hashes of the
-    id and a position.
+    For a bag of several lookups, an id stands for a fixed set of rows, in the manner of MLPerf's
+    multi-hot data: hashes of the id and a position.
 
     Args:
         records: n of them.
-        rows: of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing categories).
+        rows: of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
+            categories).
         lookups: per bag, for each table or for all.
-        jagged: bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the id, instead of ``lookups[t]``.
+        jagged: bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the id,
+            instead of ``lookups[t]``.
 
     Raises:
         ArgumentError: more than 26 tables, a table of fewer than 2 rows, or a bag without lookups.
     """
     count = [lookups] * len(rows) if isinstance(lookups, int) else list(lookups)
-    if not 1 <= len(rows) <= CATEGORIES or len(count) != len(rows) or min(rows) < 2 or min(count) < 1:
+    if (
+        not 1 <= len(rows) <= CATEGORIES
+        or len(count) != len(rows)
+        or min(rows) < 2
+        or min(count) < 1
+    ):
         raise ArgumentError(
-            f"collate: there must be 1 to {CATEGORIES} tables of at least 2 rows and 1 lookup each; "
+            f"collate: there must be 1 to {CATEGORIES} tables of at least 2 rows and 1 lookup "
+            "each; "
             f"got rows {list(rows)} and lookups {count}."
         )
     bags = [_bags(records.categories[:, t], rows[t], count[t], jagged) for t in range(len(rows))]
@@ -87,20 +104,27 @@ def _bags(ids: _Ints, rows: int, lookups: int, jagged: bool) -> tuple[_Ints, _In
         return hash_to_rows(ids, rows), np.ones(len(ids), np.int64)
     lengths = np.full(len(ids), lookups, np.int64)
     if jagged:
-        lengths = (mix(ids.astype(np.uint64) + np.uint64(1)) % np.uint64(2 * lookups)).astype(np.int64)
+        lengths = (mix(ids.astype(np.uint64) + np.uint64(1)) % np.uint64(2 * lookups)).astype(
+            np.int64
+        )
     begins = np.cumsum(lengths) - lengths
     position = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     spread = np.repeat(ids, lengths)
-    # Position 0 is the id itself; the others lie in ranges of ids above 32 bits, which no real id has.
-    return hash_to_rows(np.where(spread == MISSING, MISSING, spread + (position << 32)), rows), lengths
+    # Position 0 is the id itself; the others lie in ranges of ids above 32 bits, which no real id
+    # has.
+    return hash_to_rows(
+        np.where(spread == MISSING, MISSING, spread + (position << 32)), rows
+    ), lengths
 
 
 class BatchStream:
-    """A rank's batches of a stream of records: every rank reads the same stream and takes its part of each global batch.
+    """A rank's batches of a stream of records: every rank reads the same stream and takes its part
+    of each global batch.
 
-    Global batch g holds records ``[g * batch, (g + 1) * batch)`` of the stream, and rank r's part is the r-th of R equal
-    chunks of it, so what a global batch holds does not depend on the number of ranks. The last, incomplete one is dropped
-    (``last="drop"``) or filled up with copies of its last record that are marked as not valid (``last="pad"``).
+    Global batch g holds records ``[g * batch, (g + 1) * batch)`` of the stream, and rank r's part
+    is the r-th of R equal chunks of it, so what a global batch holds does not depend on the number
+    of ranks. The last, incomplete one is dropped (``last="drop"``) or filled up with copies of its
+    last record that are marked as not valid (``last="pad"``).
 
     Args:
         source: anything that gives :class:`Records` when iterated over, the same ones each time.
@@ -136,14 +160,23 @@ class BatchStream:
     ) -> None:
         if batch < 1 or batch % world_size:
             raise ArgumentError(
-                f"BatchStream: the global batch must divide evenly over {world_size} ranks; got {batch}. "
+                f"BatchStream: the global batch must divide evenly over {world_size} ranks; got "
+                f"{batch}. "
                 f"Take {max(1, batch // world_size) * world_size}."
             )
         if last not in ("drop", "pad"):
             raise ArgumentError(f"BatchStream: last must be drop or pad; got {last!r}.")
         if held_out_every == 1 or held_out_every < 0:
-            raise ArgumentError(f"BatchStream: held_out_every must be 0 or at least 2; got {held_out_every}.")
-        self.source, self.batch, self.rows, self.lookups, self.jagged = source, batch, list(rows), lookups, jagged
+            raise ArgumentError(
+                f"BatchStream: held_out_every must be 0 or at least 2; got {held_out_every}."
+            )
+        self.source, self.batch, self.rows, self.lookups, self.jagged = (
+            source,
+            batch,
+            list(rows),
+            lookups,
+            jagged,
+        )
         self.rank, self.world_size, self.last = rank, world_size, last
         self.held_out_every, self.held_out = held_out_every, held_out
 

@@ -1,8 +1,9 @@
-"""Reading Criteo's click logs: the tab-separated text of Kaggle and Terabyte, and comma-separated copies of it.
+"""Reading Criteo's click logs: the tab-separated text of Kaggle and Terabyte, and comma-separated
+copies of it.
 
-A line is a label, 13 integers and 26 categories of up to 8 hexadecimal digits; any but the label may be empty. Lines are parsed
-a block at a time with numpy: every field's last character is known from the separators, and digit k from the right of all
-fields of a column range is one gather.
+A line is a label, 13 integers and 26 categories of up to 8 hexadecimal digits; any but the label
+may be empty. Lines are parsed a block at a time with numpy: every field's last character is known
+from the separators, and digit k from the right of all fields of a column range is one gather.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _NEWLINE, _POINT, _MINUS, _ZERO = b"\n.-0"
 _DECIMAL = np.full(256, _BAD, np.uint8)
 _DECIMAL[np.frombuffer(b"0123456789", np.uint8)] = np.arange(10)
 _HEX = _DECIMAL.copy()
-_HEX[np.frombuffer(b"abcdef", np.uint8)] = _HEX[np.frombuffer(b"ABCDEF", np.uint8)] = np.arange(10, 16)
+_HEX[np.frombuffer(b"abcdef", np.uint8)] = _HEX[np.frombuffer(b"ABCDEF", np.uint8)] = np.arange(
+    10, 16
+)
 
 _Ints = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
@@ -41,9 +44,10 @@ _Flags = npt.NDArray[np.bool_]
 class CriteoFiles:
     """The records of one or several files, in order, read as a stream.
 
-    Tabs or commas, with or without a header, plain or gzip (``.gz``), Unix or Windows line ends. Integers may be written as
-    pandas does (``260.0``). A corrupt line (not 40 fields, a label other than 0 and 1, an integer or id that is none) is
-    counted and skipped, and a warning says how many there were; with ``strict`` the first one is an error.
+    Tabs or commas, with or without a header, plain or gzip (``.gz``), Unix or Windows line ends.
+    Integers may be written as pandas does (``260.0``). A corrupt line (not 40 fields, a label other
+    than 0 and 1, an integer or id that is none) is counted and skipped, and a warning says how many
+    there were; with ``strict`` the first one is an error.
 
     Args:
         paths: the files.
@@ -54,7 +58,8 @@ class CriteoFiles:
 
     Raises:
         ArgumentError: a path is not a file.
-        DataError: while reading: a corrupt line under ``strict``, or a file that cannot be read at all.
+        DataError: while reading: a corrupt line under ``strict``, or a file that cannot be read at
+            all.
 
     Example:
         >>> for records in CriteoFiles(["day_0.gz"]):
@@ -85,13 +90,18 @@ class CriteoFiles:
             if bad.size:
                 where = f"{path}, line {line + (start > 0) + int(bad[0])}"
                 if self.strict:
-                    raise DataError(f"{where} must have a label, 13 integers and 26 hexadecimal ids; it has not.")
+                    raise DataError(
+                        f"{where} must have a label, 13 integers and 26 hexadecimal ids; it has "
+                        "not."
+                    )
                 first = first or where
                 self.corrupt[path] = self.corrupt.get(path, 0) + bad.size
             line += block.count(b"\n")
             yield records
         if first:
-            warnings.warn(f"{self.corrupt[path]} corrupt lines skipped, the first in {first}.", stacklevel=3)
+            warnings.warn(
+                f"{self.corrupt[path]} corrupt lines skipped, the first in {first}.", stacklevel=3
+            )
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -104,7 +114,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
                 if newline:
                     yield (whole + newline).replace(b"\r\n", b"\n")
                 elif len(rest) > _MAX_LINE_BYTES:
-                    raise DataError(f"{path} must consist of lines; got {len(rest)} bytes without an end of line.")
+                    raise DataError(
+                        f"{path} must consist of lines; got {len(rest)} bytes without an end of "
+                        "line."
+                    )
     except (OSError, EOFError) as error:
         raise DataError(f"{path} must be readable; {error}.") from error
     if rest:
@@ -125,7 +138,8 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
     r"""Parse whole lines, each ended by ``\n``.
 
     Returns:
-        The records of the good lines, and the numbers of the corrupt ones, counted from 0. Empty lines are neither.
+        The records of the good lines, and the numbers of the corrupt ones, counted from 0. Empty
+        lines are neither.
     """
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == separator[0]) | (data == _NEWLINE))
@@ -144,7 +158,9 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
     good = good_numbers & good_ids & ((labels == 0) | (labels == 1)) & (start[:, 0] < stop[:, 0])
     corrupt = ~empty
     corrupt[lines[good]] = False
-    return Records(labels[good].astype(np.uint8), numbers[good, 1:], ids[good]), np.flatnonzero(corrupt)
+    return Records(labels[good].astype(np.uint8), numbers[good, 1:], ids[good]), np.flatnonzero(
+        corrupt
+    )
 
 
 def _integers(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_Ints, _Flags]:
@@ -165,7 +181,12 @@ def _hexadecimals(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tup
 
 
 def _digits(
-    data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints, digit_of: npt.NDArray[np.uint8], base: int, most: int
+    data: npt.NDArray[np.uint8],
+    start: _Ints,
+    stop: _Ints,
+    digit_of: npt.NDArray[np.uint8],
+    base: int,
+    most: int,
 ) -> tuple[_Ints, _Flags]:
     length = stop - start
     values = np.zeros(length.shape, np.int64)

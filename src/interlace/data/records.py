@@ -51,7 +51,8 @@ class Records:
     @classmethod
     def empty(cls) -> Records:
         return cls(
-            np.zeros(0, np.uint8), np.zeros((0, INTEGERS), np.int64), np.zeros((0, CATEGORIES), np.int64)
+            np.zeros(0, np.uint8), np.zeros((0, INTEGERS), np.int64),
+            np.zeros((0, CATEGORIES), np.int64)
         )  # fmt: skip
 
 
@@ -63,7 +64,8 @@ def log_transform(integers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
 def hash_to_rows(ids: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
     """Ids to rows of a table: a missing id to row 0, any other to ``1 + mix(id) % (rows - 1)``.
 
-    ``mix`` is splitmix64's finaliser: the same on every machine and in every run, unlike Python's ``hash``.
+    ``mix`` is splitmix64's finaliser: the same on every machine and in every run, unlike Python's
+    ``hash``.
     """
     mixed = mix(ids.astype(np.uint64))
     return np.where(ids < 0, 0, 1 + (mixed % np.uint64(rows - 1)).astype(np.int64))

@@ -1,4 +1,6 @@
-"""Clicks of the form of Criteo's, made on the spot by a hidden model, so that there is something to learn."""
+"""Clicks of the form of Criteo's, made on the spot by a hidden model, so that there is something to
+learn.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ _ID_BITS = np.uint64(32)
 class SyntheticClicks:
     """A stream of records that depends on ``seed`` and on nothing else.
 
-    Integers are log-normal. The k-th commonest of a feature's categories comes with a probability of about ``1 / k`` (Zipf's
-    law), so a few rows of a table are looked up all the time and most hardly ever. One value in twenty is missing. The label
-    is drawn with probability ``sigmoid(score)``, where the score adds a weight for each integer's logarithm and a weight for
+    Integers are log-normal. The k-th commonest of a feature's categories comes with a probability
+    of about ``1 / k`` (Zipf's law), so a few rows of a table are looked up all the time and most
+    hardly ever. One value in twenty is missing. The label is drawn with probability
+    ``sigmoid(score)``, where the score adds a weight for each integer's logarithm and a weight for
     each category; the weights are drawn from the seed as well.
 
     Args:
         samples: records in the stream; None for an endless one.
-        seed: of the hidden model and of the records; streams with the same ``model_seed`` can be told apart by it.
-        model_seed: of the hidden model, if it is to be another one than ``seed``'s: for held-out records, say.
+        seed: of the hidden model and of the records; streams with the same ``model_seed`` can be
+            told apart by it.
+        model_seed: of the hidden model, if it is to be another one than ``seed``'s: for held-out
+            records, say.
         cardinality: categories that a feature has.
 
     Raises:
@@ -36,10 +41,18 @@ class SyntheticClicks:
         >>> train, held_out = SyntheticClicks(10_000, seed=1), SyntheticClicks(2_000, seed=2, model_seed=1)
     """
 
-    def __init__(self, samples: int | None, *, seed: int = 0, model_seed: int | None = None, cardinality: int = 1000) -> None:
+    def __init__(
+        self,
+        samples: int | None,
+        *,
+        seed: int = 0,
+        model_seed: int | None = None,
+        cardinality: int = 1000,
+    ) -> None:
         if cardinality < 1 or (samples is not None and samples < 0):
             raise ArgumentError(
-                f"SyntheticClicks: cardinality must be positive and samples not negative; got {cardinality} and {samples}."
+                "SyntheticClicks: cardinality must be positive and samples not negative; got "
+                f"{cardinality} and {samples}."
             )
         self.samples, self.seed, self.cardinality = samples, seed, cardinality
         self.model_seed = seed if model_seed is None else model_seed
@@ -69,8 +82,11 @@ class SyntheticClicks:
         probability = 1 / (1 + np.exp(-self._score(integers, ids)))
         return Records((draw.random(_BLOCK) < probability).astype(np.uint8), integers, ids)
 
-    def _score(self, integers: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def _score(
+        self, integers: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
         dense = (log_transform(integers) - self._scales) @ self._weights
-        # An id's weight is a hash of it, uniform in (-1, 1): nothing need be stored for ids that never come.
+        # An id's weight is a hash of it, uniform in (-1, 1): nothing need be stored for ids that
+        # never come.
         weights = mix(ids.astype(np.uint64) ^ self._salts) / 2.0**63 - 1
         return np.asarray(dense + 0.7 * weights.sum(axis=1) - 0.5, dtype=np.float64)

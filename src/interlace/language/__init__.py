@@ -1,4 +1,5 @@
-"""GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``."""
+"""GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``.
+"""
 
 from interlace.language.counting import arrive_last, count
 from interlace.language.primitives import (

@@ -1,10 +1,13 @@
-"""What the primitives are made of on a GPU; ``_interpreted`` has the same names for the CPU backend."""
+"""What the primitives are made of on a GPU; ``_interpreted`` has the same names for the CPU
+backend.
+"""
 
 import triton
 import triton.language as tl
 from triton.language import core
 
-# Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike (docs/decisions/0005).
+# Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike
+# (docs/decisions/0005).
 _PAUSE_NS = 20
 
 
@@ -45,7 +48,8 @@ def clock_ns(lanes):
 @core.extern
 def _fence_every_thread(_semantic=None):
     core.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1,
+        _semantic=_semantic
     )
 
 
@@ -54,7 +58,8 @@ def fence_system(scratch):
     if is_cuda():
         _fence_every_thread()
     else:
-        # No portable fence: a release by one thread, after a barrier that makes the others' stores its own past.
+        # No portable fence: a release by one thread, after a barrier that makes the others' stores
+        # its own past.
         tl.debug_barrier()
         tl.atomic_xchg(scratch, 0, sem="release", scope="sys")
 
@@ -69,7 +74,9 @@ def _load_acquire_cuda(ptr, mask, _semantic=None):
 
 @triton.jit
 def load_acquire(ptr, mask):
-    """Load int32 signals; what was released before they were set is visible to the loading thread. 0 outside the mask."""
+    """Load int32 signals; what was released before they were set is visible to the loading thread.
+    0 outside the mask.
+    """
     if is_cuda():
         return _load_acquire_cuda(ptr, mask.to(tl.int32))
     else:
@@ -85,7 +92,8 @@ def store_to_peer(ptr, value, peer, rank, mask):
 def signal_peer(ptr, epoch, peer, rank, mask, ORDER: tl.constexpr):
     tl.static_assert(ORDER == "release" or ORDER == "relaxed", "signal: order must be release or relaxed")
     if ORDER == "release":
-        # Triton puts no barrier between a tile's stores and a release: other warps' stores would not be covered.
+        # Triton puts no barrier between a tile's stores and a release: other warps' stores would
+        # not be covered.
         tl.debug_barrier()
     tl.atomic_xchg(ptr, epoch, mask=mask, sem=ORDER, scope="sys")
 

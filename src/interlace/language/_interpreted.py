@@ -1,4 +1,5 @@
-"""What the primitives are made of in Triton's interpreter: plain Python, called while a kernel runs.
+"""What the primitives are made of in Triton's interpreter: plain Python, called while a kernel
+runs.
 
 Every store to a peer goes through ``cpu_faults.deliver``, which counts it and may hold it back.
 """

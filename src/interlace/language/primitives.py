@@ -1,7 +1,7 @@
 """GPU-initiated communication for any ``@triton.jit`` kernel; the memory model is in ``README.md``.
 
-Every primitive works on the group's memory: ``ptr`` addresses rank 0's copy, and ``peer`` chooses whose copy is meant.
-``group`` is what :func:`join` makes of the kernel's ``ctx`` argument.
+Every primitive works on the group's memory: ``ptr`` addresses rank 0's copy, and ``peer`` chooses
+whose copy is meant. ``group`` is what :func:`join` makes of the kernel's ``ctx`` argument.
 """
 
 import triton
@@ -35,17 +35,21 @@ _MISCOUNTED = tl.constexpr(context.MISCOUNTED)
 
 # Looks at a signal between two looks at the clock and at the group's health.
 _LOOKS = tl.constexpr(4 if interpreting() else 128)
-# Epoch cells written at a time: a few a thread on a GPU, all at once where every step of Python counts.
+# Epoch cells written at a time: a few a thread on a GPU, all at once where every step of Python
+# counts.
 _CELLS = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)
 _TAG = tl.constexpr(0xFFFFFFFF)
 _EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
-# A signal may be a call or two ahead of who waits for it; where epochs wrap, the next one is three more.
+# A signal may be a call or two ahead of who waits for it; where epochs wrap, the next one is three
+# more.
 _AHEAD = tl.constexpr(4)
-# Calls from one clearing of old signals to the next, and how old a signal must be to be cleared: far more than any rank
-# can be behind, and together far less than the calls after which an epoch's number comes again.
+# Calls from one clearing of old signals to the next, and how old a signal must be to be cleared:
+# far more than any rank can be behind, and together far less than the calls after which an epoch's
+# number comes again.
 _CLEARING_PERIOD = tl.constexpr(1 << (context.EPOCH_BITS - 2))
 _OLD = tl.constexpr(1 << (context.EPOCH_BITS - 4))
-_CLEARED = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)  # words that a program looks at, at a time
+# Words that a program looks at, at a time
+_CLEARED = tl.constexpr(MAX_PROGRAMS if interpreting() else 128)
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 _RELEASE = tl.constexpr("release")
 
@@ -61,7 +65,8 @@ def join(ctx):
         ctx: the operator's context (``Group.context(operator)``).
 
     Returns:
-        ``group``: the context, this rank, and the bytes between two ranks' copies. Volatile, so that the compiler does not
+        ``group``: the context, this rank, and the bytes between two ranks' copies. Volatile, so
+            that the compiler does not
         move the loads to where the primitives need them: there they would cost a trip to memory.
     """
     return ctx, tl.load(ctx + _RANK, volatile=True).to(tl.int32), tl.load(ctx + _STRIDE_BYTES, volatile=True)
@@ -75,19 +80,24 @@ def rank(group):
 
 @triton.jit
 def world_size(group):
-    """Ranks in the group (int32 scalar). Loops over peers want it as a constexpr argument instead."""
+    """Ranks in the group (int32 scalar). Loops over peers want it as a constexpr argument instead.
+    """
     return tl.load(group[0] + _WORLD_SIZE).to(tl.int32)
 
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr):
-    """A pointer to symmetric memory from ``SymmetricTensor.address``, which every kernel gets as an integer."""
+    """A pointer to symmetric memory from ``SymmetricTensor.address``, which every kernel gets as an
+    integer.
+    """
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def peer_pointer(ptr, peer, group):
-    """Where ``peer``'s copy of ``ptr`` is mapped here. ``peer`` is a scalar, or a tile that broadcasts with ``ptr``."""
+    """Where ``peer``'s copy of ``ptr`` is mapped here. ``peer`` is a scalar, or a tile that
+    broadcasts with ``ptr``.
+    """
     stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     return ptr + tl.multiple_of(stride, 16) * peer
 
@@ -97,16 +107,20 @@ def peer_pointer(ptr, peer, group):
 
 @triton.jit
 def next_epoch(epochs):
-    """The number of this call (int32 scalar, 1 to ``2**24 - 2``, then 1 again), as this program's cell says.
+    """The number of this call (int32 scalar, 1 to ``2**24 - 2``, then 1 again), as this program's
+    cell says.
 
-    One trip to memory, as for :func:`join`. Call both once the kernel's first loads are under way: then it costs nothing.
+    One trip to memory, as for :func:`join`. Call both once the kernel's first loads are under way:
+    then it costs nothing.
     """
     return tl.load(epochs + tl.program_id(0), volatile=True)
 
 
 @triton.jit
 def previous_epoch(epoch):
-    """The number of the call before this one. A signal that was never set counts as the one before the first call."""
+    """The number of the call before this one. A signal that was never set counts as the one before
+    the first call.
+    """
     return (epoch - tl.where(((epoch - 1) & _EPOCH_MASK) == 0, 3, 1)) & _EPOCH_MASK
 
 
@@ -114,21 +128,23 @@ def previous_epoch(epoch):
 def following_epoch(epoch):
     """The number of the call after this one; of the first, where ``epoch`` is 0.
 
-    Zero and the number before it are left out. A packed word of two values carries the number alone, which must differ from
-    memory that was never written; and parity must go on alternating.
+    Zero and the number before it are left out. A packed word of two values carries the number
+    alone, which must differ from memory that was never written; and parity must go on alternating.
     """
     return (epoch + tl.where(((epoch + 2) & _EPOCH_MASK) == 0, 3, 1)) & _EPOCH_MASK
 
 
 @triton.jit
 def mark(epoch, call):
-    """The stamp of a call, which its signals and words carry: the epoch in the low 24 bits, the call's mark in the high 8.
+    """The stamp of a call, which its signals and words carry: the epoch in the low 24 bits, the
+    call's mark in the high 8.
 
-    Ranks that make different calls, both of them agreed on before, then wait for each other until the deadline instead of
-    taking each other's data for their own.
+    Ranks that make different calls, both of them agreed on before, then wait for each other until
+    the deadline instead of taking each other's data for their own.
 
     Args:
-        call: int32 scalar: what ``Group.agree`` returned for the call's arguments (its high 8 bits).
+        call: int32 scalar: what ``Group.agree`` returned for the call's arguments (its high 8
+            bits).
     """
     return (epoch & _EPOCH_MASK) | call
 
@@ -141,19 +157,23 @@ def unmarked(stamp):
 
 @triton.jit
 def in_turn(ptr, epoch, count):
-    """The one of two sets of ``count`` signals (or numbers) from ``ptr`` on whose turn it is in this call.
+    """The one of two sets of ``count`` signals (or numbers) from ``ptr`` on whose turn it is in
+    this call.
 
-    A rank may be one call ahead of another, and then sets its signals of the next call before this one's were seen.
+    A rank may be one call ahead of another, and then sets its signals of the next call before this
+    one's were seen.
     """
     return ptr + (epoch & 1) * count
 
 
 @triton.jit
 def advance_epoch(epochs, epoch):
-    """Say that this program is done with ``epoch``: its cell then holds the next one. The last thing a kernel does.
+    """Say that this program is done with ``epoch``: its cell then holds the next one. The last
+    thing a kernel does.
 
-    The programs of a launch share out all cells, so that a later launch of any grid finds them equal: no atomic, no
-    second launch, and no program can see a cell change before it has read its own.
+    The programs of a launch share out all cells, so that a later launch of any grid finds them
+    equal: no atomic, no second launch, and no program can see a cell change before it has read its
+    own.
     """
     following = following_epoch(epoch)
     programs = tl.num_programs(0)
@@ -164,13 +184,16 @@ def advance_epoch(epochs, epoch):
 
 @triton.jit
 def clear_old(ptr, count, epoch, group):
-    """Every ``2**22`` calls: set this rank's signals or packed words that are older than ``2**20`` calls to 0.
+    """Every ``2**22`` calls: set this rank's signals or packed words that are older than ``2**20``
+    calls to 0.
 
-    Epochs come again after ``2**24`` calls. A signal that only some calls set, which nobody has set for exactly as long,
-    would then pass for this call's. In all other calls this costs a comparison. A signal that a peer sets meanwhile is kept.
+    Epochs come again after ``2**24`` calls. A signal that only some calls set, which nobody has set
+    for exactly as long, would then pass for this call's. In all other calls this costs a
+    comparison. A signal that a peer sets meanwhile is kept.
 
     Args:
-        ptr: pointer to int32 signals or int64 packed words (rank 0's copy, as always); no counters may be among them.
+        ptr: pointer to int32 signals or int64 packed words (rank 0's copy, as always); no counters
+            may be among them.
         count: how many there are (int32 scalar); the programs of a launch share them out.
         epoch: of this call.
     """
@@ -191,7 +214,8 @@ def clear_old(ptr, count, epoch, group):
 
 @triton.jit
 def put(ptr, value, peer, group, mask=None):
-    """Store a tile in ``peer``'s copy of ``ptr``. Relaxed: order it by :func:`signal` or :func:`fence`.
+    """Store a tile in ``peer``'s copy of ``ptr``. Relaxed: order it by :func:`signal` or
+    :func:`fence`.
 
     ``peer`` may be a tile: then each element goes to its own peer.
     """
@@ -200,13 +224,17 @@ def put(ptr, value, peer, group, mask=None):
 
 @triton.jit
 def get(ptr, peer, group, mask=None, other=None):
-    """Load a tile from ``peer``'s copy of ``ptr``, past the first-level cache. Relaxed; usually after a :func:`wait`."""
+    """Load a tile from ``peer``'s copy of ``ptr``, past the first-level cache. Relaxed; usually
+    after a :func:`wait`.
+    """
     return tl.load(peer_pointer(ptr, peer, group), mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def fence(group):
-    """Order all earlier puts of this program before all its later ones (acquire-release, system scope)."""
+    """Order all earlier puts of this program before all its later ones (acquire-release, system
+    scope).
+    """
     tl.debug_barrier()
     fence_system(tl.load(group[0] + _SCRATCH_ADDRESS).to(tl.pointer_type(tl.int32)))
     tl.debug_barrier()
@@ -219,10 +247,10 @@ def fence(group):
 def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
     """Set the int32 signal ``ptr`` on ``peer`` to ``epoch``.
 
-    With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this program, by any of
-    its threads; ``"relaxed"`` promises nothing. A signal has one writer, which sets it again only once its reader has seen it
-    (:func:`in_turn`).
-    ``ptr`` and ``peer`` may be tiles: several signals at once.
+    With order ``"release"`` (system scope) whoever has waited for it sees every earlier put of this
+    program, by any of its threads; ``"relaxed"`` promises nothing. A signal has one writer, which
+    sets it again only once its reader has seen it (:func:`in_turn`). ``ptr`` and ``peer`` may be
+    tiles: several signals at once.
     """
     signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
 
@@ -238,7 +266,8 @@ def put_signal(ptr, value, signal_ptr, epoch, peer, group, mask=None):
 def wait(ptr, epoch, peer, slice, group, mask):
     """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
 
-    A signal has, where its mark is that of ``epoch`` and its number is that of ``epoch`` or of one of the next calls.
+    A signal has, where its mark is that of ``epoch`` and its number is that of ``epoch`` or of one
+    of the next calls.
 
     Args:
         ptr: 1-D int32 tile of signals (rank 0's copy, as always).
@@ -248,10 +277,11 @@ def wait(ptr, epoch, peer, slice, group, mask):
         mask: tile; signals outside it are not awaited.
 
     Returns:
-        Whether they did (bool scalar). False after the deadline, or once the group is broken: the program must not
-        use what it waited for, and should end.
+        Whether they did (bool scalar). False after the deadline, or once the group is broken: the
+        program must not use what it waited for, and should end.
     """
-    # One look a thread, as in _sum_words: the sum over all copies decides, so that every thread has the same answer.
+    # One look a thread, as in _sum_words: the sum over all copies decides, so that every thread has
+    # the same answer.
     COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0])
     copy = tl.zeros([ptr.shape[0], COPIES], tl.int32) + tl.arange(0, COPIES)[None, :]
     here = peer_pointer(ptr, rank(group), group)[:, None] + copy * 0
@@ -284,7 +314,9 @@ def wait(ptr, epoch, peer, slice, group, mask):
 
 @triton.jit
 def _is_behind(seen, epoch):
-    """Whether a signal is not this call's, nor one of the same mark a call or two later. Numbers wrap; marks do not."""
+    """Whether a signal is not this call's, nor one of the same mark a call or two later. Numbers
+    wrap; marks do not.
+    """
     return (((seen - epoch) & _EPOCH_MASK) >= _AHEAD) | (unmarked(seen ^ epoch) != (seen ^ epoch))
 
 
@@ -295,9 +327,10 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     Puts that any of them made before are then visible to all of them.
 
     Args:
-        ptr: ``2 * WORLD_SIZE`` int32 signals of this program index alone: two sets, which take turns by the epoch's parity, for a
-            rank may be one barrier ahead of another.
-        epoch: int32 scalar: the stamp or the number of this barrier; consecutive ones differ in parity.
+        ptr: ``2 * WORLD_SIZE`` int32 signals of this program index alone: two sets, which take
+            turns by the epoch's parity, for a rank may be one barrier ahead of another.
+        epoch: int32 scalar: the stamp or the number of this barrier; consecutive ones differ in
+            parity.
     """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     me = rank(group)
@@ -307,20 +340,23 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
     return wait(ptr + peers, epoch, peers, tl.program_id(0), group, others)
 
 
-# Packed words: values and their epoch in one 8-byte store, which arrives whole. No signal, no fence.
+# Packed words: values and their epoch in one 8-byte store, which arrives whole. No signal, no
+# fence.
 
 
 @triton.jit
 def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr = 1):
     """Store float32 values with ``epoch`` as int64 words in ``peer``'s copy of ``ptr``.
 
-    Words need no order among themselves or with anything else: each carries the proof of its own arrival.
-    One value a word costs twice the bytes of a :func:`put`, and two cost as many; both save the signal's round trip.
+    Words need no order among themselves or with anything else: each carries the proof of its own
+    arrival. One value a word costs twice the bytes of a :func:`put`, and two cost as many; both
+    save the signal's round trip.
 
     Args:
         value: float32 tile of the shape of ``ptr``; with two values a word, ``[*shape, 2]``.
-        VALUES: 1: all 32 bits of the value and of the epoch. 2: each value rounded to 20 bits (sign, 8 of exponent, 11 of
-            mantissa, so that values of float16 and bfloat16 are kept exactly), and 24 bits of the epoch, without its mark.
+        VALUES: 1: all 32 bits of the value and of the epoch. 2: each value rounded to 20 bits
+            (sign, 8 of exponent, 11 of mantissa, so that values of float16 and bfloat16 are kept
+            exactly), and 24 bits of the epoch, without its mark.
     """
     if VALUES == 1:
         word = (value.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (epoch.to(tl.int64) & _TAG)
@@ -384,7 +420,8 @@ def sum_packed(
 
     Args:
         ptr: 2-D int64 tile: where rank 0's words arrive; rank s's arrive at ``ptr + s * stride``.
-        own: float32 tile: this rank's part, kept in registers; or None if it was put like the others'.
+        own: float32 tile: this rank's part, kept in registers; or None if it was put like the
+            others'.
         slice: scalar: what is awaited, for the error.
         mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
         VALUES: in a word, as they were put. Two: ``own`` and the result are ``[*shape, 2]``.
@@ -401,9 +438,10 @@ def _sum_words(
     ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr, VALUES: tl.constexpr
 ):  # fmt: skip
     """The sum over s of the words at ``ptr + s * stride``, which rank ``first + s`` puts there."""
-    # A tile smaller than the program is held several times over, each copy loaded by another thread. While words arrive,
-    # copies differ, and threads that judge by their own would part ways. So copies get a dimension of their own: then the
-    # sum that decides is over all of them, and every thread has the same answer.
+    # A tile smaller than the program is held several times over, each copy loaded by another
+    # thread. While words arrive, copies differ, and threads that judge by their own would part
+    # ways. So copies get a dimension of their own: then the sum that decides is over all of them,
+    # and every thread has the same answer.
     COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0] * ptr.shape[1])
     copy = tl.zeros([ptr.shape[0], ptr.shape[1], COPIES], tl.int32) + tl.arange(0, COPIES)[None, None, :]
     here = peer_pointer(ptr, rank(group), group)[:, :, None] + copy * 0
@@ -411,14 +449,16 @@ def _sum_words(
     me = rank(group) + copy * 0
     wanted = mask[:, :, None] & (copy >= 0)
     if own is not None and VALUES == 2:
-        own = _round_to_20_bits(own).to(tl.float32, bitcast=True)  # what the others got: all ranks add the same
+        # What the others got: all ranks add the same
+        own = _round_to_20_bits(own).to(tl.float32, bitcast=True)
     looks = 0
     missing = 1
     expired = 0
     start = tl.zeros([], tl.int64)
     total = _unpack(tl.zeros(copy.shape, tl.int64), VALUES)
     while missing > 0:
-        # All ranks' words are loaded before the first is looked at: one round trip a look, not one a rank.
+        # All ranks' words are loaded before the first is looked at: one round trip a look, not one
+        # a rank.
         total = _unpack(tl.zeros(copy.shape, tl.int64), VALUES)
         absent = tl.zeros(copy.shape, tl.int32)
         for source in tl.static_range(SOURCES):
@@ -443,7 +483,8 @@ def _sum_words(
         missing = missing * (1 - expired)
     if expired > 0:
         _report_missing_words(here, stride, first[:, :, None] + copy * 0, epoch, slice, group, wanted, SOURCES, VALUES)
-    # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops another result.
+    # Every carried variable is used here: Triton 3.6 fails on a loop that carries a tile and drops
+    # another result.
     total = tl.where((expired == 0) & (missing == 0) & (looks > 0) & (start >= 0), total, float("nan"))
     counted = copy == 0 if VALUES == 1 else (copy == 0)[:, :, :, None]
     return tl.sum(tl.where(counted, total, 0.0), 2)
@@ -454,14 +495,18 @@ def _sum_words(
 
 @triton.jit
 def nan_unless(arrived, value):
-    """``value``, a tile of floats, or NaN where ``arrived`` (int32 scalar) is 0: a failed wait must not pass a number on."""
+    """``value``, a tile of floats, or NaN where ``arrived`` (int32 scalar) is 0: a failed wait must
+    not pass a number on.
+    """
     nothing = tl.full(value.shape, float("nan"), tl.float32).to(value.dtype)  # Triton 3.6's interpreter has no constants of bfloat16
     return tl.where(arrived + tl.zeros(value.shape, tl.int32) > 0, value, nothing)
 
 
 @triton.jit
 def fill_nan(target, count):
-    """Fill ``count`` elements of this rank's memory from the pointer ``target`` on: a result that could not be computed."""
+    """Fill ``count`` elements of this rank's memory from the pointer ``target`` on: a result that
+    could not be computed.
+    """
     lanes = tl.arange(0, 1024)
     for start in range(0, count, 1024):
         nothing = tl.full([1024], float("nan"), tl.float32).to(target.dtype.element_ty)
@@ -479,13 +524,16 @@ def _lanes():
 
 @triton.jit
 def _start(start):
-    """When a wait began, as far as its deadline is concerned: the first time that it looks at the clock."""
+    """When a wait began, as far as its deadline is concerned: the first time that it looks at the
+    clock.
+    """
     return tl.where(start == 0, tl.max(clock_ns(_lanes()), 0), start)
 
 
 @triton.jit
 def _over(start, group):
-    """1 if a wait that began at ``start`` must end (its deadline has passed, or another wait's has), else 0.
+    """1 if a wait that began at ``start`` must end (its deadline has passed, or another wait's
+    has), else 0.
 
     Threads read clock and flag at different times; the maximum over all gives each the same answer.
     """
@@ -497,13 +545,17 @@ def _over(start, group):
 
 @triton.jit
 def report_miscount(group, piece, wanted, seen):
-    """Record, for the host, that a kernel has counted ``seen`` tiles of a piece that has ``wanted``; the group is broken then."""
+    """Record, for the host, that a kernel has counted ``seen`` tiles of a piece that has
+    ``wanted``; the group is broken then.
+    """
     _report(group, rank(group), piece, wanted, seen, _MISCOUNTED)
 
 
 @triton.jit
 def _report(group, peer, slice, wanted, seen, CODE: tl.constexpr):
-    """Record a failure, if it is the first: the flag for this rank's programs, the rest for the host."""
+    """Record a failure, if it is the first: the flag for this rank's programs, the rest for the
+    host.
+    """
     broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     if tl.atomic_cas(broken, 0, 1, sem="relaxed", scope="gpu") == 0:
         record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))

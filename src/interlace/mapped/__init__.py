@@ -1,8 +1,19 @@
-"""Outputs that live on peers: any kernel's ordinary stores become communication. See ``docs/mapped-outputs.md``."""
+"""Outputs that live on peers: any kernel's ordinary stores become communication. See
+``docs/mapped-outputs.md``.
+"""
 
 from interlace.mapped.collectives import COLLECTIVES, TRANSPORTS, Fused, fuse
 from interlace.mapped.output import MappedOutput
 from interlace.mapped.rotating import RotatingInput, empty_rotating
 from interlace.mapped.triggered import TriggeredTransfers
 
-__all__ = ["COLLECTIVES", "TRANSPORTS", "Fused", "MappedOutput", "RotatingInput", "TriggeredTransfers", "empty_rotating", "fuse"]
+__all__ = [
+    "COLLECTIVES",
+    "TRANSPORTS",
+    "Fused",
+    "MappedOutput",
+    "RotatingInput",
+    "TriggeredTransfers",
+    "empty_rotating",
+    "fuse",
+]

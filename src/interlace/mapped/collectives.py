@@ -24,7 +24,8 @@ class Fused:
     """A producer whose stores are the first half of a collective; made by :func:`fuse`.
 
     Attributes:
-        output: the mapped output that the producer writes; :class:`TriggeredTransfers` for one that counts.
+        output: the mapped output that the producer writes; :class:`TriggeredTransfers` for one that
+            counts.
     """
 
     def __init__(
@@ -42,30 +43,46 @@ class Fused:
         device: torch.device | str | None,
     ) -> None:
         if collective not in COLLECTIVES:
-            raise ArgumentError(f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}.")
-        if collective in ("reduce_scatter", "all_reduce") and (dtype not in _SUMMABLE or len(shape) not in (2, 3)):
             raise ArgumentError(
-                f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, bfloat16 or float32; got {tuple(shape)} "
+                f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}."
+            )
+        if collective in ("reduce_scatter", "all_reduce") and (
+            dtype not in _SUMMABLE or len(shape) not in (2, 3)
+        ):
+            raise ArgumentError(
+                f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, "
+                f"bfloat16 or float32; got {tuple(shape)} "
                 f"of {dtype}."
             )
         if transport not in TRANSPORTS:
-            raise ArgumentError(f"fuse: transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}.")
+            raise ArgumentError(
+                f"fuse: transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}."
+            )
         if transport == "copy_engine" and collective in _ROOTED:
-            raise ArgumentError(f"fuse: {collective} must have transport 'stores'; got 'copy_engine'.")
+            raise ArgumentError(
+                f"fuse: {collective} must have transport 'stores'; got 'copy_engine'."
+            )
         if transport == "stores" and tiles is not None:
-            raise ArgumentError(f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}.")
+            raise ArgumentError(
+                f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}."
+            )
         self.producer, self.collective, self.root = producer, collective, root
         self.output: MappedOutput
         if transport == "stores":
             to = root if collective == "gather" else None
-            self.output = MappedOutput(shape, dtype=dtype, order=order, root=to, group=group, device=device)
+            self.output = MappedOutput(
+                shape, dtype=dtype, order=order, root=to, group=group, device=device
+            )
         else:
             self.output = TriggeredTransfers(
-                shape, dtype=dtype, tiles=tiles, pieces=pieces, order=order, group=group, device=device
+                shape, dtype=dtype, tiles=tiles, pieces=pieces, order=order, group=group,
+                device=device
             )  # fmt: skip
         self.shape = tuple(int(size) for size in shape)
         ranks = self.output.group.world_size
-        self._parts = self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])
+        self._parts = (
+            self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])
+        )
         self._sums, self._gives_views = None, False
         self.output.collects = collective in ("reduce_scatter", "all_reduce")
         if collective == "all_reduce":
@@ -75,29 +92,38 @@ class Fused:
         """Run the producer, and the rest of the collective. Collective; the host does not wait.
 
         Returns:
-            all_to_all: ``[M, N]``, rows in the order of the ranks that made them (``[R, ...]`` for such a shape). gather:
-            ``[R, ...]`` on the root, of no elements elsewhere. scatter: what the root made for this rank. These are memory that
-            the call after the next one writes again; clone what is to stay, unless it is read on this stream before the next
-            call.
-            reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory as above. Sums are float32, in rank order.
+            all_to_all: ``[M, N]``, rows in the order of the ranks that made them (``[R, ...]`` for
+            such a shape). gather: ``[R, ...]`` on the root, of no elements elsewhere. scatter: what
+            the root made for this rank. These are memory that the call after the next one writes
+            again; clone what is to stay, unless it is read on this stream before the next call.
+            reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory as above.
+                Sums are float32, in rank order.
         """
         if self.collective == "all_to_all" and self.output.collects:
-            raise ArgumentError("fuse: an all_to_all whose calls are run_into must not be called for views. Make another.")
+            raise ArgumentError(
+                "fuse: an all_to_all whose calls are run_into must not be called for views. Make "
+                "another."
+            )
         self._gives_views = True
         return self._run(None, args, kwargs)
 
     def run_into(self, result: torch.Tensor, *args: Any) -> None:
-        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays as it is.
+        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays
+        as it is.
 
         Raises:
             ArgumentError: an all_to_all that was called for a view before.
         """
         if self.collective == "all_to_all" and self._gives_views:
-            raise ArgumentError("fuse: an all_to_all that was called for views must not be run_into. Make another.")
+            raise ArgumentError(
+                "fuse: an all_to_all that was called for views must not be run_into. Make another."
+            )
         self.output.collects = True
         self._run(result, args, {})
 
-    def _run(self, result: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _run(
+        self, result: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         group, turn = self.output.group, self.output.turn
         target = self.output.begin()
         if isinstance(self.output, TriggeredTransfers):
@@ -105,7 +131,8 @@ class Fused:
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         if self.collective != "scatter" or group.rank == self.root:
             try:
-                with group.on_device():  # a producer may launch kernels, which run on the current GPU
+                # A producer may launch kernels, which run on the current GPU
+                with group.on_device():
                     self.producer(*args, **kwargs, out=target)
             except BaseException:  # the next call is another epoch
                 self.output.abandon()
@@ -134,7 +161,11 @@ class Fused:
         group, (ranks, rows, columns) = self.output.group, self._parts
         nbytes = math.prod(self._parts) * self.output.dtype.itemsize
         address = self._sums.address + turn * (self._sums.nbytes // 2) + group.rank * group.stride
-        return view_as(bytes_at(address, (nbytes,), (1,), group.device, self._sums), (ranks * rows, columns), self.output.dtype)
+        return view_as(
+            bytes_at(address, (nbytes,), (1,), group.device, self._sums),
+            (ranks * rows, columns),
+            self.output.dtype,
+        )
 
 
 def fuse(
@@ -151,22 +182,26 @@ def fuse(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Fused:
-    """Make the stores of any producer the first half of a collective. Collective; every rank gives the same arguments.
+    """Make the stores of any producer the first half of a collective. Collective; every rank gives
+    the same arguments.
 
-    The producer is not changed: its output is memory of the ranks that need it. No autograd: it has to write to ``out``.
+    The producer is not changed: its output is memory of the ranks that need it. No autograd: it has
+    to write to ``out``.
 
     Args:
-        producer: called with the arguments of the result, and ``out=``: ``torch.mm``, ``torch.bmm``, a function that launches a
-            kernel of your own, a compiled graph. It must write every element of ``out`` and only store there.
-        collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_reduce"`` (sums), ``"gather"`` (to ``root``), ``"scatter"`` (from
-            ``root``, whose producer alone is called).
-        shape: of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R, ...)``, for sums ``(R, M/R, N)``; any shape
-            for gather.
+        producer: called with the arguments of the result, and ``out=``: ``torch.mm``,
+            ``torch.bmm``, a function that launches a kernel of your own, a compiled graph. It must
+            write every element of ``out`` and only store there.
+        collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_reduce"`` (sums), ``"gather"``
+            (to ``root``), ``"scatter"`` (from ``root``, whose producer alone is called).
+        shape: of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R, ...)``, for
+            sums ``(R, M/R, N)``; any shape for gather.
         dtype: of the output; sums: float16, bfloat16 or float32.
         order: see :class:`MappedOutput`; the producer's rows must be in that order.
-        transport: ``"stores"``: the producer's own stores go to the peers. ``"copy_engine"``: it stores to memory of this rank, and
-            copies take each part away once it is complete; see :class:`TriggeredTransfers`. It then also gets ``send=``, to be
-            called with each part that it has completed, or, with tiles, ``counters=``. Not for gather and scatter.
+        transport: ``"stores"``: the producer's own stores go to the peers. ``"copy_engine"``: it
+            stores to memory of this rank, and copies take each part away once it is complete; see
+            :class:`TriggeredTransfers`. It then also gets ``send=``, to be called with each part
+            that it has completed, or, with tiles, ``counters=``. Not for gather and scatter.
         tiles, pieces: as there.
         group, device: as for :class:`MappedOutput`.
 
@@ -180,4 +215,6 @@ def fuse(
         >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=(4096, 4096), dtype=torch.bfloat16)
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
-    return Fused(producer, collective, shape, dtype, order, root, transport, tiles, pieces, group, device)
+    return Fused(
+        producer, collective, shape, dtype, order, root, transport, tiles, pieces, group, device
+    )

@@ -15,11 +15,11 @@ _PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has barriers
 def meet(signals, epochs, ctx, sound, call, WORLD_SIZE: tl.constexpr):
     """A barrier of all ranks' streams. One program.
 
-    Protocol: what kernels before this one stored, to peers too, is in the past of its signals (they release, at system scope), and
-    what follows it comes after its waits (they acquire).
+    Protocol: what kernels before this one stored, to peers too, is in the past of its signals (they
+    release, at system scope), and what follows it comes after its waits (they acquire).
 
-    Example: two ranks; a product on rank 0 stored rows to rank 1. Rank 1's kernel ends once rank 0's signal is here, and the rows
-    with it.
+    Example: two ranks; a product on rank 0 stored rows to rank 1. Rank 1's kernel ends once rank
+    0's signal is here, and the rows with it.
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
@@ -31,10 +31,12 @@ def meet(signals, epochs, ctx, sound, call, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces"])
 def settle(counters, tiles, sound, ctx, pieces, PIECES: tl.constexpr):
-    """After the kernel that counts: whether it has counted every tile of every piece, once. One program.
+    """After the kernel that counts: whether it has counted every tile of every piece, once. One
+    program.
 
-    Protocol: copies wait for ``tiles`` in each of the ``pieces`` counters. A counter that falls short is set to it, so that they
-    end; what they have copied is then not announced (``sound`` is 0), and the host is told.
+    Protocol: copies wait for ``tiles`` in each of the ``pieces`` counters. A counter that falls
+    short is set to it, so that they end; what they have copied is then not announced (``sound`` is
+    0), and the host is told.
 
     Example: two pieces of three tiles, counted 3 and 2: the second counter becomes 3, ``sound`` 0.
     """
@@ -54,23 +56,27 @@ def settle(counters, tiles, sound, ctx, pieces, PIECES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots", "result", "landing", "signals", "call", "rows"])
 def collect(
-    slots, result, landing, signals, epochs, ctx, sound, call, rows, columns, slot_stride, row_stride,
-    WORLD_SIZE: tl.constexpr, HOW: tl.constexpr, IN_PLACE: tl.constexpr, CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    slots, result, landing, signals, epochs, ctx, sound, call, rows, columns, slot_stride,
+    row_stride, WORLD_SIZE: tl.constexpr, HOW: tl.constexpr, IN_PLACE: tl.constexpr,
+    CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`meet`, and then what every rank wrote for this one, ``[rank, row, column]``, goes to the contiguous ``result``.
+    """:func:`meet`, and then what every rank wrote for this one, ``[rank, row, column]``, goes to
+    the contiguous ``result``.
 
-    ``HOW`` is ``"copy"``: all of it, ``[rank * row, column]``. ``"sum"``: the sum over ranks, ``[row, column]``, float32 in rank
-    order. ``"sum_for_all"``: that sum, of every rank: ``[rank * row, column]``; ``landing`` is symmetric memory of this size, the
-    result itself if ``IN_PLACE``.
+    ``HOW`` is ``"copy"``: all of it, ``[rank * row, column]``. ``"sum"``: the sum over ranks,
+    ``[row, column]``, float32 in rank order. ``"sum_for_all"``: that sum, of every rank: ``[rank *
+    row, column]``; ``landing`` is symmetric memory of this size, the result itself if ``IN_PLACE``.
 
-    Protocol: each program meets the programs of its index on all ranks, as :func:`meet` does. Under ``"sum_for_all"`` it then puts
-    its tiles of this rank's sum into every peer's landing, signals, and waits for its peers' programs of the same index, whose
-    tiles are then here. What does not come in time is NaN. Landings are free: a peer that has met this rank has read the
-    one of the call before the last. Slots take turns, too, unless the call is ``CAPTURED``: then the next one may write to the
-    same, and programs part only when their peers have read them, which the sums of all imply.
+    Protocol: each program meets the programs of its index on all ranks, as :func:`meet` does. Under
+    ``"sum_for_all"`` it then puts its tiles of this rank's sum into every peer's landing, signals,
+    and waits for its peers' programs of the same index, whose tiles are then here. What does not
+    come in time is NaN. Landings are free: a peer that has met this rank has read the one of the
+    call before the last. Slots take turns, too, unless the call is ``CAPTURED``: then the next one
+    may write to the same, and programs part only when their peers have read them, which the sums of
+    all imply.
 
-    Example: two ranks, slots [1, 2] and [10, 20] here: the result is [1, 2, 10, 20], or [11, 22], or the peer's sum behind these.
+    Example: two ranks, slots [1, 2] and [10, 20] here: the result is [1, 2, 10, 20], or [11, 22],
+    or the peer's sum behind these.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -123,7 +129,9 @@ def tiles_of(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Of one of them: its rows ``[ROWS, 1]`` (int64), its columns ``[1, COLS]``, and which of its elements there are."""
+    """Of one of them: its rows ``[ROWS, 1]`` (int64), its columns ``[1, COLS]``, and which of its
+    elements there are.
+    """
     across = (columns + COLS - 1) // COLS
     m = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     n = (tile % across * COLS + tl.arange(0, COLS))[None, :]
@@ -132,7 +140,9 @@ def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _if_sound(stamp, sound):
-    """The stamp that a rank signals; where ``sound`` is 0, what it stored is no result, and it signals one that no peer waits for."""
+    """The stamp that a rank signals; where ``sound`` is 0, what it stored is no result, and it
+    signals one that no peer waits for.
+    """
     if sound is not None:
         stamp = tl.where(tl.load(sound) > 0, stamp, il.unmarked(stamp))
     return stamp

@@ -20,16 +20,22 @@ BARRIERS = 2
 
 
 class Mapping:
-    """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it lives."""
+    """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it
+    lives.
+    """
 
-    def __init__(self, block: Block, device: torch.device, address: int, release: Callable[[], object]) -> None:
+    def __init__(
+        self, block: Block, device: torch.device, address: int, release: Callable[[], object]
+    ) -> None:
         self.block, self.address = block, address
         call_when_gone(self, device, release)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one rank gets from another: ``sizes`` elements, ``strides`` apart, ``nbytes`` in all with padding."""
+    """What one rank gets from another: ``sizes`` elements, ``strides`` apart, ``nbytes`` in all
+    with padding.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -37,7 +43,8 @@ class Chunk:
 
 
 def chunk_of_rows(what: str, rows: int, columns: int, itemsize: int, granularity: int) -> Chunk:
-    """``rows`` of a matrix whose rows are padded until that many of them are a multiple of ``granularity`` bytes.
+    """``rows`` of a matrix whose rows are padded until that many of them are a multiple of
+    ``granularity`` bytes.
 
     Raises:
         ArgumentError: more than half would be padding.
@@ -47,8 +54,10 @@ def chunk_of_rows(what: str, rows: int, columns: int, itemsize: int, granularity
     nbytes = max(rows, 1) * stride * itemsize
     if nbytes > max(granularity, 2 * rows * columns * itemsize):
         raise ArgumentError(
-            f"{what}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} bytes; padding rows would take "
-            f"{nbytes} bytes for {rows * columns * itemsize}. Give the shape with the ranks in a dimension of their own, "
+            f"{what}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} "
+            "bytes; padding rows would take "
+            f"{nbytes} bytes for {rows * columns * itemsize}. Give the shape with the ranks in a "
+            "dimension of their own, "
             f"(world size, {rows}, {columns}): padding then goes between ranks."
         )
     return Chunk((rows, columns), (stride, 1), nbytes)
@@ -59,11 +68,19 @@ def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chu
     strides = [1] * len(sizes)
     for i in range(len(sizes) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(sizes[i + 1], 1)
-    return Chunk(tuple(sizes), tuple(strides), round_up(max(math.prod(sizes) * itemsize, 1), granularity))
+    return Chunk(
+        tuple(sizes), tuple(strides), round_up(max(math.prod(sizes) * itemsize, 1), granularity)
+    )
 
 
 def tensor_at(
-    group: Group, address: int, nbytes: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, owner: Any
+    group: Group,
+    address: int,
+    nbytes: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    owner: Any,
 ) -> torch.Tensor:
     """A tensor over ``nbytes`` at ``address``, which ``owner`` keeps."""
     raw = bytes_at(address, (nbytes,), (1,), group.device, owner)

@@ -1,4 +1,6 @@
-"""``MappedOutput``: an output for somebody else's kernel, whose rows are the memory of the ranks that they are for."""
+"""``MappedOutput``: an output for somebody else's kernel, whose rows are the memory of the ranks
+that they are for.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,15 @@ ORDERS = ("natural", "rotated")
 class MappedOutput:
     """A tensor to write, each part of which is memory of the rank that the part is for.
 
-    :meth:`begin` gives the tensor for one *epoch*: hand it, or any slice of it, to a kernel as its output, several kernels if
-    you like. :meth:`exchange` ends the epoch and gives what all ranks have written for this one. Two buffers take turns, so the
-    next epoch's stores do not disturb a reader: what ``exchange`` returned may be read, on the same stream, until the next
-    ``exchange``.
+    :meth:`begin` gives the tensor for one *epoch*: hand it, or any slice of it, to a kernel as its
+    output, several kernels if you like. :meth:`exchange` ends the epoch and gives what all ranks
+    have written for this one. Two buffers take turns, so the next epoch's stores do not disturb a
+    reader: what ``exchange`` returned may be read, on the same stream, until the next ``exchange``.
 
-    Loads through the tensor are right and slow, as they cross the links: producers that accumulate into their output (``beta``
-    other than 0, atomics) are better off with memory of their own. A kernel that writes beyond its output faults, or writes into
-    the part of another rank, as it would in any memory.
+    Loads through the tensor are right and slow, as they cross the links: producers that accumulate
+    into their output (``beta`` other than 0, atomics) are better off with memory of their own. A
+    kernel that writes beyond its output faults, or writes into the part of another rank, as it
+    would in any memory.
 
     Attributes:
         group: the group.
@@ -53,18 +56,22 @@ class MappedOutput:
         """Map a tensor of ``shape``. Collective: every rank gives the same arguments.
 
         Args:
-            shape: ``(M, N)``: M / R rows for each rank, the rows padded where that is needed for parts to end where mappings may
-                (every 2 MiB on CUDA), so that ``stride(0)`` may be above N. Or ``(R, ...)``, a part for each rank, with padding
-                between parts. With ``root``, the shape of the one part.
+            shape: ``(M, N)``: M / R rows for each rank, the rows padded where that is needed for
+                parts to end where mappings may (every 2 MiB on CUDA), so that ``stride(0)`` may be
+                above N. Or ``(R, ...)``, a part for each rank, with padding between parts. With
+                ``root``, the shape of the one part.
             dtype: of the elements.
-            order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``me + 1 + i``, this rank's own the last,
-                so that ranks do not all write to rank 0 first; see :func:`interlace.mapped.empty_rotating` for the input.
-            root: all that a rank writes is for this rank (a gather); default: for each rank its part (an all-to-all).
+            order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``me + 1 +
+                i``, this rank's own the last, so that ranks do not all write to rank 0 first; see
+                :func:`interlace.mapped.empty_rotating` for the input.
+            root: all that a rank writes is for this rank (a gather); default: for each rank its
+                part (an all-to-all).
             group: 1 to 8 ranks of one machine; default: the default process group.
             device: default: the current CUDA device, or the CPU if there is none.
 
         Raises:
-            ArgumentError: the shape does not divide, or would be padded to more than twice its size.
+            ArgumentError: the shape does not divide, or would be padded to more than twice its
+                size.
             RankMismatchError: ranks differ in shape, dtype, order or root.
             BackendError: the GPUs cannot map each other's memory.
             WorkspaceError: the memory does not fit, or a CUDA graph is being captured.
@@ -75,7 +82,9 @@ class MappedOutput:
         ranks, rank = self.group.world_size, self.group.rank
         what = type(self).__name__
         _validate(what, sizes, order, root, ranks)
-        self._mark = self.group.agree(OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root)
+        self._mark = self.group.agree(
+            OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root
+        )
         granularity = self.group.granularity
         if root is not None:
             chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
@@ -84,8 +93,11 @@ class MappedOutput:
         else:
             chunk = chunk_of_block(sizes[1:], dtype.itemsize, granularity)
         first = rank + 1 if order == "rotated" else 0
-        self.destinations = [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
-        # [half][source]: the parts that this rank gets. Every rank has the same, also where a root gets all.
+        self.destinations = (
+            [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
+        )
+        # [half][source]: the parts that this rank gets. Every rank has the same, also where a root
+        # gets all.
         self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
         whole, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
@@ -97,10 +109,13 @@ class MappedOutput:
         for half in range(2):
             received = (ranks, *chunk.sizes), (step, *chunk.strides)
             mine = self._slot(half, rank, 0)
-            self._received.append(tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block))
+            self._received.append(
+                tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block)
+            )
         self._written = [self._map(homes, whole, strides) for homes in self._homes()]
         self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
-        self._sound: torch.Tensor | None = None  # int32 on the device: 0 if what was written must not be used
+        # Int32 on the device: 0 if what was written must not be used
+        self._sound: torch.Tensor | None = None
         self._half = self._turn = 0
         self._writing = False
         self.captured = self.collects = False
@@ -108,17 +123,35 @@ class MappedOutput:
 
     def _homes(self) -> list[list[int]]:
         """For each half, the addresses of the parts that a producer writes, in its order."""
-        return [[self._slot(half, to, self.group.rank) for to in self.destinations] for half in range(2)]
+        return [
+            [self._slot(half, to, self.group.rank) for to in self.destinations] for half in range(2)
+        ]
 
     def _slot(self, half: int, to: int, source: int) -> int:
         """The address, mapped here, of what rank ``source`` sends to rank ``to``."""
         ranks = self.group.world_size
-        return self._block.address + to * self._block.stride + (half * ranks + source) * self._chunk.nbytes
+        return (
+            self._block.address
+            + to * self._block.stride
+            + (half * ranks + source) * self._chunk.nbytes
+        )
 
-    def _map(self, pieces: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    def _map(
+        self, pieces: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
         """A tensor over chunks of symmetric memory, one behind the other."""
-        mapping = Mapping(self._block, self.group.device, *self.group.remap(pieces, self._chunk.nbytes))
-        return tensor_at(self.group, mapping.address, len(pieces) * self._chunk.nbytes, sizes, strides, self.dtype, mapping)
+        mapping = Mapping(
+            self._block, self.group.device, *self.group.remap(pieces, self._chunk.nbytes)
+        )
+        return tensor_at(
+            self.group,
+            mapping.address,
+            len(pieces) * self._chunk.nbytes,
+            sizes,
+            strides,
+            self.dtype,
+            mapping,
+        )
 
     @property
     def half(self) -> int:
@@ -127,14 +160,18 @@ class MappedOutput:
 
     @property
     def turn(self) -> int:
-        """Whose turn it is of two places for results; they go on alternating when the buffers no longer do."""
+        """Whose turn it is of two places for results; they go on alternating when the buffers no
+        longer do.
+        """
         return self._turn
 
     def begin(self) -> torch.Tensor:
-        """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its contents are anything.
+        """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its
+        contents are anything.
 
-        Collective in a CUDA graph, and after the output has been in one, unless epochs end by :meth:`collect`: a graph replays
-        with the same buffer, so ranks first wait, on the stream, until all have read it.
+        Collective in a CUDA graph, and after the output has been in one, unless epochs end by
+        :meth:`collect`: a graph replays with the same buffer, so ranks first wait, on the stream,
+        until all have read it.
 
         Raises:
             ArgumentError: the epoch has begun already.
@@ -142,7 +179,10 @@ class MappedOutput:
         """
         self.group.check()
         if self._writing:
-            raise ArgumentError(f"{type(self).__name__}.begin: an epoch must end before the next begins. Call exchange() first.")
+            raise ArgumentError(
+                f"{type(self).__name__}.begin: an epoch must end before the next begins. Call "
+                "exchange() first."
+            )
         self.captured |= self.group.capture_id() is not None and not self.group.replays.capturing
         if self.captured and not self.collects:
             self._meet()
@@ -150,17 +190,20 @@ class MappedOutput:
         return self._written[self._half]
 
     def exchange(self) -> torch.Tensor:
-        """End the epoch: wait, on the current stream, until every rank has written. Collective; the host does not wait.
+        """End the epoch: wait, on the current stream, until every rank has written. Collective; the
+        host does not wait.
 
         Call it on the stream of the kernels that wrote, or one that waits for them.
 
         Returns:
-            ``[R, ...]``: what each rank wrote for this one, to be read on this stream before the next :meth:`exchange`.
+            ``[R, ...]``: what each rank wrote for this one, to be read on this stream before the
+            next :meth:`exchange`.
 
         Raises:
             ArgumentError: no epoch has begun.
-            PeerTimeoutError: a peer did not exchange before the group's deadline. On CUDA the kernel ends, and the next call on
-                the group, or :func:`interlace.synchronize`, raises.
+            PeerTimeoutError: a peer did not exchange before the group's deadline. On CUDA the
+                kernel ends, and the next call on the group, or :func:`interlace.synchronize`,
+                raises.
         """
         received = self._end()
         self._meet()
@@ -169,7 +212,10 @@ class MappedOutput:
     def _end(self) -> torch.Tensor:
         """What will have been received once all ranks have met."""
         if not self._writing:
-            raise ArgumentError(f"{type(self).__name__}.exchange: an epoch must have begun. Call begin() and write first.")
+            raise ArgumentError(
+                f"{type(self).__name__}.exchange: an epoch must have begun. Call begin() and "
+                "write first."
+            )
         self._complete()
         self._writing = False
         received = self._received[self._half]
@@ -180,16 +226,17 @@ class MappedOutput:
         """Enqueue what is left of this rank's epoch, before it meets the others."""
 
     def collect(self, how: str, result: torch.Tensor, sums: Block | None = None) -> torch.Tensor:
-        """:meth:`exchange`, with what came in ``result``, contiguous, by the same kernel. Collective; the host does not wait.
+        """:meth:`exchange`, with what came in ``result``, contiguous, by the same kernel.
+        Collective; the host does not wait.
 
         What did not come by the deadline is NaN.
 
         Args:
-            how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in rank order. ``"sum_for_all"``: the
-                sums of all ranks, ``[R, ...]``.
+            how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in
+                rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
             result: of as many elements, and this dtype.
-            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The result may be the half whose
-                :attr:`turn` it is.
+            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
+                result may be the half whose :attr:`turn` it is.
 
         Returns:
             ``result``.
@@ -203,11 +250,13 @@ class MappedOutput:
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         programs, tile = cut_rows(rows, columns, self.group)
         arguments = (
-            parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address, self._workspace.epochs,
-            self.group.context(OPERATOR), self._sound, self._mark, rows, columns, parts.stride(0), parts.stride(1),
+            parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address,
+            self._workspace.epochs, self.group.context(OPERATOR), self._sound, self._mark, rows,
+            columns, parts.stride(0), parts.stride(1),
         )  # fmt: skip
         constants = {
-            "WORLD_SIZE": ranks, "HOW": how, "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
+            "WORLD_SIZE": ranks, "HOW": how,
+            "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
             "CAPTURED": self.captured, "DTYPE": triton_dtype(self.dtype), **tile,
         }  # fmt: skip
         with self.group.running():
@@ -217,23 +266,27 @@ class MappedOutput:
     def abandon(self) -> None:
         """Give up the epoch that has begun, if one has: whoever was to write has failed.
 
-        Nothing is exchanged. Peers that exchange wait for this rank until the deadline; where all ranks abandon the epoch, the
-        next one begins as if it had never been.
+        Nothing is exchanged. Peers that exchange wait for this rank until the deadline; where all
+        ranks abandon the epoch, the next one begins as if it had never been.
         """
         self._writing = False
 
     def reset(self) -> None:
-        """Begin anew on every rank, as :meth:`Group.recover` does: an epoch that has begun is given up, and counts for none."""
+        """Begin anew on every rank, as :meth:`Group.recover` does: an epoch that has begun is given
+        up, and counts for none.
+        """
         self.abandon()
         self._half = 0
         self._workspace.reset(self.group.rank)
 
     def advance(self) -> None:
-        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the group's ``replays``.
+        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the
+        group's ``replays``.
 
-        Buffers take turns until a CUDA graph has captured an epoch that ends by :meth:`collect`. From then on every epoch, whether
-        in a graph or not, ends when ranks have read what they got, so all may use one buffer; and must, since nobody knows which
-        graph is replayed first: a peer may still read the other buffer then, of the last epoch that ended without that.
+        Buffers take turns until a CUDA graph has captured an epoch that ends by :meth:`collect`.
+        From then on every epoch, whether in a graph or not, ends when ranks have read what they
+        got, so all may use one buffer; and must, since nobody knows which graph is replayed first:
+        a peer may still read the other buffer then, of the last epoch that ended without that.
         """
         self._turn = 1 - self._turn
         if not (self.captured and self.collects):
@@ -247,8 +300,16 @@ class MappedOutput:
 
         with self.group.running():
             context = self.group.context(OPERATOR)
-            arguments = self._workspace.signals.address, self._workspace.epochs, context, self._sound, self._mark
-            Launch(kernel.meet, (1,), arguments, {"WORLD_SIZE": self.group.world_size, "num_warps": 1})()
+            arguments = (
+                self._workspace.signals.address,
+                self._workspace.epochs,
+                context,
+                self._sound,
+                self._mark,
+            )
+            Launch(
+                kernel.meet, (1,), arguments, {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
+            )()
 
 
 def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:
@@ -258,9 +319,15 @@ def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, r
         raise ArgumentError(f"{what}: order must be one of {', '.join(ORDERS)}; got {order!r}.")
     if root is not None:
         if not 0 <= root < ranks:
-            raise ArgumentError(f"{what}: root must be a rank of the group, 0 to {ranks - 1}; got {root}.")
+            raise ArgumentError(
+                f"{what}: root must be a rank of the group, 0 to {ranks - 1}; got {root}."
+            )
         return
     if len(sizes) == 1 or (len(sizes) == 2 and sizes[0] % ranks):
-        raise ArgumentError(f"{what}: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}.")
+        raise ArgumentError(
+            f"{what}: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}."
+        )
     if len(sizes) > 2 and sizes[0] != ranks:
-        raise ArgumentError(f"{what}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}.")
+        raise ArgumentError(
+            f"{what}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}."
+        )

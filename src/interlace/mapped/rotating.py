@@ -1,4 +1,6 @@
-"""``empty_rotating``: a matrix that can be read from any rank's rows on, with the first rows behind the last."""
+"""``empty_rotating``: a matrix that can be read from any rank's rows on, with the first rows behind
+the last.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class RotatingInput:
 
     Attributes:
         natural: ``[M, K]``.
-        rotated: ``[M, K]``: the same rows, from those for rank ``me + 1`` on, this rank's own the last; what a producer reads that
-            writes a :class:`MappedOutput` in rotated order.
+        rotated: ``[M, K]``: the same rows, from those for rank ``me + 1`` on, this rank's own the
+            last; what a producer reads that writes a :class:`MappedOutput` in rotated order.
     """
 
     natural: torch.Tensor
@@ -38,7 +40,8 @@ def empty_rotating(
 ) -> RotatingInput:
     """Memory for ``[M, K]`` that is mapped twice in a row. Collective.
 
-    Within one kernel use one of the two tensors only: CUDA does not order accesses through two addresses of the same memory.
+    Within one kernel use one of the two tensors only: CUDA does not order accesses through two
+    addresses of the same memory.
 
     Args:
         shape: M, which the ranks divide, and K; rows may be padded, as in :class:`MappedOutput`.
@@ -49,7 +52,10 @@ def empty_rotating(
     """
     owner = group_of(group, device)
     if len(shape) != 2 or shape[0] % owner.world_size:
-        raise ArgumentError(f"empty_rotating: shape must be (M, K), and the {owner.world_size} ranks divide M; got {tuple(shape)}.")
+        raise ArgumentError(
+            f"empty_rotating: shape must be (M, K), and the {owner.world_size} ranks divide M; "
+            f"got {tuple(shape)}."
+        )
     rows, columns = int(shape[0]), int(shape[1])
     owner.agree("empty_rotating", shape=(rows, columns), dtype=str(dtype))
     chunk = chunk_of_rows("empty_rotating", rows, columns, dtype.itemsize, owner.granularity)
@@ -59,6 +65,14 @@ def empty_rotating(
     if owner.world_size == 1:
         return RotatingInput(natural, natural)
     mapping = Mapping(block, owner.device, *owner.remap([mine, mine], chunk.nbytes))
-    start = (owner.rank + 1) % owner.world_size * (rows // owner.world_size) * chunk.strides[0] * dtype.itemsize
-    rotated = tensor_at(owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping)
+    start = (
+        (owner.rank + 1)
+        % owner.world_size
+        * (rows // owner.world_size)
+        * chunk.strides[0]
+        * dtype.itemsize
+    )
+    rotated = tensor_at(
+        owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping
+    )
     return RotatingInput(natural, rotated)

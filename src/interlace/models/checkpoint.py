@@ -1,4 +1,5 @@
-"""Checkpoints of a model with sharded tables: written by all ranks at once, read by any number of ranks.
+"""Checkpoints of a model with sharded tables: written by all ranks at once, read by any number of
+ranks.
 
 ::
 
@@ -7,13 +8,14 @@
         dense.pt              the data-parallel part and its optimizer, from rank 0
         embeddings-0.pt ...   each rank's shards, under names that say which columns of which table they are
 
-A checkpoint that exists under its name is whole. All ranks write into ``.step-00000100.partial`` and force their files
-to disk; rank 0 gives the folder its name when every rank has succeeded. If a rank fails, every rank raises an error
-that names it, the partial folder is removed, and a checkpoint that stood under the same name is still there. A process
-that is killed leaves the partial folder behind; the next save of that step replaces it.
+A checkpoint that exists under its name is whole. All ranks write into ``.step-00000100.partial``
+and force their files to disk; rank 0 gives the folder its name when every rank has succeeded. If a
+rank fails, every rank raises an error that names it, the partial folder is removed, and a
+checkpoint that stood under the same name is still there. A process that is killed leaves the
+partial folder behind; the next save of that step replaces it.
 
-PyTorch's distributed checkpoint would do, but its metadata is a pickle that is executed when it is read. These files are read
-with ``weights_only=True`` and ``json``.
+PyTorch's distributed checkpoint would do, but its metadata is a pickle that is executed when it is
+read. These files are read with ``weights_only=True`` and ``json``.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from interlace.errors import DataError
 from interlace.models.dlrm import DLRM
 
 DEADLINE_S = 3600.0
-"""Seconds that the fastest rank waits for the slowest one in each phase of a checkpoint, unless told otherwise.
+"""Seconds that the fastest rank waits for the slowest one in each phase of a checkpoint, unless
+told otherwise.
 
-Ranks hold tables of different sizes and write to disks of different speeds, so this has nothing to do with the group's
-deadline, which bounds how long a kernel may wait for a peer.
+Ranks hold tables of different sizes and write to disks of different speeds, so this has nothing to
+do with the group's deadline, which bounds how long a kernel may wait for a peer.
 """
 
 _INDEX = "checkpoint.json"
@@ -64,7 +67,8 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        DataError: on every rank, if one cannot write; it names that rank. What was in the folder before is unchanged.
+        DataError: on every rank, if one cannot write; it names that rank. What was in the folder
+            before is unchanged.
         PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
@@ -81,7 +85,9 @@ def save_checkpoint(
         torch.save(model.embeddings.state_dict(), files[0])
         if group.rank == 0:
             files += [partial / "dense.pt", partial / _INDEX]
-            torch.save({"model": model.dense.state_dict(), "optimizer": optimizer.state_dict()}, files[1])
+            torch.save(
+                {"model": model.dense.state_dict(), "optimizer": optimizer.state_dict()}, files[1]
+            )
             index = {"step": step, "world_size": group.world_size, "extra": dict(extra or {})}
             files[2].write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         for file in files:
@@ -93,7 +99,8 @@ def save_checkpoint(
             shutil.rmtree(replaced, ignore_errors=True)
             exists = target.exists()
             if exists:
-                target.rename(replaced)  # no folder can be renamed onto another one that has files in it
+                # No folder can be renamed onto another one that has files in it
+                target.rename(replaced)
             try:
                 partial.rename(target)
             except OSError:
@@ -115,7 +122,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, model: DLRM, optimizer: torch.optim.Optimizer | None = None, *, deadline_s: float = DEADLINE_S
+    path: Path,
+    model: DLRM,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
 ) -> dict[str, Any]:
     """Load ``path`` into a model of the same tables, on any number of ranks. Collective.
 
@@ -131,8 +142,8 @@ def load_checkpoint(
         ``{"step": ..., "world_size": ..., "extra": ...}`` as saved.
 
     Raises:
-        DataError: on every rank, if one cannot read it, or it is not of such a model; it names that rank. If a file
-            cannot be read, no rank's model has changed.
+        DataError: on every rank, if one cannot read it, or it is not of such a model; it names that
+            rank. If a file cannot be read, no rank's model has changed.
         PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
@@ -170,7 +181,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file's data, or the names in a folder, are on the disk: a rename must not get there before them."""
+    """Wait until a file's data, or the names in a folder, are on the disk: a rename must not get
+    there before them.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -190,6 +203,12 @@ def _on_all_ranks(group: Group, what: str, action: Callable[[], None], deadline_
         action()
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         problem = f"{type(error).__name__}: {error}"
-    failed = [(rank, text) for rank, text in enumerate(group.exchange(what, problem, deadline_s=deadline_s)) if text]
+    failed = [
+        (rank, text)
+        for rank, text in enumerate(group.exchange(what, problem, deadline_s=deadline_s))
+        if text
+    ]
     if failed:
-        raise DataError(f"{what} must succeed on every rank; got on rank {failed[0][0]}: {failed[0][1]}")
+        raise DataError(
+            f"{what} must succeed on every rank; got on rank {failed[0][0]}: {failed[0][1]}"
+        )

@@ -1,4 +1,6 @@
-"""How good a click model is: binary cross entropy, and the area under the ROC curve, exact and over all ranks."""
+"""How good a click model is: binary cross entropy, and the area under the ROC curve, exact and over
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """The probability that a positive sample has a higher score than a negative one, equal scores counting one half.
+    """The probability that a positive sample has a higher score than a negative one, equal scores
+    counting one half.
 
-    Exact, in ``n log n``: ``(sum of the positives' ranks - P (P + 1) / 2) / (P N)`` with P positives and N negatives, where
-    equal scores share the mean of their ranks (Mann and Whitney's U). NaN if there are only positives or only negatives.
+    Exact, in ``n log n``: ``(sum of the positives' ranks - P (P + 1) / 2) / (P N)`` with P
+    positives and N negatives, where equal scores share the mean of their ranks (Mann and Whitney's
+    U). NaN if there are only positives or only negatives.
 
     Args:
         scores: ``[n]``, of any real dtype; higher means likelier.
@@ -38,7 +42,8 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """
     if scores.shape != labels.shape or scores.dim() != 1:
         raise ArgumentError(
-            f"area_under_roc: scores and labels must be 1-D and alike; got {list(scores.shape)} and {list(labels.shape)}."
+            f"area_under_roc: scores and labels must be 1-D and alike; got {list(scores.shape)} "
+            f"and {list(labels.shape)}."
         )
     if bool(scores.isnan().any()):
         raise ArgumentError("area_under_roc: scores must be numbers; got NaN.")
@@ -55,7 +60,9 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All ranks' ``values [n_r, ...]``, in rank order, on every rank; ranks may have different numbers of rows. Collective."""
+    """All ranks' ``values [n_r, ...]``, in rank order, on every rank; ranks may have different
+    numbers of rows. Collective.
+    """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return values
     ranks = dist.get_world_size(group)

@@ -40,7 +40,8 @@ class Trainer:
     """A model, the optimizer of its dense part, and how many steps it has done.
 
     Args:
-        model: whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or ``"rowwise_adagrad"``).
+        model: whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or
+            ``"rowwise_adagrad"``).
         optimizer: of ``model.dense.parameters()``.
 
     Raises:
@@ -54,7 +55,10 @@ class Trainer:
 
     def __init__(self, model: DLRM, optimizer: torch.optim.Optimizer) -> None:
         if model.embeddings.gradient not in ("sgd", "rowwise_adagrad"):
-            raise ArgumentError(f"Trainer: the tables' gradient must be sgd or rowwise_adagrad; got {model.embeddings.gradient!r}.")
+            raise ArgumentError(
+                "Trainer: the tables' gradient must be sgd or rowwise_adagrad; got "
+                f"{model.embeddings.gradient!r}."
+            )
         self.model, self.optimizer = model, optimizer
         self.steps = 0
 
@@ -63,12 +67,15 @@ class Trainer:
         return self.model.embeddings.group.device
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """Forward, backward, update. Collective; the host waits for nothing if all bags have a fixed length.
+        """Forward, backward, update. Collective; the host waits for nothing if all bags have a
+        fixed length.
 
         Returns:
             This rank's mean loss, detached, on the device.
         """
-        loss = binary_cross_entropy(self.model(batch.dense, batch.indices, batch.offsets), batch.labels)
+        loss = binary_cross_entropy(
+            self.model(batch.dense, batch.indices, batch.offsets), batch.labels
+        )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -89,7 +96,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Loss and area under the ROC curve over all ranks' batches, those samples left out that only fill up. Collective."""
+        """Loss and area under the ROC curve over all ranks' batches, those samples left out that
+        only fill up. Collective.
+        """
         scores, labels = [], []
         for batch in batches:
             moved = batch.to(self.device)
@@ -98,13 +107,21 @@ class Trainer:
             labels.append(moved.labels[moved.valid])
         if not scores:
             return Evaluation(float("nan"), float("nan"), 0)
-        both = gather_rows(torch.stack([torch.cat(scores), torch.cat(labels)], 1), self.model.process_group)
+        both = gather_rows(
+            torch.stack([torch.cat(scores), torch.cat(labels)], 1), self.model.process_group
+        )
         self.model.embeddings.group.synchronize()
-        return Evaluation(float(binary_cross_entropy(*both.double().unbind(1))), area_under_roc(*both.unbind(1)), len(both))
+        return Evaluation(
+            float(binary_cross_entropy(*both.double().unbind(1))),
+            area_under_roc(*both.unbind(1)),
+            len(both),
+        )
 
     def save(self, folder: Path, *, deadline_s: float = DEADLINE_S, **extra: Any) -> Path:
         """:func:`save_checkpoint` of everything. Collective."""
-        return save_checkpoint(folder, self.model, self.optimizer, self.steps, extra, deadline_s=deadline_s)
+        return save_checkpoint(
+            folder, self.model, self.optimizer, self.steps, extra, deadline_s=deadline_s
+        )
 
     def load(self, path: Path, *, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """:func:`load_checkpoint` of everything; what ``save`` was given as ``extra``. Collective."""
@@ -120,8 +137,8 @@ class StepTimes:
 
     Attributes:
         step_ms: the whole step.
-        compute_ms: the same work without any peer: this rank's tables pooled and updated for the whole batch into its own
-            memory, the MLPs forward and backward, the optimizer.
+        compute_ms: the same work without any peer: this rank's tables pooled and updated for the
+            whole batch into its own memory, the MLPs forward and backward, the optimizer.
         meaningful: False on the CPU, whose interpreter says nothing about speed.
     """
 
@@ -131,12 +148,15 @@ class StepTimes:
 
     @property
     def exposed_ms(self) -> float:
-        """Communication that is not hidden behind computation: what the step takes longer than computing alone."""
+        """Communication that is not hidden behind computation: what the step takes longer than
+        computing alone.
+        """
         return max(0.0, self.step_ms - self.compute_ms)
 
 
 def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes:
-    """Time steps with and without communication, on CUDA with events, and leave the model as it was. Collective.
+    """Time steps with and without communication, on CUDA with events, and leave the model as it
+    was. Collective.
 
     Args:
         trainer: whose model, optimizer and ``impl`` are measured.
@@ -205,7 +225,9 @@ def _time_ms(device: torch.device, step: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def _restored(trainer: Trainer) -> Iterator[None]:
-    """Whatever happens to the model meanwhile is undone. Tables are not copied: they learn at a rate of 0."""
+    """Whatever happens to the model meanwhile is undone. Tables are not copied: they learn at a
+    rate of 0.
+    """
     model, steps, rate = trainer.model, trainer.steps, trainer.model.embeddings.learning_rate
     saved = copy.deepcopy((model.dense.state_dict(), trainer.optimizer.state_dict()))
     states = [state.clone() for state in model.embeddings.buffers()]

@@ -10,8 +10,11 @@ from interlace.errors import ArgumentError
 from interlace.products.operands import FLOATS
 
 
-def operands(layer: str, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
-    """What a layer multiplies: its arguments, in autocast's dtype where autocast is enabled, as ``F.linear`` does it.
+def operands(
+    layer: str, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """What a layer multiplies: its arguments, in autocast's dtype where autocast is enabled, as
+    ``F.linear`` does it.
 
     The conversions are part of the graph, so each tensor gets its gradient in its own dtype.
 
@@ -31,10 +34,12 @@ def operands(layer: str, x: torch.Tensor, weight: torch.Tensor, *others: torch.T
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, *others = (  # type: ignore[assignment]
-            tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor for tensor in (x, weight, *others)
+            tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor
+            for tensor in (x, weight, *others)
         )
     if x.dtype != weight.dtype:
         raise ArgumentError(
-            f"{layer}: x must have the weight's dtype, {weight.dtype}; got {x.dtype}. Convert x, or use torch.autocast."
+            f"{layer}: x must have the weight's dtype, {weight.dtype}; got {x.dtype}. Convert x, "
+            "or use torch.autocast."
         )
     return x, weight, *others

@@ -21,10 +21,11 @@ from interlace.products.replicated import replicated
 class ColumnParallelLinear(ParallelLinear):
     """``y = x @ weight.T + bias`` with N output features cut into R equal shards, one a rank.
 
-    The first layer of a tensor-parallel MLP, or attention's projection to queries, keys and values; what follows it works on this
-    rank's features, up to a :class:`RowParallelLinear`.
+    The first layer of a tensor-parallel MLP, or attention's projection to queries, keys and values;
+    what follows it works on this rank's features, up to a :class:`RowParallelLinear`.
 
-    Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions (tokens).
+    Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions
+    (tokens).
 
     Forward, without communication, because x is the same on every rank::
 
@@ -37,42 +38,51 @@ class ColumnParallelLinear(ParallelLinear):
         grad_weight_shard_n [N/R, K] = grad_y_shard_n.T @ x          (leading dimensions flattened)
         grad_bias_shard_n [N/R]      = sum over leading dimensions of grad_y_shard_n
 
-    of which the first is :func:`interlace.gemm_all_reduce`: multiplication and sum overlap in one kernel.
+    of which the first is :func:`interlace.gemm_all_reduce`: multiplication and sum overlap in one
+    kernel.
 
-    With ``sequence_parallel``, each rank has its share of the first dimension (the sequence, S) of x instead of all of it::
+    With ``sequence_parallel``, each rank has its share of the first dimension (the sequence, S) of
+    x instead of all of it::
 
         x_shard_s [S/R, ..., K]  ->  y_shard_n [S, ..., N/R]
 
-    by :func:`interlace.all_gather_gemm`; grad_x_shard_s comes from :func:`interlace.gemm_reduce_scatter`. Parameters that come
-    before, such as a normalisation's weight, then see this rank's tokens only: sum their gradients over the ranks.
+    by :func:`interlace.all_gather_gemm`; grad_x_shard_s comes from
+    :func:`interlace.gemm_reduce_scatter`. Parameters that come before, such as a normalisation's
+    weight, then see this rank's tokens only: sum their gradients over the ranks.
 
-    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes that, or a full layer's, of which it keeps its shard. To start
-    from a full layer, use :meth:`from_linear`; for a state dict of full layers, :func:`unsharded_state_dict`.
+    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes that, or a full layer's, of
+    which it keeps its shard. To start from a full layer, use :meth:`from_linear`; for a state dict
+    of full layers, :func:`unsharded_state_dict`.
 
     Args:
         in_features: K.
         out_features: N, of the full layer.
         bias: whether there is one; every rank holds its N/R.
-        parts: output features of several projections whose weights are stacked, gate and up or queries, keys and values; they
-            sum to N. Each is sharded, so that a rank has its share of each: ``y.split([part // R for part in parts], -1)``.
-            Default: one, N. R must divide each.
+        parts: output features of several projections whose weights are stacked, gate and up or
+            queries, keys and values; they sum to N. Each is sharded, so that a rank has its share
+            of each: ``y.split([part // R for part in parts], -1)``. Default: one, N. R must divide
+            each.
         sequence_parallel: whether x is sharded along its first dimension, on all ranks alike.
-        group: the ranks that share the layer; default: the default process group, or this process on its own.
+        group: the ranks that share the layer; default: the default process group, or this process
+            on its own.
         device, dtype: of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N/R, K]``: of each part, rows ``rank * part/R`` to ``(rank + 1) * part/R``.
         bias: ``[N/R]`` or None.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
+            ranks alike.
 
     Raises:
-        ArgumentError: R does not divide a part, parts do not sum to N, or a size is not positive; in forward: x does not end in K.
+        ArgumentError: R does not divide a part, parts do not sum to N, or a size is not positive;
+            in forward: x does not end in K.
 
     Example:
         >>> up = interlace.nn.ColumnParallelLinear(4096, 14336, bias=False)   # 4 ranks: weight [3584, 4096]
         >>> hidden_shard_n = up(x)                                            # [2, 7, 4096] -> [2, 7, 3584]
 
-    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); sequence parallelism: Korthikanti et al. (arXiv:2205.05198).
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); sequence parallelism: Korthikanti et al.
+    (arXiv:2205.05198).
     """
 
     _axis, _cuts_bias, _cut_name = 0, True, "out"
@@ -92,7 +102,8 @@ class ColumnParallelLinear(ParallelLinear):
         parts = [out_features] if parts is None else list(parts)
         if sum(parts) != out_features or min(parts, default=0) < 1:
             raise ArgumentError(
-                f"ColumnParallelLinear: parts must be positive and sum to out_features, {out_features}; got {parts}."
+                "ColumnParallelLinear: parts must be positive and sum to out_features, "
+                f"{out_features}; got {parts}."
             )
         super().__init__(
             in_features, out_features, bias, parts,
@@ -119,7 +130,8 @@ class ColumnParallelLinear(ParallelLinear):
         )._copy(linear)  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective. On the current stream.
+        """``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective. On the current
+        stream.
 
         Raises:
             ArgumentError: x does not end in K, or its dtype or device is not the weight's.
@@ -127,7 +139,10 @@ class ColumnParallelLinear(ParallelLinear):
         least = 2 if self.sequence_parallel else 1
         if x.dim() < least or x.shape[-1] != self.in_features:
             shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
-            raise ArgumentError(f"ColumnParallelLinear: x must be {shape}{self.in_features}]; got shape {list(x.shape)}.")
+            raise ArgumentError(
+                f"ColumnParallelLinear: x must be {shape}{self.in_features}]; got shape "
+                f"{list(x.shape)}."
+            )
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         if self.sequence_parallel:
             y = all_gather_gemm(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
@@ -138,10 +153,19 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class _Replicated(torch.autograd.Function):
-    """``F.linear`` of an x that every rank has, whose gradient is the sum over ranks of each one's part."""
+    """``F.linear`` of an x that every rank has, whose gradient is the sum over ranks of each one's
+    part.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        group_name: str,
+        impl: str,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.group_name, ctx.impl = group_name, impl
         return F.linear(x, w, bias)
@@ -149,7 +173,8 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
-        if torch.is_grad_enabled():  # each rank's weight is another, so a second derivative is a sum over the ranks
+        # Each rank's weight is another, so a second derivative is a sum over the ranks
+        if torch.is_grad_enabled():
             x = replicated(x, ctx.group_name)
         rows = grads[0].reshape(-1, w.shape[0])
         grad_x = grad_w = grad_bias = None

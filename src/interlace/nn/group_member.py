@@ -16,14 +16,15 @@ from interlace.errors import GroupError
 class GroupMember:
     """Base of modules that hold a process group, which can be neither copied nor pickled itself.
 
-    ``copy.deepcopy`` shares the group with the original, on this rank alone. ``pickle``, and so ``torch.save(module)``,
-    keeps the group's name and this rank's place in it. The process that loads the module must have a group of that name
-    and size, and the same rank in it. Loading a module with sharded embeddings is collective if its group has not been
-    used there before.
+    ``copy.deepcopy`` shares the group with the original, on this rank alone. ``pickle``, and so
+    ``torch.save(module)``, keeps the group's name and this rank's place in it. The process that
+    loads the module must have a group of that name and size, and the same rank in it. Loading a
+    module with sharded embeddings is collective if its group has not been used there before.
     """
 
     _group_attributes: ClassVar[tuple[str, ...]]
-    """Names of the attributes that hold a process group, None for the default one, or a ``Group``."""
+    """Names of the attributes that hold a process group, None for the default one, or a ``Group``.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for name in self._group_attributes:
@@ -31,11 +32,15 @@ class GroupMember:
             memo[id(group)] = group
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        copied.__dict__.update(
+            {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        )
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {name: _Reference.to(getattr(self, name)) for name in self._group_attributes}
+        return self.__dict__ | {
+            name: _Reference.to(getattr(self, name)) for name in self._group_attributes
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = {name: state[name].resolve(type(self).__name__) for name in self._group_attributes}
@@ -69,19 +74,22 @@ class _Reference:
         """The group of that name in this process, for a module that is being loaded.
 
         Raises:
-            GroupError: There is no such group, it has another size, or this process has another rank in it.
+            GroupError: There is no such group, it has another size, or this process has another
+                rank in it.
         """
         advice = "Make the same groups in the same order, or load a state dict into a new module."
         try:
             process_group = process_group_named(self.name)
         except (RuntimeError, ValueError, LookupError) as error:
             raise GroupError(
-                f"{module}: the process group that it was saved with must exist; got none of the name {self.name!r}. {advice}"
+                f"{module}: the process group that it was saved with must exist; got none of the "
+                f"name {self.name!r}. {advice}"
             ) from error
         rank, world_size = rank_and_size(process_group)
         if (rank, world_size) != (self.rank, self.world_size):
             raise GroupError(
-                f"{module}: it must be loaded by the rank that saved it, {self.rank} of {self.world_size}; "
+                f"{module}: it must be loaded by the rank that saved it, {self.rank} of "
+                f"{self.world_size}; "
                 f"got {rank} of {world_size}. {advice}"
             )
         return process_group if self.device is None else group_of(process_group, self.device)

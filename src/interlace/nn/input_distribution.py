@@ -1,7 +1,8 @@
 """From each rank's samples of all tables to all ranks' samples of each rank's tables.
 
-Dimensions: T tables, n samples of this rank, R ranks, B = n R samples of the global batch, S shards of this rank (a shard is a
-table, or some columns of one; every shard of a table needs all its indices).
+Dimensions: T tables, n samples of this rank, R ranks, B = n R samples of the global batch, S shards
+of this rank (a shard is a table, or some columns of one; every shard of a table needs all its
+indices).
 """
 
 from __future__ import annotations
@@ -51,24 +52,35 @@ class _Layout:
 class InputDistribution(GroupMember):
     """Sends indices to the ranks whose tables they belong to.
 
-    Where every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation with the host. Otherwise
-    lengths go first; the host must then read how much is coming (on CUDA it waits for the GPU there) before indices can follow.
+    Where every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation
+    with the host. Otherwise lengths go first; the host must then read how much is coming (on CUDA
+    it waits for the GPU there) before indices can follow.
     """
 
     _group_attributes = ("group", "process_group")
 
-    def __init__(self, plan: ShardingPlan, group: Group, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, plan: ShardingPlan, group: Group, process_group: dist.ProcessGroup | None
+    ) -> None:
         self.plan, self.group, self.process_group = plan, group, process_group
         order = {table.name: i for i, table in enumerate(plan.tables)}
-        self._sent_tables = [[order[shard.table.name] for shard in plan.of_rank(rank)] for rank in range(plan.world_size)]
+        self._sent_tables = [
+            [order[shard.table.name] for shard in plan.of_rank(rank)]
+            for rank in range(plan.world_size)
+        ]
         self._own = plan.of_rank(group.rank)
         lengths = [table.bag_length for table in plan.tables]
-        self.fixed: list[int] | None = None if None in lengths else [length or 0 for length in lengths]
+        self.fixed: list[int] | None = (
+            None if None in lengths else [length or 0 for length in lengths]
+        )
         self._layouts: dict[tuple[int, torch.device], _Layout] = {}
         self._orders: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
-        self, indices: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None = None
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> list[Bags]:
         """The bags of each of the plan's kinds. Collective.
 
@@ -85,14 +97,17 @@ class InputDistribution(GroupMember):
         samples = self._samples(indices, offsets)
         if per_sample_weights is not None and per_sample_weights.shape != indices.shape:
             raise ArgumentError(
-                f"{_NAME}: per_sample_weights must have one weight an index; got {list(per_sample_weights.shape)} for "
+                f"{_NAME}: per_sample_weights must have one weight an index; got "
+                f"{list(per_sample_weights.shape)} for "
                 f"{list(indices.shape)}."
             )
         self.group.agree(
             _NAME,
             samples=samples,
             dtype_of_indices=str(indices.dtype),
-            dtype_of_per_sample_weights=None if per_sample_weights is None else str(per_sample_weights.dtype),
+            dtype_of_per_sample_weights=None
+            if per_sample_weights is None
+            else str(per_sample_weights.dtype),
         )
         if self.fixed is not None:
             return self._distribute_fixed(indices, per_sample_weights, samples, self.fixed)
@@ -102,38 +117,60 @@ class InputDistribution(GroupMember):
     def _samples(self, indices: torch.Tensor, offsets: torch.Tensor | None) -> int:
         tables = len(self.plan.tables)
         if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-            raise ArgumentError(f"{_NAME}: indices must be 1-D int32 or int64; got {list(indices.shape)} {indices.dtype}.")
+            raise ArgumentError(
+                f"{_NAME}: indices must be 1-D int32 or int64; got {list(indices.shape)} "
+                f"{indices.dtype}."
+            )
         if self.fixed is not None:
             samples, rest = divmod(indices.numel(), sum(self.fixed))
             if rest:
                 raise ArgumentError(
-                    f"{_NAME}: indices must be {sum(self.fixed)} a sample, by the tables' bag_length; got {indices.numel()}."
+                    f"{_NAME}: indices must be {sum(self.fixed)} a sample, by the tables' "
+                    f"bag_length; got {indices.numel()}."
                 )
-            if offsets is not None and (offsets.dim() != 1 or offsets.numel() != tables * samples + 1):
+            if offsets is not None and (
+                offsets.dim() != 1 or offsets.numel() != tables * samples + 1
+            ):
                 raise ArgumentError(
-                    f"{_NAME}: offsets must be None, or [{tables} * {samples} + 1] by the tables' bag_length; "
+                    f"{_NAME}: offsets must be None, or [{tables} * {samples} + 1] by the tables' "
+                    "bag_length; "
                     f"got {list(offsets.shape)}."
                 )
             if offsets is not None and offsets.device.type == "cpu":
                 wanted = torch.tensor(self.fixed).repeat_interleave(samples)
                 if not torch.equal(offsets.diff().long(), wanted):
-                    raise ArgumentError(f"{_NAME}: bags must have the tables' bag_length; offsets say otherwise. Set it to None.")
+                    raise ArgumentError(
+                        f"{_NAME}: bags must have the tables' bag_length; offsets say otherwise. "
+                        "Set it to None."
+                    )
             return samples
         if offsets is None:
-            raise ArgumentError(f"{_NAME}: offsets must be given unless every table has a bag_length; got None.")
+            raise ArgumentError(
+                f"{_NAME}: offsets must be given unless every table has a bag_length; got None."
+            )
         samples, rest = divmod(offsets.numel() - 1, tables)
         if offsets.dim() != 1 or rest or samples < 0:
             raise ArgumentError(
-                f"{_NAME}: offsets must be [{tables} * samples + 1] for {tables} tables; got {list(offsets.shape)}."
+                f"{_NAME}: offsets must be [{tables} * samples + 1] for {tables} tables; got "
+                f"{list(offsets.shape)}."
             )
         if offsets.device != indices.device:
-            raise ArgumentError(f"{_NAME}: offsets must be on the device of indices, {indices.device}; got {offsets.device}.")
+            raise ArgumentError(
+                f"{_NAME}: offsets must be on the device of indices, {indices.device}; got "
+                f"{offsets.device}."
+            )
         if offsets.device.type == "cpu":
             lengths = offsets.diff()
-            if int(offsets[0]) != 0 or int(offsets[-1]) != indices.numel() or bool((lengths < 0).any()):
+            if (
+                int(offsets[0]) != 0
+                or int(offsets[-1]) != indices.numel()
+                or bool((lengths < 0).any())
+            ):
                 raise ArgumentError(
-                    f"{_NAME}: offsets must rise from 0 to the number of indices, {indices.numel()}; "
-                    f"got {int(offsets[0])} to {int(offsets[-1])}, least step {int(lengths.min()) if lengths.numel() else 0}."
+                    f"{_NAME}: offsets must rise from 0 to the number of indices, "
+                    f"{indices.numel()}; "
+                    f"got {int(offsets[0])} to {int(offsets[-1])}, least step "
+                    f"{int(lengths.min()) if lengths.numel() else 0}."
                 )
         return samples
 
@@ -143,7 +180,9 @@ class InputDistribution(GroupMember):
         self, indices: torch.Tensor, weights: torch.Tensor | None, samples: int, lengths: list[int]
     ) -> list[Bags]:
         begins = [samples * begin for begin in itertools.accumulate(lengths, initial=0)]
-        send_sizes = [samples * sum(lengths[table] for table in tables) for tables in self._sent_tables]
+        send_sizes = [
+            samples * sum(lengths[table] for table in tables) for tables in self._sent_tables
+        ]
         receive_sizes = [send_sizes[self.group.rank]] * self.group.world_size
         layout = self._layout(samples, lengths, indices.device)
 
@@ -158,11 +197,15 @@ class InputDistribution(GroupMember):
     def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
         key = samples, device
         if key not in self._layouts:
-            own = torch.tensor([lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64)
+            own = torch.tensor(
+                [lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64
+            )
             sizes = (samples * own).expand(self.group.world_size, -1)
             bags = own.repeat_interleave(samples * self.group.world_size)
             self._layouts[key] = _Layout(
-                positions=_positions(sizes.to(device), int(sizes.sum())) if self.group.world_size > 1 else None,
+                positions=_positions(sizes.to(device), int(sizes.sum()))
+                if self.group.world_size > 1
+                else None,
                 offsets=_offsets(bags).to(device),
                 sizes=sizes.sum(0).tolist(),
             )
@@ -170,11 +213,19 @@ class InputDistribution(GroupMember):
 
     # Bags of any length
 
-    def _distribute(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, samples: int) -> list[Bags]:
+    def _distribute(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        samples: int,
+    ) -> list[Bags]:
         ranks, shards = self.group.world_size, len(self._own)
         lengths = offsets.diff().long().view(len(self.plan.tables), samples)
         received = self._all_to_all(
-            self._lengths_by_rank(lengths), [samples * len(tables) for tables in self._sent_tables], [samples * shards] * ranks
+            self._lengths_by_rank(lengths),
+            [samples * len(tables) for tables in self._sent_tables],
+            [samples * shards] * ranks,
         ).view(ranks, shards, samples)
         sizes = received.sum(2)
         # The one synchronisation: what leaves by table, what comes by source and shard.
@@ -207,19 +258,29 @@ class InputDistribution(GroupMember):
         """``[T, n]`` to the lengths of each shard, rank by rank."""
         if lengths.device not in self._orders:
             order = [table for tables in self._sent_tables for table in tables]
-            self._orders[lengths.device] = torch.tensor(order, dtype=torch.int64, device=lengths.device)
+            self._orders[lengths.device] = torch.tensor(
+                order, dtype=torch.int64, device=lengths.device
+            )
         return lengths[self._orders[lengths.device]].flatten()
 
-    def _all_to_all(self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+    def _all_to_all(
+        self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> torch.Tensor:
         if self.group.world_size == 1:
             return values
         received = values.new_empty(sum(receive_sizes))
         on_host = values.device.type == "cpu"
         try:
             work: Any = dist.all_to_all_single(
-                received, values.contiguous(), receive_sizes, send_sizes, group=self.process_group, async_op=True
+                received,
+                values.contiguous(),
+                receive_sizes,
+                send_sizes,
+                group=self.process_group,
+                async_op=True,
             )
-            # A time limit makes NCCL's wait block the host; there, the kernels that follow have deadlines of their own.
+            # A time limit makes NCCL's wait block the host; there, the kernels that follow have
+            # deadlines of their own.
             if on_host:
                 work.wait(datetime.timedelta(seconds=self.group.deadline_s))
             else:
@@ -227,11 +288,18 @@ class InputDistribution(GroupMember):
         except RuntimeError as error:
             if not on_host:
                 raise
-            raise PeerTimeoutError(operator=_NAME, rank=self.group.rank, peer=-1, deadline_s=self.group.deadline_s) from error
+            raise PeerTimeoutError(
+                operator=_NAME, rank=self.group.rank, peer=-1, deadline_s=self.group.deadline_s
+            ) from error
         return received
 
     def _by_kind(
-        self, batch: int, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, sizes: list[int]
+        self,
+        batch: int,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        sizes: list[int],
     ) -> list[Bags]:
         """``sizes``: indices of each of this rank's shards."""
         if len(self.plan.kinds) == 1:
@@ -242,7 +310,14 @@ class InputDistribution(GroupMember):
             count = sum(each.kind == kind for each in self._own)
             stop = index + sum(sizes[shard : shard + count])
             within = offsets[shard * batch : (shard + count) * batch + 1]
-            found.append(Bags(indices[index:stop], within - within[0], None if weights is None else weights[index:stop], batch))
+            found.append(
+                Bags(
+                    indices[index:stop],
+                    within - within[0],
+                    None if weights is None else weights[index:stop],
+                    batch,
+                )
+            )
             shard, index = shard + count, stop
         return found
 
@@ -259,11 +334,13 @@ def _positions(sizes: torch.Tensor, total: int) -> torch.Tensor:
         total: their sum, known on the host.
 
     Example:
-        Two sources and two shards of sizes ``[[1, 2], [3, 1]]``: a | b b | c c c | d  ->  a | c c c | b b | d, so
-        positions are ``[0, 3, 4, 5, 1, 2, 6]``.
+        Two sources and two shards of sizes ``[[1, 2], [3, 1]]``: a | b b | c c c | d  ->  a | c c c
+        | b b | d, so positions are ``[0, 3, 4, 5, 1, 2, 6]``.
     """
     flat = sizes.flatten()
     there = (flat.cumsum(0) - flat).view(sizes.shape).t().flatten()
     flat = sizes.t().flatten()
     shift = there - (flat.cumsum(0) - flat)
-    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(flat, output_size=total)
+    return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
+        flat, output_size=total
+    )

@@ -33,10 +33,12 @@ class Routing:
     probabilities: torch.Tensor
 
     def load_balancing_loss(self) -> torch.Tensor:
-        """``E * sum over e of f_e * p_e``, a float32 scalar: 1 if all experts are equally wanted, E if one is.
+        """``E * sum over e of f_e * p_e``, a float32 scalar: 1 if all experts are equally wanted, E
+        if one is.
 
-        f_e is the share of the slots that went to e (before any were dropped), p_e the mean probability of e, over this rank's
-        tokens. Its gradient reaches the router through p_e. Source: Fedus et al., Switch Transformers, arXiv:2101.03961, 2.2.
+        f_e is the share of the slots that went to e (before any were dropped), p_e the mean
+        probability of e, over this rank's tokens. Its gradient reaches the router through p_e.
+        Source: Fedus et al., Switch Transformers, arXiv:2101.03961, 2.2.
         """
         count = self.probabilities.shape[1]
         slots = F.one_hot(self.experts, count).sum((0, 1)).float()
@@ -47,42 +49,52 @@ class Routing:
 class MoE(GroupMember, nn.Module):
     """A router, and E experts of which each of R ranks holds E/R; every rank brings its own tokens.
 
-    Dimensions: hidden H, F the experts' inner width, k experts a token, ``...`` any leading dimensions of x (tokens).
+    Dimensions: hidden H, F the experts' inner width, k experts a token, ``...`` any leading
+    dimensions of x (tokens).
 
     Forward::
 
         probabilities [..., E] = softmax(x @ router.weight.T)                 float32
-        weights, experts [..., k] = the k largest, divided by their sum if ``normalize``
-        y [..., H] = sum over j of weights[..., j] * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e = experts[..., j]
+        weights, experts [..., k] = the k largest, divided by their sum if ``normalize`` y [..., H]
+        = sum over j of weights[..., j] * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e =
+        experts[..., j]
 
-    This is the layer of Mixtral (``normalize=True``) and, but for shared experts, of DeepSeekMoE. The experts are
-    :func:`interlace.mixture_of_experts`: tokens travel while the first product works, results while the second does.
+    This is the layer of Mixtral (``normalize=True``) and, but for shared experts, of DeepSeekMoE.
+    The experts are :func:`interlace.mixture_of_experts`: tokens travel while the first product
+    works, results while the second does.
 
-    **Gradients.** Those of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens: leave them out of data-parallel reduction,
-    and divide by R if each rank's loss is the mean over its own tokens. The router is the same on every rank: its gradient is
-    this rank's, to be reduced as other replicated parameters' are. The backward pass is collective.
+    **Gradients.** Those of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens: leave them
+    out of data-parallel reduction, and divide by R if each rank's loss is the mean over its own
+    tokens. The router is the same on every rank: its gradient is this rank's, to be reduced as
+    other replicated parameters' are. The backward pass is collective.
 
-    **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate`` and ``.w_up`` [F, H], ``.w_down``
-    [H, F] with e counted over all ranks, and ``router.weight`` [E, H]. ``load_state_dict`` takes the experts that this rank has and
-    ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can load it.
+    **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate``
+    and ``.w_up`` [F, H], ``.w_down`` [H, F] with e counted over all ranks, and ``router.weight``
+    [E, H]. ``load_state_dict`` takes the experts that this rank has and ignores others: merge the
+    dictionaries of all ranks that saved, and any number of ranks can load it.
 
     Args:
         hidden: H.
         ffn: F.
         experts: E, of all ranks; R must divide it.
         top_k: k, from 1 to 8.
-        capacity_factor: None: no token is dropped. Else an expert takes at most ``ceil(capacity_factor * T * k / E)`` of a rank's T
-            tokens, the first ones; this bounds memory, which is otherwise for all tokens at one rank.
+        capacity_factor: None: no token is dropped. Else an expert takes at most
+            ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens, the first ones; this bounds
+            memory, which is otherwise for all tokens at one rank.
         normalize: whether the k weights of a token add up to 1.
-        group: the ranks that share the experts; default: the default process group, or this process on its own.
+        group: the ranks that share the experts; default: the default process group, or this process
+            on its own.
         device, dtype: of the parameters; float16, bfloat16 or float32.
-        seed: of the first weights, as ``nn.Linear`` draws them; they do not depend on the number of ranks.
+        seed: of the first weights, as ``nn.Linear`` draws them; they do not depend on the number of
+            ranks.
 
     Attributes:
         router: ``nn.Linear(H, E, bias=False)``.
-        w_in: ``[E/R, F, 2, H]``: gate and up of expert ``rank * E/R + i`` in ``w_in[i, :, 0]`` and ``w_in[i, :, 1]``.
+        w_in: ``[E/R, F, 2, H]``: gate and up of expert ``rank * E/R + i`` in ``w_in[i, :, 0]`` and
+            ``w_in[i, :, 1]``.
         w_out: ``[E/R, H, F]``.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
+            ranks alike.
 
     Raises:
         ArgumentError: R does not divide E, a size is not positive; in forward: x does not end in H.
@@ -111,17 +123,29 @@ class MoE(GroupMember, nn.Module):
     ) -> None:
         super().__init__()
         ready = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
+        self.rank, self.world_size = (
+            (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
+        )
         if self.rank < 0:
             raise ArgumentError("MoE: the calling rank must be a member of the group; it is not.")
         if min(hidden, ffn, experts) < 1:
-            raise ArgumentError(f"MoE: hidden, ffn and experts must be positive; got {hidden}, {ffn} and {experts}.")
+            raise ArgumentError(
+                f"MoE: hidden, ffn and experts must be positive; got {hidden}, {ffn} and {experts}."
+            )
         if experts % self.world_size:
-            raise ArgumentError(f"MoE: experts must divide evenly over {self.world_size} ranks; got {experts}.")
+            raise ArgumentError(
+                f"MoE: experts must divide evenly over {self.world_size} ranks; got {experts}."
+            )
         if not 1 <= top_k <= min(MAX_TOP_K, experts):
-            raise ArgumentError(f"MoE: top_k must be from 1 to {min(MAX_TOP_K, experts)} of {experts} experts; got {top_k}.")
+            raise ArgumentError(
+                f"MoE: top_k must be from 1 to {min(MAX_TOP_K, experts)} of {experts} experts; "
+                f"got {top_k}."
+            )
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-            raise ArgumentError(f"MoE: capacity_factor must be positive and finite, or None for no limit; got {capacity_factor}.")
+            raise ArgumentError(
+                "MoE: capacity_factor must be positive and finite, or None for no limit; got "
+                f"{capacity_factor}."
+            )
         self.hidden, self.ffn, self.experts, self.top_k = hidden, ffn, experts, top_k
         self.capacity_factor, self.normalize, self.group = capacity_factor, normalize, group
         self.impl = "auto"
@@ -135,10 +159,11 @@ class MoE(GroupMember, nn.Module):
         self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw the weights anew, as ``nn.Linear`` does: uniform within ``1 / sqrt(input features)``.
+        """Draw the weights anew, as ``nn.Linear`` does: uniform within ``1 / sqrt(input
+        features)``.
 
-        Each expert has a generator of its own: on one kind of device the same ``seed`` gives the same layer on any number of
-        ranks.
+        Each expert has a generator of its own: on one kind of device the same ``seed`` gives the
+        same layer on any number of ranks.
         """
         with torch.no_grad():
             generator = torch.Generator(self.w_in.device).manual_seed(seed)
@@ -158,8 +183,8 @@ class MoE(GroupMember, nn.Module):
         return Routing(experts, weights, probabilities)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-        """``x [..., H] -> y [..., H]``, and the routing of its tokens. Collective; on the current stream, without
-        synchronising the host.
+        """``x [..., H] -> y [..., H]``, and the routing of its tokens. Collective; on the current
+        stream, without synchronising the host.
 
         Raises:
             ArgumentError: x does not end in H, or its dtype or device is not the weights'.
@@ -183,7 +208,8 @@ class MoE(GroupMember, nn.Module):
         local = len(self.w_in)
         return (
             f"hidden={self.hidden}, ffn={self.ffn}, experts={self.experts}, top_k={self.top_k}, "
-            f"capacity_factor={self.capacity_factor}, here={self.rank * local}-{(self.rank + 1) * local - 1}, impl={self.impl}"
+            f"capacity_factor={self.capacity_factor}, "
+            f"here={self.rank * local}-{(self.rank + 1) * local - 1}, impl={self.impl}"
         )
 
 
@@ -192,7 +218,11 @@ def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -
     w_in, w_out = state.pop(f"{prefix}w_in"), state.pop(f"{prefix}w_out")
     for i in range(len(w_in)):
         name = f"{prefix}experts.{module.rank * len(w_in) + i}"
-        state[f"{name}.w_gate"], state[f"{name}.w_up"], state[f"{name}.w_down"] = w_in[i, :, 0], w_in[i, :, 1], w_out[i]
+        state[f"{name}.w_gate"], state[f"{name}.w_up"], state[f"{name}.w_down"] = (
+            w_in[i, :, 0],
+            w_in[i, :, 1],
+            w_out[i],
+        )
 
 
 def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -1,4 +1,6 @@
-"""What linear layers whose weight is sharded over ranks have in common, and how their state dicts become whole again."""
+"""What linear layers whose weight is sharded over ranks have in common, and how their state dicts
+become whole again.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ class ParallelLinear(GroupMember, nn.Module):
         weight: this rank's shard of the full ``[N, K]``.
         bias: ``[N]`` or this rank's shard of it; None without one.
         sequence_parallel: whether what is not sharded by features is sharded by tokens instead.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
+            ranks alike.
     """
 
     _group_attributes = ("group",)
 
-    # Which axis of weight is cut, whether bias is cut with it, and what the cut features are called.
+    # Which axis of weight is cut, whether bias is cut with it, and what the cut features are
+    # called.
     _axis: ClassVar[int]
     _cuts_bias: ClassVar[bool]
     _cut_name: ClassVar[str]
@@ -52,15 +56,21 @@ class ParallelLinear(GroupMember, nn.Module):
         name = type(self).__name__
         self.rank, self.world_size = rank_and_size(group)
         if self.rank < 0:
-            raise ArgumentError(f"{name}: the calling rank must be a member of the group; it is not.")
+            raise ArgumentError(
+                f"{name}: the calling rank must be a member of the group; it is not."
+            )
         if in_features < 1 or out_features < 1:
-            raise ArgumentError(f"{name}: in_features and out_features must be positive; got {in_features} and {out_features}.")
+            raise ArgumentError(
+                f"{name}: in_features and out_features must be positive; got {in_features} and "
+                f"{out_features}."
+            )
         for part in parts:
             if part % self.world_size:
                 cut = f"{self._cut_name}_features" if len(parts) == 1 else "parts"
                 raise ArgumentError(
                     f"{name}: {cut} must divide evenly over {self.world_size} ranks; got {part}. "
-                    f"Pad the layer to {round_up(part, self.world_size)} {self._cut_name}put features with zeros, "
+                    f"Pad the layer to {round_up(part, self.world_size)} {self._cut_name}put "
+                    "features with zeros, "
                     f"or use a group whose size divides {part}."
                 )
         self.in_features, self.out_features, self.group = in_features, out_features, group
@@ -70,7 +80,11 @@ class ParallelLinear(GroupMember, nn.Module):
         shape[self._axis] //= self.world_size
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
-            self.bias = nn.Parameter(torch.empty(shape[0] if self._cuts_bias else out_features, device=device, dtype=dtype))
+            self.bias = nn.Parameter(
+                torch.empty(
+                    shape[0] if self._cuts_bias else out_features, device=device, dtype=dtype
+                )
+            )
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -79,17 +93,21 @@ class ParallelLinear(GroupMember, nn.Module):
     def _copy(self, linear: nn.Linear) -> Self:
         """Take this rank's shard of ``linear`` and its flags; the parameters are copies."""
         with torch.no_grad():
-            self.weight = nn.Parameter(self.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad)
+            self.weight = nn.Parameter(
+                self.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad
+            )
             if linear.bias is not None:
                 bias = self.shard_of(linear.bias) if self._cuts_bias else linear.bias
                 self.bias = nn.Parameter(bias.clone(), linear.bias.requires_grad)
         return self.train(linear.training)
 
     def reset_parameters(self) -> None:
-        """Initialise as ``nn.Linear(in_features, out_features)``: uniform within ``1 / sqrt(in_features)``.
+        """Initialise as ``nn.Linear(in_features, out_features)``: uniform within ``1 /
+        sqrt(in_features)``.
 
-        Draws the full layer and keeps this rank's shard: ranks with the same seed (as they must have, for what is not
-        sharded to agree) get the shards of the very layer that ``nn.Linear`` gives with that seed.
+        Draws the full layer and keeps this rank's shard: ranks with the same seed (as they must
+        have, for what is not sharded to agree) get the shards of the very layer that ``nn.Linear``
+        gives with that seed.
         """
         with torch.no_grad():
             full = self.weight.new_empty(self.out_features, self.in_features)
@@ -102,13 +120,17 @@ class ParallelLinear(GroupMember, nn.Module):
                 self.bias.copy_(self.shard_of(full) if self._cuts_bias else full)
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that is cut as the weight, or the bias, is: of a gradient or an optimizer's state, say.
+        """This rank's part of a tensor that is cut as the weight, or the bias, is: of a gradient or
+        an optimizer's state, say.
 
         Args:
             full: ``[N, K]``, or ``[N]`` where the bias is sharded.
         """
         axis = self._axis if full.dim() > 1 else 0
-        pieces = [part.chunk(self.world_size, axis)[self.rank] for part in full.split(list(self.parts), axis)]
+        pieces = [
+            part.chunk(self.world_size, axis)[self.rank]
+            for part in full.split(list(self.parts), axis)
+        ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
     def whole(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -124,12 +146,15 @@ class ParallelLinear(GroupMember, nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
             f"rank={self.rank} of {self.world_size}, impl={self.impl}"
         ) + (", sequence_parallel=True" if self.sequence_parallel else "")
 
 
-def _take_own_shard(module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+def _take_own_shard(
+    module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *rest: object
+) -> None:
     """Before loading: of a full layer's tensors, this rank's part."""
     full = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
     for name in module._sharded():
@@ -139,10 +164,11 @@ def _take_own_shard(module: ParallelLinear, state_dict: dict[str, Any], prefix: 
 
 
 def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` with the full weights of its parallel linear layers, on every rank; collective.
+    """``module.state_dict()`` with the full weights of its parallel linear layers, on every rank;
+    collective.
 
-    It is the state dict of the model before its ``nn.Linear`` layers were sharded, and loads there, or into shards on any
-    number of ranks. A whole layer must fit beside the model on each rank.
+    It is the state dict of the model before its ``nn.Linear`` layers were sharded, and loads there,
+    or into shards on any number of ranks. A whole layer must fit beside the model on each rank.
 
     Raises:
         GroupError: this rank is not a member of a layer's group.

@@ -18,10 +18,11 @@ from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
 class RowParallelLinear(ParallelLinear):
     """``y = x @ weight.T + bias`` with K input features cut into R equal shards, one a rank.
 
-    It takes a column-parallel layer's output as that layer leaves it, each rank its own features: the second
-    layer of a tensor-parallel MLP, or attention's output projection.
+    It takes a column-parallel layer's output as that layer leaves it, each rank its own features:
+    the second layer of a tensor-parallel MLP, or attention's output projection.
 
-    Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions (tokens).
+    Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions
+    (tokens).
 
     Forward::
 
@@ -34,35 +35,40 @@ class RowParallelLinear(ParallelLinear):
         grad_weight_shard_k [N, K/R] = grad_y.T @ x_shard_k          (leading dimensions flattened)
         grad_bias [N]                = sum over leading dimensions of grad_y
 
-    With ``sequence_parallel``, each rank gets its share of the first dimension (the sequence, S) of y instead of all of it::
+    With ``sequence_parallel``, each rank gets its share of the first dimension (the sequence, S) of
+    y instead of all of it::
 
-        x_shard_k [S, ..., K/R]  ->  y_shard_s [S/R, ..., N]
-        grad_y [S, ..., N] is gathered from all ranks while grad_x_shard_k is computed; the rest as above
+        x_shard_k [S, ..., K/R]  ->  y_shard_s [S/R, ..., N] grad_y [S, ..., N] is gathered from all
+        ranks while grad_x_shard_k is computed; the rest as above
 
-    The sum over ranks is float32 in rank order; multiplication and communication overlap in one kernel, which is
-    :func:`interlace.gemv_all_reduce` for few tokens (below 128), :func:`interlace.gemm_all_reduce` for more, and
-    :func:`interlace.gemm_reduce_scatter` with ``sequence_parallel``.
+    The sum over ranks is float32 in rank order; multiplication and communication overlap in one
+    kernel, which is :func:`interlace.gemv_all_reduce` for few tokens (below 128),
+    :func:`interlace.gemm_all_reduce` for more, and :func:`interlace.gemm_reduce_scatter` with
+    ``sequence_parallel``.
 
-    The module's parameters are ``weight``, which is ``weight_shard_k``, and ``bias``, so ``state_dict`` holds this rank's shard.
-    ``load_state_dict`` takes that, or a full layer's, of which it keeps its shard. To start from a full layer, use
-    :meth:`from_linear`; for a state dict of full layers, :func:`unsharded_state_dict`.
+    The module's parameters are ``weight``, which is ``weight_shard_k``, and ``bias``, so
+    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes that, or a full layer's, of
+    which it keeps its shard. To start from a full layer, use :meth:`from_linear`; for a state dict
+    of full layers, :func:`unsharded_state_dict`.
 
     Args:
         in_features: K, of the full layer; R must divide it.
         out_features: N.
         bias: whether there is one; every rank holds all of it.
         sequence_parallel: whether y is sharded along its first dimension, which R must divide.
-        group: the ranks that share the layer; default: the default process group, or this process on its own.
+        group: the ranks that share the layer; default: the default process group, or this process
+            on its own.
         device, dtype: of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N, K/R]``, columns ``rank * K/R`` to ``(rank + 1) * K/R`` of the full weight.
         bias: ``[N]`` or None.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all ranks alike.
+        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
+            ranks alike.
 
     Raises:
-        ArgumentError: R does not divide ``in_features``, or a size is not positive; in forward: x does not end in K/R, or R does
-            not divide its first dimension.
+        ArgumentError: R does not divide ``in_features``, or a size is not positive; in forward: x
+            does not end in K/R, or R does not divide its first dimension.
 
     Example:
         >>> down = interlace.nn.RowParallelLinear(14336, 4096, bias=False)   # 4 ranks: weight [4096, 3584]
@@ -89,7 +95,11 @@ class RowParallelLinear(ParallelLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, *, sequence_parallel: bool = False
+        cls,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
     ) -> RowParallelLinear:
         """This rank's shard of a full layer, which every rank holds. The parameters are copies.
 
@@ -102,7 +112,8 @@ class RowParallelLinear(ParallelLinear):
         )._copy(linear)  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x_shard_k [..., K/R] -> y [..., N]``; collective. On the current stream, without synchronising the host.
+        """``x_shard_k [..., K/R] -> y [..., N]``; collective. On the current stream, without
+        synchronising the host.
 
         Raises:
             ArgumentError: x does not end in K/R, or its dtype or device is not the weight's.
@@ -110,7 +121,8 @@ class RowParallelLinear(ParallelLinear):
         columns = self.weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != columns:
             raise ArgumentError(
-                f"RowParallelLinear: x must be this rank's features, [..., {columns}], of {self.in_features} in all; "
+                f"RowParallelLinear: x must be this rank's features, [..., {columns}], of "
+                f"{self.in_features} in all; "
                 f"got shape {list(x.shape)}. Cut x along its last dimension first."
             )
         if self.sequence_parallel:
@@ -125,7 +137,8 @@ class RowParallelLinear(ParallelLinear):
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 2 or x.shape[0] % self.world_size:
             raise ArgumentError(
-                f"RowParallelLinear: the first dimension of x must be the sequence and divide evenly over {self.world_size} ranks "
+                "RowParallelLinear: the first dimension of x must be the sequence and divide "
+                f"evenly over {self.world_size} ranks "
                 f"under sequence_parallel; got shape {list(x.shape)}. Pad the sequence."
             )
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)

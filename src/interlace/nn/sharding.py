@@ -35,7 +35,8 @@ class EmbeddingTable:
         width: D, elements of an embedding.
         mode: ``"sum"`` or ``"mean"`` of a bag.
         dtype: of the table: float32, float16 or bfloat16. Sums are float32.
-        bag_length: lookups of every bag, where that is fixed (1 for one-hot features); None where it varies.
+        bag_length: lookups of every bag, where that is fixed (1 for one-hot features); None where
+            it varies.
         pooling_factor: lookups of a bag on average, for balancing; default: ``bag_length``, or 1.
         column_shards: split the columns into so many shards at least.
 
@@ -57,15 +58,23 @@ class EmbeddingTable:
         if not self.name or set(self.name) & {".", ":"}:
             raise ArgumentError(f"{what}: name must not be empty and have neither dots nor colons.")
         if self.rows < 1 or self.width < 1:
-            raise ArgumentError(f"{what}: rows and width must be positive; got {self.rows} and {self.width}.")
+            raise ArgumentError(
+                f"{what}: rows and width must be positive; got {self.rows} and {self.width}."
+            )
         if self.mode not in ("sum", "mean"):
             raise ArgumentError(f"{what}: mode must be sum or mean; got {self.mode!r}.")
         if self.dtype not in _DTYPES:
-            raise ArgumentError(f"{what}: dtype must be float32, float16 or bfloat16; got {self.dtype}.")
+            raise ArgumentError(
+                f"{what}: dtype must be float32, float16 or bfloat16; got {self.dtype}."
+            )
         if self.bag_length is not None and self.bag_length < 1:
-            raise ArgumentError(f"{what}: bag_length must be positive or None; got {self.bag_length}.")
+            raise ArgumentError(
+                f"{what}: bag_length must be positive or None; got {self.bag_length}."
+            )
         if not 1 <= self.column_shards <= self.width:
-            raise ArgumentError(f"{what}: column_shards must be 1 to {self.width}; got {self.column_shards}.")
+            raise ArgumentError(
+                f"{what}: column_shards must be 1 to {self.width}; got {self.column_shards}."
+            )
 
     @property
     def lookups(self) -> float:
@@ -93,7 +102,11 @@ class Shard:
     @property
     def label(self) -> str:
         """The table's name, with the columns if they are not all."""
-        return self.table.name if self.width == self.table.width else f"{self.table.name}[{self.start}:{self.stop}]"
+        return (
+            self.table.name
+            if self.width == self.table.width
+            else f"{self.table.name}[{self.start}:{self.stop}]"
+        )
 
     @property
     def width(self) -> int:
@@ -111,7 +124,8 @@ class ShardingPlan:
 
     Attributes:
         tables: in the order of the model.
-        shards: by rank, then by kind, then by table and column: a rank's part is the order of its operator calls.
+        shards: by rank, then by kind, then by table and column: a rank's part is the order of its
+            operator calls.
         world_size: ranks.
     """
 
@@ -130,11 +144,15 @@ class ShardingPlan:
         return [shard for shard in self.shards if shard.rank == rank and kind in (None, shard.kind)]
 
     def in_output_order(self) -> list[Shard]:
-        """Shards as the operators' outputs have them from left to right: kind by kind, and within one rank by rank."""
+        """Shards as the operators' outputs have them from left to right: kind by kind, and within
+        one rank by rank.
+        """
         return [shard for kind in self.kinds for shard in self.shards if shard.kind == kind]
 
     def stack_order(self) -> list[int]:
-        """Which table each shard of the output is, where they can be stacked: all whole and equally wide; else 0, 1, 2 ..."""
+        """Which table each shard of the output is, where they can be stacked: all whole and equally
+        wide; else 0, 1, 2 ...
+        """
         if not self.stackable:
             return list(range(len(self.tables)))
         order = {table.name: i for i, table in enumerate(self.tables)}
@@ -142,8 +160,13 @@ class ShardingPlan:
 
     @functools.cached_property
     def stackable(self) -> bool:
-        """Whether the operator's output is ``[n, T, D]`` as it is: no table is split, and all have the same width."""
-        return len(self.shards) == len(self.tables) and len({table.width for table in self.tables}) == 1
+        """Whether the operator's output is ``[n, T, D]`` as it is: no table is split, and all have
+        the same width.
+        """
+        return (
+            len(self.shards) == len(self.tables)
+            and len({table.width for table in self.tables}) == 1
+        )
 
     def cost(self, rank: int) -> ShardCost:
         """What a step costs a rank."""
@@ -159,7 +182,10 @@ class ShardingPlan:
         for rank in range(self.world_size):
             cost = self.cost(rank)
             names = ", ".join(shard.label for shard in self.of_rank(rank)) or "nothing"
-            lines.append(f"  rank {rank}: {names} ({format_bytes(cost.storage_bytes)}, {format_ns(self.floor_ns(rank))} a step)")
+            lines.append(
+                f"  rank {rank}: {names} ({format_bytes(cost.storage_bytes)}, "
+                f"{format_ns(self.floor_ns(rank))} a step)"
+            )
         return "\n".join(lines)
 
     def __rich__(self) -> Table:
@@ -167,9 +193,17 @@ class ShardingPlan:
         from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"Least time of a step on {self.machine.name}, by rank.")
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            caption=f"Least time of a step on {self.machine.name}, by rank.",
+        )
         for heading in ("rank", "table", "rows", "columns", "pooled", "storage", "floor"):
-            table.add_column(heading, justify="left" if heading in ("table", "pooled") else "right", no_wrap=heading != "table")
+            table.add_column(
+                heading,
+                justify="left" if heading in ("table", "pooled") else "right",
+                no_wrap=heading != "table",
+            )
         for rank in range(self.world_size):
             for i, shard in enumerate(self.of_rank(rank)):
                 table.add_row(
@@ -196,9 +230,10 @@ def make_plan(
 ) -> ShardingPlan:
     """Give every table to a rank, so that the slowest rank's floor is low.
 
-    Tables stay whole, but for three reasons to split columns: the table is wider than the operator takes; it does not fit on a
-    rank; or there are fewer tables than ranks. Then greedily: the costliest shard first, each to the rank
-    that is fastest with it (of those with room; of equally fast ones the one with the least memory traffic, then the lowest).
+    Tables stay whole, but for three reasons to split columns: the table is wider than the operator
+    takes; it does not fit on a rank; or there are fewer tables than ranks. Then greedily: the
+    costliest shard first, each to the rank that is fastest with it (of those with room; of equally
+    fast ones the one with the least memory traffic, then the lowest).
 
     Args:
         tables: with different names.
@@ -214,14 +249,21 @@ def make_plan(
     """
     names = [table.name for table in tables]
     if not names or len(set(names)) != len(names):
-        raise ArgumentError(f"ShardingPlan: there must be tables, each of another name; got {names}.")
+        raise ArgumentError(
+            f"ShardingPlan: there must be tables, each of another name; got {names}."
+        )
     limit = _Limits(world_size, batch, capacity_bytes, state_bytes_per_row, copies, machine)
     parts = {table.name: _least_parts(table, limit) for table in tables}
     while sum(parts.values()) < world_size:
-        splittable = [table for table in tables if parts[table.name] < ceil_div(table.width, _VECTOR)]
+        splittable = [
+            table for table in tables if parts[table.name] < ceil_div(table.width, _VECTOR)
+        ]
         if not splittable:
             break
-        costliest = max(splittable, key=lambda table: limit.time(limit.cost(table, table.width)) / parts[table.name])
+        costliest = max(
+            splittable,
+            key=lambda table: limit.time(limit.cost(table, table.width)) / parts[table.name],
+        )
         parts[costliest.name] += 1
     pieces = [(table, *columns) for table in tables for columns in _cut(table, parts[table.name])]
     shards = _place(pieces, limit)
@@ -264,15 +306,21 @@ class _Limits:
 def _least_parts(table: EmbeddingTable, limit: _Limits) -> int:
     """The fewest column shards that the operator takes and a rank can hold."""
     parts = max(table.column_shards, ceil_div(table.width, MAX_WIDTH))
-    while not limit.fits(limit.cost(table, max(stop - start for start, stop in _cut(table, parts)))):
+    while not limit.fits(
+        limit.cost(table, max(stop - start for start, stop in _cut(table, parts)))
+    ):
         if parts >= ceil_div(table.width, _VECTOR):
-            raise _too_large(f"table {table.name!r} of {table.rows} rows and {table.width} columns", limit, table)
+            raise _too_large(
+                f"table {table.name!r} of {table.rows} rows and {table.width} columns", limit, table
+            )
         parts += 1
     return parts
 
 
 def _cut(table: EmbeddingTable, parts: int) -> list[tuple[int, int]]:
-    """``parts`` ranges of columns, of multiples of 4 where the width allows, at most one column group apart in size."""
+    """``parts`` ranges of columns, of multiples of 4 where the width allows, at most one column
+    group apart in size.
+    """
     unit = _VECTOR if table.width >= parts * _VECTOR else 1
     groups = ceil_div(table.width, unit)
     edges = [min(table.width, unit * (groups * i // parts)) for i in range(parts + 1)]
@@ -283,20 +331,30 @@ def _place(pieces: list[tuple[EmbeddingTable, int, int]], limit: _Limits) -> lis
     loads = [NOTHING] * limit.world_size
     costs = [limit.cost(table, stop - start) for table, start, stop in pieces]
     shards = []
-    for i in sorted(range(len(pieces)), key=lambda i: (-limit.time(costs[i]), -costs[i].storage_bytes, i)):
+    for i in sorted(
+        range(len(pieces)), key=lambda i: (-limit.time(costs[i]), -costs[i].storage_bytes, i)
+    ):
         with_it = [load + costs[i] for load in loads]
         fitting = [rank for rank in range(limit.world_size) if limit.fits(with_it[rank])]
         table, start, stop = pieces[i]
         if not fitting:
-            raise _too_large(f"columns {start}-{stop} of table {table.name!r}", limit, table, costs, loads)
-        rank = min(fitting, key=lambda rank: (limit.time(with_it[rank]), with_it[rank].memory_bytes, rank))
+            raise _too_large(
+                f"columns {start}-{stop} of table {table.name!r}", limit, table, costs, loads
+            )
+        rank = min(
+            fitting, key=lambda rank: (limit.time(with_it[rank]), with_it[rank].memory_bytes, rank)
+        )
         loads[rank] = with_it[rank]
         shards.append(Shard(table, start, stop, rank, costs[i]))
     return shards
 
 
 def _too_large(
-    what: str, limit: _Limits, table: EmbeddingTable, costs: Sequence[ShardCost] = (), loads: Sequence[ShardCost] = ()
+    what: str,
+    limit: _Limits,
+    table: EmbeddingTable,
+    costs: Sequence[ShardCost] = (),
+    loads: Sequence[ShardCost] = (),
 ) -> ArgumentError:
     assert limit.capacity_bytes is not None
     if loads:
@@ -307,13 +365,16 @@ def _too_large(
         need = f"it needs {format_bytes(limit.cost(table, table.width).storage_bytes)}, and its columns cannot be split further"
     ranks = "1 rank has" if limit.world_size == 1 else f"{limit.world_size} ranks have"
     return ArgumentError(
-        f"ShardingPlan: {what} must fit; got {ranks} room for {format_bytes(limit.capacity_bytes)} each, while {need}. "
+        f"ShardingPlan: {what} must fit; got {ranks} room for "
+        f"{format_bytes(limit.capacity_bytes)} each, while {need}. "
         f"Use more ranks, fewer rows, or a smaller dtype."
     )
 
 
 def free_bytes(device: torch.device, ranks_on_machine: int) -> int:
-    """What can still be allocated for one rank; on the CPU, its share of the machine's available memory."""
+    """What can still be allocated for one rank; on the CPU, its share of the machine's available
+    memory.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

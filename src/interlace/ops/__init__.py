@@ -1,6 +1,7 @@
 """The operators, a folder each. They do not import one another.
 
-Importing any of them registers all of them: an operator's gradient may call another one as ``torch.ops.interlace.<name>``.
+Importing any of them registers all of them: an operator's gradient may call another one as
+``torch.ops.interlace.<name>``.
 """
 
 from interlace.ops.all_gather_gemm import op as _all_gather_gemm

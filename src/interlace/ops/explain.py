@@ -26,33 +26,41 @@ def explain(
 ) -> str:
     """Say what ``impl="auto"`` would run for these arguments, and why. Nothing is computed or sent.
 
-    Some implementations cannot run every call: a mapped output takes no bias, for one. So give here what the call is given.
+    Some implementations cannot run every call: a mapped output takes no bias, for one. So give here
+    what the call is given.
 
     Args:
         operator: its name, such as ``"gemm_reduce_scatter"``.
-        arguments: the operator's tensors as it takes them: ``x, w``; or ``weights, indices, offsets``, of which this rank's stand
-            for all ranks'. ``x, w`` of float8 need no scales here.
-        bias, out_dtype, splits, input_splits, output_splits: as the operator takes them, if it does. This rank's
-            ``input_splits`` and ``output_splits`` stand for all ranks'.
-        group: as the operator takes it; default: the default process group, or this process on its own.
+        arguments: the operator's tensors as it takes them: ``x, w``; or ``weights, indices,
+            offsets``, of which this rank's stand for all ranks'. ``x, w`` of float8 need no scales
+            here.
+        bias, out_dtype, splits, input_splits, output_splits: as the operator takes them, if it
+            does. This rank's ``input_splits`` and ``output_splits`` stand for all ranks'.
+        group: as the operator takes it; default: the default process group, or this process on its
+            own.
 
     Returns:
-        One sentence: the implementation, the fused kernel's configuration, sizes, ranks, and the reason. A group keeps mapped
-        outputs of eight sizes; a call with a ninth runs the unfused pair, which is not foreseen here.
+        One sentence: the implementation, the fused kernel's configuration, sizes, ranks, and the
+        reason. A group keeps mapped outputs of eight sizes; a call with a ninth runs the unfused
+        pair, which is not foreseen here.
 
     Raises:
         ArgumentError: no such operator, or arguments that it does not have or would refuse.
 
     Example:
         >>> print(interlace.explain("gemv_all_reduce", x_shard_k, w_shard_k))
-        gemv_all_reduce of x [1, 2048] and w [8192, 2048], bfloat16, on 4 ranks: fused (one_shot 4 512 4 1 0 0),
-        because measured on ...
+        gemv_all_reduce of x [1, 2048] and w [8192, 2048], bfloat16, on 4 ranks: fused (one_shot 4
+        512 4 1 0 0), because measured on ...
     """
     if operator not in _OPERATORS:
-        raise ArgumentError(f"explain: operator must be one of {', '.join(sorted(_OPERATORS))}; got {operator!r}.")
+        raise ArgumentError(
+            f"explain: operator must be one of {', '.join(sorted(_OPERATORS))}; got {operator!r}."
+        )
     names, optional, choose = _OPERATORS[operator]
     if len(arguments) != len(names):
-        raise ArgumentError(f"explain: {operator} must have {', '.join(names)}; got {len(arguments)} arguments.")
+        raise ArgumentError(
+            f"explain: {operator} must have {', '.join(names)}; got {len(arguments)} arguments."
+        )
     options = {
         "bias": bias,
         "out_dtype": out_dtype,
@@ -63,7 +71,10 @@ def explain(
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in optional:
-            raise ArgumentError(f"explain: arguments of {operator} must be {', '.join((*names, *optional))}; got {name}.")
+            raise ArgumentError(
+                f"explain: arguments of {operator} must be {', '.join((*names, *optional))}; got "
+                f"{name}."
+            )
     world_size = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     return choose(*arguments, world_size, **given)
 
@@ -76,7 +87,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _gemv_all_reduce(x: torch.Tensor, w: torch.Tensor, world_size: int, bias: torch.Tensor | None = None) -> str:
+def _gemv_all_reduce(
+    x: torch.Tensor, w: torch.Tensor, world_size: int, bias: torch.Tensor | None = None
+) -> str:
     from interlace.ops.gemv_all_reduce.config import OPERATOR
     from interlace.ops.gemv_all_reduce.launch import choose
     from interlace.ops.gemv_all_reduce.validate import validate
@@ -123,7 +136,9 @@ def _product(
 
 
 def _split(operator: str, rows: int, ranks: int, **splits: Sequence[int]) -> tuple[int, bool]:
-    """The rows of the product that a choice depends on, and whether every rank gets as many from every rank."""
+    """The rows of the product that a choice depends on, and whether every rank gets as many from
+    every rank.
+    """
     from interlace.products.splits import check_sum, validate_list
 
     if operator == "gemm_all_to_all":
@@ -144,7 +159,9 @@ def _split(operator: str, rows: int, ranks: int, **splits: Sequence[int]) -> tup
     return rows, rows % ranks == 0
 
 
-def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, world_size: int) -> str:
+def _embedding_all_to_all(
+    weights: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, world_size: int
+) -> str:
     from interlace.ops.embedding_all_to_all.config import OPERATOR
     from interlace.ops.embedding_all_to_all.launch import choose
     from interlace.ops.embedding_all_to_all.validate import batch_of, validate
@@ -156,8 +173,8 @@ def _embedding_all_to_all(weights: list[torch.Tensor], indices: torch.Tensor, of
     width, dtype = max(weight.shape[1] for weight in weights), weights[0].dtype
     lookups = next_power_of_2(ceil_div(indices.shape[0], max(1, len(weights) * batch)))
     choice = choose(
-        tables=len(weights), width=width, batch=batch, pooling_factor=lookups, dtype=dtype, world_size=world_size,
-        device=indices.device,
+        tables=len(weights), width=width, batch=batch, pooling_factor=lookups, dtype=dtype,
+        world_size=world_size, device=indices.device,
     )  # fmt: skip
     tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
     what = f"{OPERATOR} of {tables} a rank, at most {width} wide, {_name(dtype)}, batch {batch}, about {lookups} lookups a bag"
@@ -180,7 +197,14 @@ def _mixture_of_experts(
     tokens, hidden = x.shape
     count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
     choice = choose(
-        tokens=tokens, hidden=hidden, ffn=ffn, experts=count, top_k=top_k, dtype=x.dtype, world_size=world_size, device=x.device
+        tokens=tokens,
+        hidden=hidden,
+        ffn=ffn,
+        experts=count,
+        top_k=top_k,
+        dtype=x.dtype,
+        world_size=world_size,
+        device=x.device,
     )
     how = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
     what = f"{OPERATOR} of {tokens} tokens a rank, top {top_k} of {count} experts {hidden} x {ffn}, {_name(x.dtype)}"
@@ -198,7 +222,10 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 # Operator -> its arguments, its options that matter, and what chooses.
 _OPERATORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[..., str]]] = {
     "gemv_all_reduce": (("x", "w"), ("bias",), _gemv_all_reduce),
-    **{name: (("x", "w"), ("bias", "out_dtype", *splits), functools.partial(_product, name)) for name, splits in _SPLITS.items()},
+    **{
+        name: (("x", "w"), ("bias", "out_dtype", *splits), functools.partial(_product, name))
+        for name, splits in _SPLITS.items()
+    },
     "embedding_all_to_all": (("weights", "indices", "offsets"), (), _embedding_all_to_all),
     "mixture_of_experts": (("x", "experts", "weights", "w_in", "w_out"), (), _mixture_of_experts),
 }

@@ -1,1 +1,3 @@
-"""What the operators around a matrix product ``x [M, K] @ w[N, K].T`` have in common: rules, splits, configuration, reference."""
+"""What the operators around a matrix product ``x [M, K] @ w[N, K].T`` have in common: rules,
+splits, configuration, reference.
+"""

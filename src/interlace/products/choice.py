@@ -23,7 +23,14 @@ _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
 _SHORT_INNER = 4096
 
 # Small enough for the interpreter, which runs programs one after another.
-_CPU = {"block_m": 16, "block_n": 32, "block_k": 32, "max_programs": 8, "interleave": 2, "stagger": 0}
+_CPU = {
+    "block_m": 16,
+    "block_n": 32,
+    "block_k": 32,
+    "max_programs": 8,
+    "interleave": 2,
+    "stagger": 0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Choice(Generic[Config]):
     """What ``impl="auto"`` chose, and why.
 
     Attributes:
-        otherwise: what is run where ``impl`` cannot: the faster one of those that take any operands.
+        otherwise: what is run where ``impl`` cannot: the faster one of those that take any
+            operands.
         measured: the tuned table says so, rather than a default.
         faster: all implementations that were measured to be faster than the unfused pair.
     """
@@ -59,27 +67,50 @@ def choose_product(
     """The fastest implementation by the tuned table of this GPU; on the CPU backend the kernel.
 
     Args:
-        rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the rows of one rank's split).
+        rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the
+            rows of one rank's split).
     """
     if device.type == "cpu":
         small = dataclasses.replace(config_type(), **_CPU)
-        return Choice("fused", small, "the cpu backend exists to run the kernels; no time measured on it means anything")
+        return Choice(
+            "fused",
+            small,
+            "the cpu backend exists to run the kernels; no time measured on it means anything",
+        )
     sizes = {"rows": rows, "columns": columns, "inner": inner}
-    point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
+    point = tuning.Point(
+        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    )
     found = tuning.nearest(operator, torch.cuda.get_device_name(device), point)
     if found is None:
-        config = default_config(config_type, rows=rows // world_size, inner=inner, dtype=dtype, shared_bytes=_shared_bytes(device))
-        return Choice("fused", config, "nothing was measured on this GPU near these sizes; the default configuration")
-    config = config_type.parse(found.config) if found.config else config_type()  # of an operator without a kernel of its own
-    return Choice(found.impl, config, found.reason, found.otherwise, measured=True, faster=found.faster)
+        config = default_config(
+            config_type,
+            rows=rows // world_size,
+            inner=inner,
+            dtype=dtype,
+            shared_bytes=_shared_bytes(device),
+        )
+        return Choice(
+            "fused",
+            config,
+            "nothing was measured on this GPU near these sizes; the default configuration",
+        )
+    # Of an operator without a kernel of its own
+    config = config_type.parse(found.config) if found.config else config_type()
+    return Choice(
+        found.impl, config, found.reason, found.otherwise, measured=True, faster=found.faster
+    )
 
 
-def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int) -> Config:
+def default_config(
+    config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int
+) -> Config:
     """A sound choice where nothing has been measured: the largest tiles that fit.
 
     Args:
         rows: of the product, that belong to one rank.
-        inner: K. Tiles of a long one leave time enough for the links; programs then need not begin in turn.
+        inner: K. Tiles of a long one leave time enough for the links; programs then need not begin
+            in turn.
         shared_bytes: that a program may have.
     """
     block_k = {1: 128, 2: 64}.get(dtype.itemsize, 32)
@@ -90,23 +121,33 @@ def default_config(config_type: type[Config], *, rows: int, inner: int, dtype: t
         operand_bytes = 3 * (block_m + block_n) * block_k * dtype.itemsize
         if operand_bytes + block_m * block_n * max(dtype.itemsize, 2) <= shared_bytes:
             stagger = 100 if inner <= _SHORT_INNER else 0
-            return config_type(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, stagger=stagger)
+            return config_type(
+                block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, stagger=stagger
+            )
     return config_type(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2)
 
 
 def _shared_bytes(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    )
 
 
 IMPLS = ("auto", "fused", *tuning.CARRIED, "unfused")
 """Implementations of the operators whose product travels."""
 
-ANY_ROWS = {("all_gather_gemm", "mapped"), ("all_gather_gemm", "split"), ("gemm_reduce_scatter", "split")}
+ANY_ROWS = {
+    ("all_gather_gemm", "mapped"),
+    ("all_gather_gemm", "split"),
+    ("gemm_reduce_scatter", "split"),
+}
 """Those of :data:`interlace.tuning.CARRIED` that do not need rows to be split evenly."""
 
 
-def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands, even: bool) -> str:
+def resolve(
+    operator: str, impl: str, choice: Choice[Config], operands: Operands, even: bool
+) -> str:
     """Which implementation runs a call: ``impl``, or what was chosen where it can run.
 
     Args:
@@ -122,7 +163,8 @@ def resolve(operator: str, impl: str, choice: Choice[Config], operands: Operands
     if impl == "auto":
         return choice.otherwise
     raise ArgumentError(
-        f"{operator}: impl={impl!r} must have {' and '.join(missing)}. Take impl='auto', 'fused' or 'unfused'."
+        f"{operator}: impl={impl!r} must have {' and '.join(missing)}. Take impl='auto', 'fused' "
+        "or 'unfused'."
     )  # fmt: skip
 
 
@@ -157,7 +199,9 @@ def unmet(operator: str, impl: str, operands: Operands, even: bool) -> list[str]
 
 
 def takes_bias(operator: str, impl: str) -> bool:
-    """Whether an implementation adds biases: all but a product that cuBLAS writes into the peers' memory."""
+    """Whether an implementation adds biases: all but a product that cuBLAS writes into the peers'
+    memory.
+    """
     return impl != "mapped" or operator == "all_gather_gemm"
 
 
@@ -169,5 +213,7 @@ def group_for(operator: str, group_name: str, device: torch.device) -> Group:
     """
     group = group_named(group_name, device)
     if group.world_size > MAX_RANKS:
-        raise GroupError(f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
+        raise GroupError(
+            f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
+        )
     return group

@@ -17,14 +17,16 @@ class ProductConfig:
     """One way to run a fused kernel. Every rank of a call must use the same one.
 
     Attributes:
-        block_m, block_n: rows and columns of the result that a tile covers; powers of two, at least 16.
+        block_m, block_n: rows and columns of the result that a tile covers; powers of two, at least
+            16.
         block_k: of K, that a program loads at a time; a power of two, at least 16.
         num_warps: warps a program.
         num_stages: loads in flight in the software pipeline.
         max_programs: programs at most, each taking several tiles; 0 for one a processor.
         group_m: rows of tiles that are computed together, so that weights stay in the L2.
         interleave: tiles for one rank before the next rank's turn.
-        stagger: over how much of the time that a tile takes programs begin one after another, in percent.
+        stagger: over how much of the time that a tile takes programs begin one after another, in
+            percent.
     """
 
     block_m: int = 128
@@ -42,9 +44,13 @@ class ProductConfig:
         for field, least in _POWERS_OF_TWO.items():
             value = getattr(self, field)
             if value < least or value & (value - 1):
-                raise ArgumentError(f"{name}: {field} must be a power of two, at least {least}; got {value}.")
+                raise ArgumentError(
+                    f"{name}: {field} must be a power of two, at least {least}; got {value}."
+                )
         if self.num_warps > _MAX_WARPS:
-            raise ArgumentError(f"{name}: num_warps must be at most {_MAX_WARPS}; got {self.num_warps}.")
+            raise ArgumentError(
+                f"{name}: num_warps must be at most {_MAX_WARPS}; got {self.num_warps}."
+            )
         for field, least in _AT_LEAST.items():
             value = getattr(self, field)
             if value < least:
@@ -66,5 +72,7 @@ class ProductConfig:
         except ValueError:
             values = []
         if len(values) != len(dataclasses.fields(cls)):
-            raise ArgumentError(f"{cls.__name__}: text must be str() of a configuration; got {text!r}.")
+            raise ArgumentError(
+                f"{cls.__name__}: text must be str() of a configuration; got {text!r}."
+            )
         return cls(*values)

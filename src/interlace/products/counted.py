@@ -9,30 +9,33 @@ from interlace.products.kernel import add_bias, multiply_tile, scale_tile, tile_
 
 @triton.jit(
     do_not_specialize=[
-        "y_address", "counters_address", "me", "pieces", "rows", "N", "K", "x_stride", "w_stride", "x_scale_stride",
-        "w_scale_stride", "part_stride", "y_stride",
+        "y_address", "counters_address", "me", "pieces", "rows", "N", "K", "x_stride", "w_stride",
+        "x_scale_stride", "w_scale_stride", "part_stride", "y_stride",
     ]
 )
 def counted_product(
-    x, w, bias, x_scale, w_scale, tiles, y_address, counters_address, me, pieces, rows, N, K, x_stride, w_stride, x_scale_stride,
-    w_scale_stride, part_stride, y_stride,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, OWN_BIAS: tl.constexpr,
-    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, tiles, y_address, counters_address, me, pieces, rows, N, K,
+    x_stride, w_stride, x_scale_stride, w_scale_stride, part_stride, y_stride,
+    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
+    OWN_BIAS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``x @ w.T``, the rows for the next rank first, this rank's own last; a tile that is stored is counted.
+    """``x @ w.T``, the rows for the next rank first, this rank's own last; a tile that is stored is
+    counted.
 
-    Protocol: rows are in pieces of ``rows``, ``pieces`` for each rank; a tile of piece p adds 1 to counter p. Tiles' copies out of
-    shared memory run while the next one is computed: a tile is counted then.
+    Protocol: rows are in pieces of ``rows``, ``pieces`` for each rank; a tile of piece p adds 1 to
+    counter p. Tiles' copies out of shared memory run while the next one is computed: a tile is
+    counted then.
 
     Args:
-        tiles: a tensor descriptor of the output, ``[rank, row, column]``; with ``TILES``, for which a tile must not reach into the
-            next piece of the same rank.
+        tiles: a tensor descriptor of the output, ``[rank, row, column]``; with ``TILES``, for which
+            a tile must not reach into the next piece of the same rank.
         part_stride, y_stride: elements between the parts for two ranks, and between two rows.
-        bias: added to all rows, or with ``OWN_BIAS`` to this rank's own (of a sum over ranks, once).
+        bias: added to all rows, or with ``OWN_BIAS`` to this rank's own (of a sum over ranks,
+            once).
 
-    Example: two ranks, one piece of two rows each, tiles of one row: rank 0 computes rows 2 and 3, counter 1 comes to 2, and the
-    copy of both to rank 1 begins; then rows 0 and 1.
+    Example: two ranks, one piece of two rows each, tiles of one row: rank 0 computes rows 2 and 3,
+    counter 1 comes to 2, and the copy of both to rank 1 begins; then rows 0 and 1.
     """
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M

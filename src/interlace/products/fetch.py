@@ -19,8 +19,10 @@ from interlace.products.launch import padded_columns, row_stride
 from interlace.products.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
-_STAGERS = 264  # programs that stage rows: two a processor of an H200; with eight, calls take up to 60 us more
-_SETTLERS, _SETTLED = 132, 4096  # programs, one a processor of an H200, and what one of them takes at a time
+# Programs that stage rows: two a processor of an H200; with eight, calls take up to 60 us more
+_STAGERS = 264
+# Programs, one a processor of an H200, and what one of them takes at a time
+_SETTLERS, _SETTLED = 132, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,8 @@ def offset_behind(nbytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """``times`` times ``nbytes`` from ``offset`` on of what a peer has staged, and where they are copied to.
+    """``times`` times ``nbytes`` from ``offset`` on of what a peer has staged, and where they are
+    copied to.
 
     Attributes:
         target: the address here.
@@ -126,32 +129,44 @@ def begin(
     first: bool,
     signal: bool,
 ) -> Fetching:
-    """Enqueue, beside what the current stream gets next, what brings the peers' rows here. End with :func:`end`.
+    """Enqueue, beside what the current stream gets next, what brings the peers' rows here. End with
+    :func:`end`.
 
-    The workspace's notes become this call's epoch, and its stamp once every peer's rows may be fetched, or no call's if one did
-    not come.
+    The workspace's notes become this call's epoch, and its stamp once every peer's rows may be
+    fetched, or no call's if one did not come.
 
     Args:
         x: this rank's rows, ``[m, K]``, contiguous along K.
-        whole: where all rows are gathered, contiguous, its padding included; NaN everywhere if a peer's rows did not come.
+        whole: where all rows are gathered, contiguous, its padding included; NaN everywhere if a
+            peer's rows did not come.
         pieces: what is fetched, by peer, in this order.
         own: what of x itself is wanted beside it.
-        first: stage this rank's rows before what the current stream gets next, rather than beside it. A product that takes all
-            processors would otherwise let the peers wait until it ends.
+        first: stage this rank's rows before what the current stream gets next, rather than beside
+            it. A product that takes all processors would otherwise let the peers wait until it
+            ends.
         signal: set the product's signals behind each source's rows.
     """
     from interlace.products import staged
 
     workspace, ranks = staging.workspace(group), group.world_size
-    context, signals, notes = group.context(staging.operator), workspace.signals.address, workspace.notes
+    context, signals, notes = (
+        group.context(staging.operator),
+        workspace.signals.address,
+        workspace.notes,
+    )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
     place = own or Own(0, 0, 0, 1, 0, staged=True)
     arguments = (
-        x, x_scale, workspace.data.address, staging.scale_offset, place.target, place.first, place.rows, max(place.share, 1),
-        place.distance, signals, workspace.side_epochs, context, mark, len(x), staging.inner, row_stride(x),
+        x, x_scale, workspace.data.address, staging.scale_offset, place.target, place.first,
+        place.rows, max(place.share, 1), place.distance, signals, workspace.side_epochs, context,
+        mark, len(x), staging.inner, row_stride(x),
         0 if x_scale is None or x_scale.numel() == 1 else 1, staging.width // align,
     )  # fmt: skip
-    constants = {"WORLD_SIZE": ranks, "OWN": None if own is None else "too" if own.staged else "only", "INNER_ALIGN": align}
+    constants = {
+        "WORLD_SIZE": ranks,
+        "OWN": None if own is None else "too" if own.staged else "only",
+        "INNER_ALIGN": align,
+    }
     programs = 2 if group.backend == "cpu" else _STAGERS
     stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
     fetching, since = Fetching({}, first), copies.so_far(group)
@@ -160,13 +175,20 @@ def begin(
     with copies.beside(group, first=first, since=since):
         if not first:
             stage()
-        # It needs a processor while the product has all of them: it takes one while rows are staged, which leaves room.
-        Launch(staged.await_rows, (1,), (signals, context, notes, mark), {"WORLD_SIZE": ranks, "num_warps": 1})()
+        # It needs a processor while the product has all of them: it takes one while rows are
+        # staged, which leaves room.
+        Launch(
+            staged.await_rows,
+            (1,),
+            (signals, context, notes, mark),
+            {"WORLD_SIZE": ranks, "num_warps": 1},
+        )()
         for source, parts in pieces.items():
             there = workspace.data.address + source * group.stride
             for part in parts:
                 copies.fetch(
-                    group, part.target, there + part.offset, part.nbytes, source, count=part.times, distance=part.distance
+                    group, part.target, there + part.offset, part.nbytes, source, count=part.times,
+                    distance=part.distance
                 )  # fmt: skip
             if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (record.HEADER + source)
@@ -178,7 +200,9 @@ def begin(
 
 
 def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
-    """Behind products that know nothing of arrivals: let the contiguous ``y`` be NaN where a peer's rows have not come."""
+    """Behind products that know nothing of arrivals: let the contiguous ``y`` be NaN where a peer's
+    rows have not come.
+    """
     from interlace.products import staged
 
     workspace, blocks = staging.workspace(group), ceil_div(y.numel(), _SETTLED)

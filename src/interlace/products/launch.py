@@ -12,7 +12,13 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
-from interlace.comm.kernels import addressable, describe_matrix, describe_ranks, processors, triton_dtype
+from interlace.comm.kernels import (
+    addressable,
+    describe_matrix,
+    describe_ranks,
+    processors,
+    triton_dtype,
+)
 from interlace.products import record
 from interlace.products.config import ProductConfig
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -47,11 +53,18 @@ def has_descriptors(group: Group) -> bool:
 
 @functools.cache
 def _moves_tiles(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
+    )
 
 
-def operand_arguments(operands: Operands, config: ProductConfig, descriptors: bool) -> tuple[Any, ...]:
-    """x and w, of ``Operands.for_kernel``, then bias, scales, and the four strides of x, w and the scales."""
+def operand_arguments(
+    operands: Operands, config: ProductConfig, descriptors: bool
+) -> tuple[Any, ...]:
+    """x and w, of ``Operands.for_kernel``, then bias, scales, and the four strides of x, w and the
+    scales.
+    """
     x, w = operands.x, operands.w
     strides = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
     if descriptors:
@@ -65,9 +78,12 @@ def operand_arguments(operands: Operands, config: ProductConfig, descriptors: bo
     return x, w, operands.bias, *scales, *strides, *scale_strides
 
 
-def options(operands: Operands, config: ProductConfig, group: Group, descriptors: bool) -> dict[str, Any]:
+def options(
+    operands: Operands, config: ProductConfig, group: Group, descriptors: bool
+) -> dict[str, Any]:
     """The constants that every kernel with a product has."""
-    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply bfloat16.
+    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+    # bfloat16.
     return {
         "WORLD_SIZE": group.world_size,
         "OUT": triton_dtype(operands.out_dtype),
@@ -84,12 +100,16 @@ def options(operands: Operands, config: ProductConfig, group: Group, descriptors
 
 
 def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
-    """A tensor descriptor of this rank's result, ``[0, 0, 0, row, column]``, in tiles of the shape of those that travel."""
+    """A tensor descriptor of this rank's result, ``[0, 0, 0, row, column]``, in tiles of the shape
+    of those that travel.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, stride = max(y.shape[0], 1), y.shape[1]
     strides = [rows * stride] * 3 + [stride, 1]
-    return TensorDescriptor(addressable(y, stride), [1, 1, 1, rows, columns], strides, [1, 1, 1, *block])
+    return TensorDescriptor(
+        addressable(y, stride), [1, 1, 1, rows, columns], strides, [1, 1, 1, *block]
+    )
 
 
 def padded_columns(columns: int, dtype: torch.dtype) -> int:
@@ -103,7 +123,9 @@ def row_stride(matrix: torch.Tensor) -> int:
 
 
 def _stride(matrix: torch.Tensor, dimension: int) -> int:
-    """Elements from one row (``dimension`` 1) or column to the next, where there are two; else a distance that would do."""
+    """Elements from one row (``dimension`` 1) or column to the next, where there are two; else a
+    distance that would do.
+    """
     other = matrix.shape[1 - dimension]
     if other > 1:
         return matrix.stride(1 - dimension)
@@ -112,7 +134,8 @@ def _stride(matrix: torch.Tensor, dimension: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Where parts arrive before they are summed, ``[rank, half, source, row, column]``, and the signals that say so.
+    """Where parts arrive before they are summed, ``[rank, half, source, row, column]``, and the
+    signals that say so.
 
     Attributes:
         workspace: of the operator.
@@ -128,15 +151,30 @@ class Slots:
 
 
 def slots_for(
-    group: Group, operator: str, rows: Sequence[int], columns: int, dtype: torch.dtype, config: ProductConfig, tiles: bool
+    group: Group,
+    operator: str,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    config: ProductConfig,
+    tiles: bool,
 ) -> Slots:
     """Slots for ``rows`` of each rank. Collective when the workspace must grow."""
     most, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
     count = ceil_div(most, config.block_m) * ceil_div(columns, config.block_n)
-    workspace = group.workspace(operator, max(4096, ranks * most * stride * dtype.itemsize), record.HEADER + ranks * count)
+    workspace = group.workspace(
+        operator, max(4096, ranks * most * stride * dtype.itemsize), record.HEADER + ranks * count
+    )
     routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])
     descriptor = None
     if tiles:
-        sizes = [(2, workspace.half_bytes // dtype.itemsize), (ranks, most * stride), (most, stride), (columns, 1)]
-        descriptor = describe_ranks(group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n])
+        sizes = [
+            (2, workspace.half_bytes // dtype.itemsize),
+            (ranks, most * stride),
+            (most, stride),
+            (columns, 1),
+        ]
+        descriptor = describe_ranks(
+            group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
+        )
     return Slots(workspace, descriptor, (workspace.signal_count - record.HEADER) // ranks, routes)

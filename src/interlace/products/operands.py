@@ -1,4 +1,6 @@
-"""The operands of ``x @ w.T``: the rules that they obey, checked on every rank before anything is sent."""
+"""The operands of ``x @ w.T``: the rules that they obey, checked on every rank before anything is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,18 @@ def validate(
     """
     validate_matrices(operator, x, w)
     if out_dtype is not None and out_dtype not in FLOATS:
-        raise ArgumentError(f"{operator}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}.")
+        raise ArgumentError(
+            f"{operator}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}."
+        )
     if bias is not None:
         _validate_bias(operator, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
     _validate_scale(operator, "x", x, "M", x_scale, (x.shape[0], 1))
     _validate_scale(operator, "w", w, "N", w_scale, (1, w.shape[0]))
-    if x.dtype == FLOAT8 and torch.is_grad_enabled() and _any_requires_grad(x, w, bias, x_scale, w_scale):
+    if (
+        x.dtype == FLOAT8
+        and torch.is_grad_enabled()
+        and _any_requires_grad(x, w, bias, x_scale, w_scale)
+    ):
         raise ArgumentError(
             f"{operator}: float8 operands must not require gradients; got one that does. "
             f"Detach them or use torch.no_grad(); to train, multiply in bfloat16."
@@ -59,57 +67,87 @@ def validate(
     if impl not in impls:
         raise ArgumentError(f"{operator}: impl must be one of {', '.join(impls)}; got {impl!r}.")
     if config is not None and not isinstance(config, config_type):
-        raise ArgumentError(f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}.")
+        raise ArgumentError(
+            f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}."
+        )
 
 
 def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
     """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
     if x.dim() != 2:
-        raise ArgumentError(f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions first.")
+        raise ArgumentError(
+            f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions "
+            "first."
+        )
     if w.dim() != 2:
         raise ArgumentError(f"{operator}: w must be [N, K]; got shape {list(w.shape)}.")
     if x.shape[1] != w.shape[1]:
-        raise ArgumentError(f"{operator}: x and w must have the same last dimension, K; got {x.shape[1]} and {w.shape[1]}.")
+        raise ArgumentError(
+            f"{operator}: x and w must have the same last dimension, K; got {x.shape[1]} and "
+            f"{w.shape[1]}."
+        )
     if x.dtype not in (*FLOATS, FLOAT8):
-        raise ArgumentError(f"{operator}: x must be float16, bfloat16, float32 or float8_e4m3fn; got {x.dtype}.")
+        raise ArgumentError(
+            f"{operator}: x must be float16, bfloat16, float32 or float8_e4m3fn; got {x.dtype}."
+        )
     if w.dtype != x.dtype:
         raise ArgumentError(f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
     if w.device != x.device:
-        raise ArgumentError(f"{operator}: w must be on the device of x, {x.device}; got {w.device}.")
+        raise ArgumentError(
+            f"{operator}: w must be on the device of x, {x.device}; got {w.device}."
+        )
     if contiguous_dimension(w) is None:
         raise ArgumentError(
             f"{operator}: w must be contiguous along K or along N; got strides {list(w.stride())}. "
-            f"Keep w as nn.Linear does, [N, K], pass .T of a contiguous [K, N], or call .contiguous() once."
+            "Keep w as nn.Linear does, [N, K], pass .T of a contiguous [K, N], or call "
+            ".contiguous() once."
         )
 
 
-def _validate_bias(operator: str, bias: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+def _validate_bias(
+    operator: str, bias: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device
+) -> None:
     if list(bias.shape) != [columns]:
-        raise ArgumentError(f"{operator}: bias must be [N] with N = {columns}; got shape {list(bias.shape)}.")
+        raise ArgumentError(
+            f"{operator}: bias must be [N] with N = {columns}; got shape {list(bias.shape)}."
+        )
     if bias.dtype != dtype or bias.device != device:
-        raise ArgumentError(f"{operator}: bias must be {dtype}, like the output, on {device}; got {bias.dtype} on {bias.device}.")
+        raise ArgumentError(
+            f"{operator}: bias must be {dtype}, like the output, on {device}; got {bias.dtype} on "
+            f"{bias.device}."
+        )
 
 
 def _validate_scale(
-    operator: str, name: str, matrix: torch.Tensor, axis: str, scale: torch.Tensor | None, broadcast: tuple[int, int]
+    operator: str,
+    name: str,
+    matrix: torch.Tensor,
+    axis: str,
+    scale: torch.Tensor | None,
+    broadcast: tuple[int, int],
 ) -> None:
     if matrix.dtype != FLOAT8:
         if scale is not None:
-            raise ArgumentError(f"{operator}: {name}_scale must be given for float8 only; {name} is {matrix.dtype}.")
+            raise ArgumentError(
+                f"{operator}: {name}_scale must be given for float8 only; {name} is {matrix.dtype}."
+            )
         return
     if scale is None:
         raise ArgumentError(
-            f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass torch.ones(1) if there is none."
+            f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass "
+            "torch.ones(1) if there is none."
         )
     count = matrix.shape[0]
     if list(scale.shape) not in ([], [1], [count], list(broadcast)):
         raise ArgumentError(
-            f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with {axis} = {count}; "
+            f"{operator}: {name}_scale must be [] or [1], or [{axis}] or {list(broadcast)} with "
+            f"{axis} = {count}; "
             f"got shape {list(scale.shape)}."
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
         raise ArgumentError(
-            f"{operator}: {name}_scale must be float32 on {matrix.device}, like {name}; got {scale.dtype} on {scale.device}."
+            f"{operator}: {name}_scale must be float32 on {matrix.device}, like {name}; got "
+            f"{scale.dtype} on {scale.device}."
         )
 
 
@@ -149,12 +187,14 @@ class Operands:
     def __post_init__(self) -> None:
         if self.w.dtype != self.x.dtype:
             raise ArgumentError(
-                f"a product's operands x and w must have the same dtype; got {self.x.dtype} and {self.w.dtype}. "
+                f"a product's operands x and w must have the same dtype; got {self.x.dtype} and "
+                f"{self.w.dtype}. "
                 f"Convert one of them."
             )
         if self.bias is not None and self.bias.dtype != self.out_dtype:
             raise ArgumentError(
-                f"a product's bias must have the dtype of its result, {self.out_dtype}; got {self.bias.dtype}. Convert it."
+                f"a product's bias must have the dtype of its result, {self.out_dtype}; got "
+                f"{self.bias.dtype}. Convert it."
             )
         for name in ("x_scale", "w_scale"):
             scale = getattr(self, name)
@@ -177,7 +217,9 @@ class Operands:
         return self.x.shape[1]
 
     def agreed(self) -> dict[str, Any]:
-        """What every rank's operands must have in common, for ``Group.agree``; not M, which may differ in some operators."""
+        """What every rank's operands must have in common, for ``Group.agree``; not M, which may
+        differ in some operators.
+        """
         return {
             "the_shape_of_w": tuple(self.w.shape),
             "dtype": str(self.x.dtype),
@@ -186,7 +228,9 @@ class Operands:
         }
 
     def signature(self) -> tuple[Hashable, ...]:
-        """All that decides how a call of an operator runs, but for its own arguments: M and what :meth:`agreed` says."""
+        """All that decides how a call of an operator runs, but for its own arguments: M and what
+        :meth:`agreed` says.
+        """
         return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
 
     def place(self) -> tuple[Hashable, ...]:
@@ -201,13 +245,21 @@ class Operands:
         }  # fmt: skip
 
     def with_contiguous_rows(self) -> Operands:
-        """With x's rows contiguous: what is cut by rows for cuBLAS. x is copied if its rows are not."""
-        return self if contiguous_dimension(self.x) == 1 else dataclasses.replace(self, x=self.x.contiguous())
+        """With x's rows contiguous: what is cut by rows for cuBLAS. x is copied if its rows are
+        not.
+        """
+        return (
+            self
+            if contiguous_dimension(self.x) == 1
+            else dataclasses.replace(self, x=self.x.contiguous())
+        )
 
     def for_kernel(self) -> Operands:
-        """With x's rows, and w's rows or columns, contiguous and at multiples of 16 bytes; what is not is copied.
+        """With x's rows, and w's rows or columns, contiguous and at multiples of 16 bytes; what is
+        not is copied.
 
-        A copy moves little beside a product, and each rank may need another one without its peers having to know.
+        A copy moves little beside a product, and each rank may need another one without its peers
+        having to know.
         """
         # Tensor cores take float8 along K only.
         along = 1 if self.w.dtype == FLOAT8 else contiguous_dimension(self.w) or 0
@@ -220,8 +272,10 @@ class Operands:
             capability = torch.cuda.get_device_capability(self.x.device)
             if capability < FLOAT8_CAPABILITY:
                 raise BackendError(
-                    f"{operator}: float8_e4m3fn must run on a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)} or later; got "
-                    f"{torch.cuda.get_device_name(self.x.device)} with {_dotted(capability)}. It supports float16, bfloat16 and "
+                    f"{operator}: float8_e4m3fn must run on a GPU of compute capability "
+                    f"{_dotted(FLOAT8_CAPABILITY)} or later; got "
+                    f"{torch.cuda.get_device_name(self.x.device)} with {_dotted(capability)}. It "
+                    "supports float16, bfloat16 and "
                     f"float32."
                 )
 
@@ -233,7 +287,8 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
     rows, columns = matrix.shape
     if columns <= 1 or matrix.stride(1) == 1:
         stride_bytes = matrix.stride(0) * matrix.element_size()
-        # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has none that a descriptor takes.
+        # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has
+        # none that a descriptor takes.
         apart = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
         if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and apart:
             return matrix

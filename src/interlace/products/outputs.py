@@ -1,4 +1,6 @@
-"""Products whose output is carried to the peers as it is written: ``impl="mapped"``, ``"split"`` and ``"triggered"``."""
+"""Products whose output is carried to the peers as it is written: ``impl="mapped"``, ``"split"``
+and ``"triggered"``.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +35,33 @@ def run_into_output(
     *,
     replace: bool,
 ) -> torch.Tensor | None:
-    """``x @ w.T`` and the collective of its rows; None if there is no output for these sizes. Collective where it is new.
+    """``x @ w.T`` and the collective of its rows; None if there is no output for these sizes.
+    Collective where it is new.
 
-    A group keeps the outputs of a few sizes until ``Group.release``. A new one takes tens of milliseconds, so a program whose sizes
-    never settle should not have one made for each.
+    A group keeps the outputs of a few sizes until ``Group.release``. A new one takes tens of
+    milliseconds, so a program whose sizes never settle should not have one made for each.
 
     Args:
-        how: ``"mapped"``: cuBLAS, whose stores go to the peers; ``"split"``: cuBLAS, called for each rank's rows, and copy engines;
-            ``"triggered"``: a kernel that counts its tiles, and copy engines.
+        how: ``"mapped"``: cuBLAS, whose stores go to the peers; ``"split"``: cuBLAS, called for
+            each rank's rows, and copy engines; ``"triggered"``: a kernel that counts its tiles, and
+            copy engines.
         collective: of :data:`interlace.mapped.COLLECTIVES`.
         config: of the kernel that counts.
-        replace: the implementation was asked for: where there are as many as are kept, give up the one that was not used for
-            longest (but none that a CUDA graph has captured on any rank). Else there is none for new sizes, from then on.
+        replace: the implementation was asked for: where there are as many as are kept, give up the
+            one that was not used for longest (but none that a CUDA graph has captured on any rank).
+            Else there is none for new sizes, from then on.
 
     Raises:
-        ArgumentError: with ``replace``: a mapped output would be padded to more than twice its size.
+        ArgumentError: with ``replace``: a mapped output would be padded to more than twice its
+            size.
         BackendError: with ``replace``: the driver cannot map memory, or cannot let copies wait.
     """
-    settings, arguments = _producer(how, operands, group, config, bias_once=collective != "all_to_all")
-    product = _kept_output(how, collective, settings, operands.out_dtype, group, process_group, replace=replace)
+    settings, arguments = _producer(
+        how, operands, group, config, bias_once=collective != "all_to_all"
+    )
+    product = _kept_output(
+        how, collective, settings, operands.out_dtype, group, process_group, replace=replace
+    )
     if product is None:
         return None
     rows = operands.rows // group.world_size if collective == "reduce_scatter" else operands.rows
@@ -71,7 +81,8 @@ def run_batch_into_output(
     *,
     replace: bool,
 ) -> torch.Tensor | None:
-    """A batch ``x [B, M, K] @ w [B, K, N]``, or a sum of several, and the all-to-all of each product's rows, by ``"split"``.
+    """A batch ``x [B, M, K] @ w [B, K, N]``, or a sum of several, and the all-to-all of each
+    product's rows, by ``"split"``.
 
     ``[B M, N]``; the rest as :func:`run_into_output`.
     """
@@ -81,7 +92,9 @@ def run_batch_into_output(
         "shape": (group.world_size, count * rows // group.world_size, columns),
         "transport": "copy_engine",
     }
-    product = _kept_output("split batch", "all_to_all", settings, x[0].dtype, group, process_group, replace=replace)
+    product = _kept_output(
+        "split batch", "all_to_all", settings, x[0].dtype, group, process_group, replace=replace
+    )
     if product is None:
         return None
     y = x[0].new_empty([count * rows, columns])
@@ -90,17 +103,26 @@ def run_batch_into_output(
 
 
 def _split_batch(
-    group: Group, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], *, out: torch.Tensor, send: Callable[[int], None]
+    group: Group,
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    *,
+    out: torch.Tensor,
+    send: Callable[[int], None],
 ) -> None:
     """As :func:`split_product`, of every product the rows for one rank at a time."""
     parts = [each.unflatten(1, (group.world_size, -1)) for each in x]
     for step in range(group.world_size):
         to = (group.rank + 1 + step) % group.world_size
-        multiply_batch_into(out[to].unflatten(0, (len(x[0]), -1)), [part[:, to] for part in parts], w)
+        multiply_batch_into(
+            out[to].unflatten(0, (len(x[0]), -1)), [part[:, to] for part in parts], w
+        )
         send(to)
 
 
-def multiply_batch_into(out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> None:
+def multiply_batch_into(
+    out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]
+) -> None:
     """The sum of batches ``x @ w`` into ``out``, by cuBLAS where there is one."""
     torch.bmm(x[0], w[0], out=out)
     for part, weight in zip(x[1:], w[1:], strict=True):
@@ -117,15 +139,19 @@ def _kept_output(
     *,
     replace: bool,
 ) -> Fused | None:
-    """The producer with the output that the group keeps for it; None if there is none, which is remembered, too.
+    """The producer with the output that the group keeps for it; None if there is none, which is
+    remembered, too.
 
-    All ranks make the same calls, so a key is new on every rank or on none. What is new is settled by all of them: a
-    rank may have captured other outputs than its peers, or fail to map memory, and must not go its own way then.
+    All ranks make the same calls, so a key is new on every rank or on none. What is new is settled
+    by all of them: a rank may have captured other outputs than its peers, or fail to map memory,
+    and must not go its own way then.
     """
     key = (how, collective, settings["shape"], dtype, settings.get("tiles"))
     if group.kept.get(key) is None and (replace or key not in group.kept):
         with group.indivisible("making a mapped output"):
-            group.kept[key] = _new_output(collective, settings, dtype, group, process_group, replace=replace)
+            group.kept[key] = _new_output(
+                collective, settings, dtype, group, process_group, replace=replace
+            )
     group.kept.move_to_end(key)
     return cast("Fused | None", group.kept[key])
 
@@ -142,15 +168,20 @@ def _new_output(
     """A producer with a new output, for which another one may be given up. Collective."""
     if group.capture_id() is not None:
         raise WorkspaceError(
-            "a mapped output must be made before a CUDA graph is captured. Call the operator once with these shapes first."
+            "a mapped output must be made before a CUDA graph is captured. Call the operator once "
+            "with these shapes first."
         )
     made = [(key, value) for key, value in group.kept.items() if isinstance(value, Fused)]
-    everywhere = group.exchange("mapped outputs in CUDA graphs", [value.output.captured for _, value in made])
+    everywhere = group.exchange(
+        "mapped outputs in CUDA graphs", [value.output.captured for _, value in made]
+    )
     free = [key for (key, _), *captured in zip(made, *everywhere, strict=True) if not any(captured)]
     if len(free) >= _MOST and not replace:
         return None
     try:
-        product = fuse(collective=collective, dtype=dtype, group=process_group, device=group.device, **settings)
+        product = fuse(
+            collective=collective, dtype=dtype, group=process_group, device=group.device, **settings
+        )
     except (ArgumentError, BackendError, WorkspaceError):  # on every rank alike
         if replace:
             raise
@@ -163,7 +194,13 @@ def _new_output(
     return product
 
 
-def _run(product: Fused, y: torch.Tensor, arguments: tuple[Any, ...], where: tuple[Hashable, ...], group: Group) -> None:
+def _run(
+    product: Fused,
+    y: torch.Tensor,
+    arguments: tuple[Any, ...],
+    where: tuple[Hashable, ...],
+    group: Group,
+) -> None:
     """Run a producer and its collective into ``y``; a call that comes again, as a graph.
 
     Args:
@@ -181,20 +218,31 @@ def _producer(
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The producer with its output's settings, as ``fuse`` takes them, and the arguments of a call."""
     if how == "mapped":
-        return {"producer": torch.mm, "shape": (operands.rows, operands.columns)}, (operands.x, operands.w.T)
+        return {"producer": torch.mm, "shape": (operands.rows, operands.columns)}, (
+            operands.x,
+            operands.w.T,
+        )
     rows = operands.rows // group.world_size
-    settings: dict[str, Any] = {"shape": (group.world_size, rows, operands.columns), "transport": "copy_engine"}
+    settings: dict[str, Any] = {
+        "shape": (group.world_size, rows, operands.columns),
+        "transport": "copy_engine",
+    }
     if how == "split":
-        return settings | {"producer": functools.partial(split_product, group)}, (operands, bias_once)
+        return settings | {"producer": functools.partial(split_product, group)}, (
+            operands,
+            bias_once,
+        )
     tiles = ceil_div(rows, config.block_m) * ceil_div(operands.columns, config.block_n)
     settings |= {"producer": functools.partial(count_product, group), "tiles": tiles}
     return settings, (operands.for_kernel(), bias_once, config)
 
 
 def split_product(
-    group: Group, operands: Operands, bias_once: bool, *, out: torch.Tensor, send: Callable[[int], None]
+    group: Group, operands: Operands, bias_once: bool, *, out: torch.Tensor,
+    send: Callable[[int], None]
 ) -> None:  # fmt: skip
-    """cuBLAS once for each rank's rows, the next rank's first; each is on its way while the next is computed.
+    """cuBLAS once for each rank's rows, the next rank's first; each is on its way while the next is
+    computed.
 
     Args:
         bias_once: of a sum over ranks: the bias is added to this rank's own rows only.
@@ -204,11 +252,15 @@ def split_product(
     parts, weight = operands.x.chunk(group.world_size), operands.w.T
     for step in range(group.world_size):
         to = (group.rank + 1 + step) % group.world_size
-        multiply_into(out[to], parts[to], weight, None if bias_once and to != group.rank else operands.bias)
+        multiply_into(
+            out[to], parts[to], weight, None if bias_once and to != group.rank else operands.bias
+        )
         send(to)
 
 
-def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+def multiply_into(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     """``x @ w + bias`` into ``out``, by cuBLAS where there is one."""
     if bias is None:
         torch.mm(x, w, out=out)
@@ -217,7 +269,13 @@ def multiply_into(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: tor
 
 
 def count_product(
-    group: Group, operands: Operands, bias_once: bool, config: ProductConfig, *, out: torch.Tensor, counters: torch.Tensor
+    group: Group,
+    operands: Operands,
+    bias_once: bool,
+    config: ProductConfig,
+    *,
+    out: torch.Tensor,
+    counters: torch.Tensor,
 ) -> None:
     """Launch the product that counts its tiles; arguments as of :func:`split_product`.
 
@@ -231,12 +289,19 @@ def count_product(
     rows = operands.rows // counters.numel()
     descriptors = has_descriptors(group)
     # A whole tile at the end of a piece would cover the next one of its rank.
-    tiles = descriptors and out.stride(1) * out.itemsize % ALIGNMENT_BYTES == 0 and (pieces == 1 or rows % config.block_m == 0)
+    tiles = (
+        descriptors
+        and out.stride(1) * out.itemsize % ALIGNMENT_BYTES == 0
+        and (pieces == 1 or rows % config.block_m == 0)
+    )
     result = describe_parts(out, [config.block_m, config.block_n]) if tiles else None
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     arguments = (
-        x, w, bias, x_scale, w_scale, result, out.data_ptr(), counters.data_ptr(), group.rank, pieces, rows, operands.columns,
-        operands.inner, *strides, out.stride(0), out.stride(1),
+        x, w, bias, x_scale, w_scale, result, out.data_ptr(), counters.data_ptr(), group.rank,
+        pieces, rows, operands.columns, operands.inner, *strides, out.stride(0), out.stride(1),
     )  # fmt: skip
-    constants = options(operands, config, group, descriptors) | {"TILES": tiles, "OWN_BIAS": bias_once}
+    constants = options(operands, config, group, descriptors) | {
+        "TILES": tiles,
+        "OWN_BIAS": bias_once,
+    }
     Launch(counted_product, (programs(group, config),), arguments, constants)()

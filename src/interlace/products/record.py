@@ -1,4 +1,6 @@
-"""Where signals and routes lie in the kernels around a product: numbers that host and device must agree on."""
+"""Where signals and routes lie in the kernels around a product: numbers that host and device must
+agree on.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ from typing import Final
 
 MAX_RANKS: Final = 8
 
-# int32 signals of a rank; what follows HEADER depends on the operator. Sets take turns by the epoch's parity.
-GRANTED: Final = 0  # [set][source]: the buffer of that rank may be written, or its rows read. Kernels leave out the 0
+# int32 signals of a rank; what follows HEADER depends on the operator. Sets take turns by the
+# epoch's parity.
+# [set][source]: the buffer of that rank may be written, or its rows read. Kernels leave out the 0
+GRANTED: Final = 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: everything of that rank is here
-GRANTS: Final = 4 * MAX_RANKS  # [set][source]: which of its buffers that rank has granted; no signals
+# [set][source]: which of its buffers that rank has granted; no signals
+GRANTS: Final = 4 * MAX_RANKS
 COUNTER: Final = 6 * MAX_RANKS  # programs that have sent all their tiles; local
 HEADER: Final = 8 * MAX_RANKS
 

@@ -1,4 +1,6 @@
-"""Products whose parts are summed over ranks: what the kernels of gemm_reduce_scatter and gemm_all_reduce share."""
+"""Products whose parts are summed over ranks: what the kernels of gemm_reduce_scatter and
+gemm_all_reduce share.
+"""
 
 import triton
 import triton.language as tl
@@ -16,15 +18,16 @@ _PART_STAGES = tl.constexpr(3)  # parts in flight
 
 @triton.jit
 def add_parts(
-    total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE: tl.constexpr,
-    TILES: tl.constexpr, OWN_PART: tl.constexpr = False,
+    total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group,
+    WORLD_SIZE: tl.constexpr, TILES: tl.constexpr, OWN_PART: tl.constexpr = False,
 ):  # fmt: skip
-    """``total``, a float32 tile of this rank's own rows, and the peers' parts of it, which are here; in rank order.
+    """``total``, a float32 tile of this rank's own rows, and the peers' parts of it, which are
+    here; in rank order.
 
     Args:
         OWN_PART: this rank's slot holds a part, too.
-        slots, parts: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under ``TILES``; else a pointer to
-            rank 0's ``[source, row, column]``.
+        slots, parts: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under
+            ``TILES``; else a pointer to rank 0's ``[source, row, column]``.
     """
     me = il.rank(group)
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
@@ -41,28 +44,33 @@ def add_parts(
 
 @triton.jit
 def send_and_sum(
-    x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers, buffer_bytes, routes, flags, per_source,
-    stamp, group, half, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, BROADCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
-    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers,
+    buffer_bytes, routes, flags, per_source, stamp, group, half, half_bytes, most_rows, N, K,
+    x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, WORLD_SIZE: tl.constexpr,
+    OUT: tl.constexpr, BROADCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
+    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the product to their owners' slots; this rank's own rows, with the parts that came, to where the sum belongs.
+    """Parts of the product to their owners' slots; this rank's own rows, with the parts that came,
+    to where the sum belongs.
 
-    Program p takes tiles p, p + programs, ... of every rank's rows. A *round* is one of these tiles for each peer, and this rank's
-    own tile of the round before; programs begin a round with different ranks, so that own tiles, which send nothing, are spread.
-    Tiles' copies run while the next ones are computed; in the next round they are complete and their owners are told, all at
+    Program p takes tiles p, p + programs, ... of every rank's rows. A *round* is one of these tiles
+    for each peer, and this rank's own tile of the round before; programs begin a round with
+    different ranks, so that own tiles, which send nothing, are spread. Tiles' copies run while the
+    next ones are computed; in the next round they are complete and their owners are told, all at
     once. The sum is float32: the own part first, then the peers' in rank order.
 
-    A wait is for peers' programs of the same index, in the same round, after this program's own signals of that round: a grid
-    finishes even if its programs run one after another.
+    A wait is for peers' programs of the same index, in the same round, after this program's own
+    signals of that round: a grid finishes even if its programs run one after another.
 
     Args:
-        slots, slot_address: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under ``TILES``, and rank 0's
-            address for ordinary stores.
-        results, result_address: of sums. ``BROADCAST``: every rank's, ``[rank, buffer, 0, row of M, column]``, and rank 0's
-            address. Else this rank's, ``[0, 0, 0, own row, column]``, and its address.
-        buffers, buffer_bytes: under ``BROADCAST`` each rank's buffer, an int32 tile, and the bytes between two of them.
+        slots, slot_address: of parts, ``[rank, half, source, row, column]``: a tensor descriptor
+            under ``TILES``, and rank 0's address for ordinary stores.
+        results, result_address: of sums. ``BROADCAST``: every rank's, ``[rank, buffer, 0, row of M,
+            column]``, and rank 0's address. Else this rank's, ``[0, 0, 0, own row, column]``, and
+            its address.
+        buffers, buffer_bytes: under ``BROADCAST`` each rank's buffer, an int32 tile, and the bytes
+            between two of them.
         flags: int32 signals, ``[source][tile]``, ``per_source`` apart.
         half: 0 or 1, by the epoch.
 
@@ -79,7 +87,8 @@ def send_and_sum(
     slot_stride = most_rows.to(tl.int64) * row_stride
     parts = il.pointer(slot_address + half * half_bytes, OUT)
     arrived_all = 1
-    untold = -1  # the tile, the same for every peer, that was sent in an earlier step and not announced yet
+    # The tile, the same for every peer, that was sent in an earlier step and not announced yet
+    untold = -1
     for step in tl.range(0, rounds * WORLD_SIZE + 1):
         turn = tl.where(step < rounds * WORLD_SIZE, (step + program // INTERLEAVE) % WORLD_SIZE, WORLD_SIZE - 1)
         dest = (me + 1 + turn) % WORLD_SIZE
@@ -117,7 +126,8 @@ def send_and_sum(
                     if TILES:
                         il.accept_tiles()
                     total = add_parts(
-                        total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group, WORLD_SIZE, TILES
+                        total, slots, parts, half, row, column, rows, N, slot_stride, row_stride,
+                        group, WORLD_SIZE, TILES
                     )
                     total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
                 if bias is not None:

@@ -1,4 +1,6 @@
-"""Products and their collectives in steps of torch, for the operators' references. Nothing of a kernel is used here."""
+"""Products and their collectives in steps of torch, for the operators' references. Nothing of a
+kernel is used here.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,24 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def exchange_rows(
-    rows: torch.Tensor, input_splits: Sequence[int], output_splits: Sequence[int], group: dist.ProcessGroup | None
+    rows: torch.Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """All-to-all: ``input_splits[d]`` rows to rank d, ``output_splits[s]`` rows from rank s."""
     if is_alone(group):
         return rows
     received = rows.new_empty(sum(output_splits), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), list(output_splits), list(input_splits), group=group)
+    dist.all_to_all_single(
+        received, rows.contiguous(), list(output_splits), list(input_splits), group=group
+    )
     return received
 
 
-def sum_rows(parts: torch.Tensor, splits: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def sum_rows(
+    parts: torch.Tensor, splits: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Reduce-scatter: this rank's ``splits[rank]`` rows of the sum of all ranks' ``parts``."""
     if is_alone(group):
         return parts
@@ -56,7 +65,9 @@ def sum_rows(parts: torch.Tensor, splits: Sequence[int], group: dist.ProcessGrou
     return received
 
 
-def gather_rows(rows: torch.Tensor, splits: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_rows(
+    rows: torch.Tensor, splits: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     """All-gather: all ranks' rows, rank r's ``splits[r]`` after rank r - 1's."""
     if is_alone(group):
         return rows
@@ -64,7 +75,9 @@ def gather_rows(rows: torch.Tensor, splits: Sequence[int], group: dist.ProcessGr
     if not gathered.numel():
         return gathered
     # Bytes: not every backend knows float8.
-    sent, received = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (rows.contiguous(), gathered))
+    sent, received = (
+        t.view(torch.uint8) if t.element_size() == 1 else t for t in (rows.contiguous(), gathered)
+    )
     if len(set(splits)) == 1:
         single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         single(received, sent, group=group)

@@ -1,8 +1,9 @@
 """Tensors that are the same on every rank, where they are used on each rank for something else.
 
-The gradient of such a tensor is the sum of what each rank's use of it contributes. An operator whose result is the same
-on every rank (an all-reduce) has a gradient that is, too; its formula uses that gradient on each rank for another part of
-the operands, so a second derivative needs the sum. Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), f and g.
+The gradient of such a tensor is the sum of what each rank's use of it contributes. An operator
+whose result is the same on every rank (an all-reduce) has a gradient that is, too; its formula uses
+that gradient on each rank for another part of the operands, so a second derivative needs the sum.
+Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), f and g.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ def place(group_name: str) -> tuple[int, int]:
 
 
 def balanced(rows: int, world_size: int) -> list[int]:
-    """As ``torch.tensor_split``: the first ``rows % world_size`` ranks have one more. ``rows`` may be symbolic."""
+    """As ``torch.tensor_split``: the first ``rows % world_size`` ranks have one more. ``rows`` may
+    be symbolic.
+    """
     return [balanced_rows(rows, rank, world_size) for rank in range(world_size)]
 
 
@@ -24,7 +26,8 @@ def balanced_rows(rows: int, rank: int, world_size: int) -> int:
 
 
 def validate_list(operator: str, name: str, splits: object) -> None:
-    """Refuse what is no list of row counts. How many they must be, and their sum, ranks check together.
+    """Refuse what is no list of row counts. How many they must be, and their sum, ranks check
+    together.
 
     Raises:
         ArgumentError: not a sequence, or of something else than integers.
@@ -33,7 +36,8 @@ def validate_list(operator: str, name: str, splits: object) -> None:
         return
     if not isinstance(splits, (list, tuple)):
         raise ArgumentError(
-            f"{operator}: {name} must be a list of rows, an integer for each rank; got {type(splits).__name__}. "
+            f"{operator}: {name} must be a list of rows, an integer for each rank; got "
+            f"{type(splits).__name__}. "
             f"Call .tolist() on a tensor."
         )
     for count in splits:
@@ -42,14 +46,19 @@ def validate_list(operator: str, name: str, splits: object) -> None:
 
 
 def check_sum(what: str, splits: Sequence[int], world_size: int, rows: int | None, of: str) -> None:
-    """Check a list against the group and, unless ``rows`` is None, against the rows that it shares out.
+    """Check a list against the group and, unless ``rows`` is None, against the rows that it shares
+    out.
 
     Raises:
         ArgumentError: a wrong number of entries, a negative one, or a wrong sum.
     """
     if len(splits) != world_size:
-        raise ArgumentError(f"{what} must have an entry for each of {world_size} ranks; got {list(splits)}.")
+        raise ArgumentError(
+            f"{what} must have an entry for each of {world_size} ranks; got {list(splits)}."
+        )
     if any(count < 0 for count in splits):
         raise ArgumentError(f"{what} must not be negative; got {list(splits)}.")
     if rows is not None and sum(splits) != rows:
-        raise ArgumentError(f"{what} must sum to {rows}, {of}; got {list(splits)}, which is {sum(splits)}.")
+        raise ArgumentError(
+            f"{what} must sum to {rows}, {of}; got {list(splits)}, which is {sum(splits)}."
+        )

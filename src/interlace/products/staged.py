@@ -1,4 +1,5 @@
-"""Small kernels that move rows before a product: around the copies of ``fetch.py``, and in their place.
+"""Small kernels that move rows before a product: around the copies of ``fetch.py``, and in their
+place.
 
 The README.md of ``all_gather_gemm`` explains the protocols.
 """
@@ -23,24 +24,29 @@ _PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has a barrie
 
 @triton.jit(
     do_not_specialize=[
-        "staged_address", "scale_offset", "own_address", "own_first", "own_rows", "own_share", "own_distance", "signals", "call",
-        "rows", "K", "x_stride", "x_scale_stride", "inner_groups",
+        "staged_address", "scale_offset", "own_address", "own_first", "own_rows", "own_share",
+        "own_distance", "signals", "call", "rows", "K", "x_stride", "x_scale_stride",
+        "inner_groups",
     ]
 )
 def stage_rows(
-    x, x_scale, staged_address, scale_offset, own_address, own_first, own_rows, own_share, own_distance, signals, epochs, ctx,
-    call, rows, K, x_stride, x_scale_stride, inner_groups,
-    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, x_scale, staged_address, scale_offset, own_address, own_first, own_rows, own_share,
+    own_distance, signals, epochs, ctx, call, rows, K, x_stride, x_scale_stride, inner_groups,
+    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
-    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE]``, of the last call's set), copy, and
-    set this rank's signal at every peer. That has one set: it is set again after DONE of its reader.
+    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE]``,
+    of the last call's set), copy, and set this rank's signal at every peer. That has one set: it is
+    set again after DONE of its reader.
 
-    Of ``own_rows`` from ``own_first`` on, no peer's if ``OWN`` is ``"only"`` and everybody's if it is ``"too"``, each
-    ``own_share`` go to ``own_address``, ``own_distance`` rows from one to the next.
+    Of ``own_rows`` from ``own_first`` on, no peer's if ``OWN`` is ``"only"`` and everybody's if it
+    is ``"too"``, each ``own_share`` go to ``own_address``, ``own_distance`` rows from one to the
+    next.
 
-    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows, and sets 3 on rank 0.
+    Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows,
+    and sets 3 on rank 0.
     """
     program = tl.program_id(0)
     epoch = il.next_epoch(epochs)
@@ -84,7 +90,8 @@ def stage_rows(
 def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """Wait for every peer's :func:`stage_rows`: copies follow on the same stream.
 
-    ``notes``, for what follows: this call's epoch; its stamp, or what no call waits for if a peer's rows have not come.
+    ``notes``, for what follows: this call's epoch; its stamp, or what no call waits for if a peer's
+    rows have not come.
 
     Example: two ranks; rank 1's third call ends once rank 0 has set 3 here.
     """
@@ -92,7 +99,8 @@ def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
-    epoch = il.following_epoch(tl.load(notes))  # nothing else counts here, nor changes it while this runs
+    # Nothing else counts here, nor changes it while this runs
+    epoch = il.following_epoch(tl.load(notes))
     stamp = il.mark(epoch, call)
     arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, others)
     tl.store(notes, epoch)
@@ -101,7 +109,9 @@ def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["signals", "cells"])
 def release_rows(signals, ctx, notes, whole, cells, WORLD_SIZE: tl.constexpr):
-    """Tell every peer that its rows have been fetched. If a peer's rows have not come, all ``cells`` of ``whole`` become NaN."""
+    """Tell every peer that its rows have been fetched. If a peer's rows have not come, all
+    ``cells`` of ``whole`` become NaN.
+    """
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
@@ -115,12 +125,14 @@ def release_rows(signals, ctx, notes, whole, cells, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["call", "blocks", "cells"])
 def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
-    """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes NaN.
+    """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes
+    NaN.
 
-    Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all came. Advances the epochs of the
-    operator's own kernel, if it has one, which takes turns with this.
+    Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all came. Advances
+    the epochs of the operator's own kernel, if it has one, which takes turns with this.
 
-    Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is NaN everywhere.
+    Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is
+    NaN everywhere.
     """
     epoch = il.next_epoch(epochs)
     if tl.load(notes + 1) != il.mark(epoch, call):
@@ -133,21 +145,23 @@ def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["landing_address", "half_bytes", "signals", "call", "share", "distance"])
 def spread_rows(
-    x, whole, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance, K, x_stride, whole_stride,
-    WORLD_SIZE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, whole, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance, K,
+    x_stride, whole_stride, WORLD_SIZE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """Store this rank's rows in every rank's memory, and gather what the peers store here.
 
-    Row m of those that rank s gives to a rank goes to row ``routes[s] + m // share * distance + m % share``. Every rank gets the same
-    rows, or (``EACH``) rank r those from the r-th part of x.
+    Row m of those that rank s gives to a rank goes to row ``routes[s] + m // share * distance + m %
+    share``. Every rank gets the same rows, or (``EACH``) rank r those from the r-th part of x.
 
-    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch, meets its peers'
-    programs of the same index, and copies what they have put here into ``whole``, an ordinary tensor; NaN where it did not come.
-    The half is free: a peer that has signalled the call before this one has copied the one before that. Columns of ``whole``
-    beyond K become zero: libraries that multiply it may read them.
+    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch,
+    meets its peers' programs of the same index, and copies what they have put here into ``whole``,
+    an ordinary tensor; NaN where it did not come. The half is free: a peer that has signalled the
+    call before this one has copied the one before that. Columns of ``whole`` beyond K become zero:
+    libraries that multiply it may read them.
 
-    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of its ``whole`` and of rank 1's
-    landing, and copies b from row 1 of its own landing.
+    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of
+    its ``whole`` and of rank 1's landing, and copies b from row 1 of its own landing.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)

@@ -1,4 +1,5 @@
-"""Event-driven models of distributed training: what fusing buys on many nodes. See ``docs/simulator.md``.
+"""Event-driven models of distributed training: what fusing buys on many nodes. See
+``docs/simulator.md``.
 
 Needs neither torch nor Triton. One call, one result::
 
@@ -14,8 +15,8 @@ A program of one's own is a list of tasks on a machine::
 
     machine = load_machine("h200-node")
     tasks = [
-        Task("GEMM", "compute", Kernel(flops=1e12, memory_bytes=1e9)),
-        Task("AllReduce", "library", Collective("all_reduce", "ring", size=64 << 20), deps=("GEMM",)),
+        Task("GEMM", "compute", Kernel(flops=1e12, memory_bytes=1e9)), Task("AllReduce", "library",
+        Collective("all_reduce", "ring", size=64 << 20), deps=("GEMM",)),
     ]
     result = run(machine, machine.build_topology(4), tasks)
 """

@@ -1,6 +1,7 @@
 """Physical lower bounds: what no schedule, algorithm or overlap can undercut on this hardware.
 
-They are computed from the workload and the machine alone, not from the simulation, and every run is held against them.
+They are computed from the workload and the machine alone, not from the simulation, and every run is
+held against them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Bound:
         """
         if total_ns < self.time_ns * (1 - 1e-9):
             raise UnphysicalError(
-                f"{what} must not be faster than physics; got {total_ns:.0f} ns, where {self.reason} alone needs "
+                f"{what} must not be faster than physics; got {total_ns:.0f} ns, where "
+                f"{self.reason} alone needs "
                 f"{self.time_ns:.0f} ns. "
                 f"Do not use the result; report it, unless the mode is known to be unphysical."
             )
@@ -48,7 +50,9 @@ def collective_bound(kind: str, size: float, group: Group) -> Bound:
 
 
 def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
-    """What each resource needs at least: the ports of a rank, those of a node, the bisection, all links, the latency."""
+    """What each resource needs at least: the ports of a rank, those of a node, the bisection, all
+    links, the latency.
+    """
     topology = group.topology
     sent = least_sent_bytes(kind, size, group.size)
     bounds = [
@@ -65,18 +69,23 @@ def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
         bounds.append(Bound(1e9 * leaving / topology.network_bytes_per_s(), "leaving the node"))
     if everyone:
         half = group.size // 2
-        pairs = half * (group.size - half) / group.size  # of blocks from one half to the other, in blocks of the buffer
+        # Of blocks from one half to the other, in blocks of the buffer
+        pairs = half * (group.size - half) / group.size
         crossing = size * {"all_to_all": pairs, "all_reduce": 1.0}.get(kind, half / group.size)
         bounds.append(Bound(1e9 * crossing / topology.bisection_bytes_per_s(), "the bisection"))
     if kind == "all_to_all":
-        bounds.append(Bound(size / group.size * _hop_ns_per_byte(topology, group.axes), "all links together"))
+        bounds.append(
+            Bound(size / group.size * _hop_ns_per_byte(topology, group.axes), "all links together")
+        )
     return bounds
 
 
 @functools.lru_cache(maxsize=64)
 def _latency_ns(topology: Topology, axes: tuple[int, ...], *, farthest: bool) -> int:
     group = Group(topology, axes)
-    values = [topology.path_latency_ns(0, group.displacement(place)) for place in range(1, group.size)]
+    values = [
+        topology.path_latency_ns(0, group.displacement(place)) for place in range(1, group.size)
+    ]
     return max(values) if farthest else min(values)
 
 
@@ -85,6 +94,13 @@ def _hop_ns_per_byte(topology: Topology, axes: tuple[int, ...]) -> float:
     """For a byte to every member: the time that all links, perfectly shared, need for it."""
     group = Group(topology, axes)
     hops = sum(len(topology.path(0, group.displacement(place))) for place in range(1, group.size))
-    used = {index for place in range(1, group.size) for index, _ in topology.path(0, group.displacement(place))}
-    capacity = sum(topology.classes[index].bytes_per_s * topology.classes[index].count for index in used) / topology.ranks
+    used = {
+        index
+        for place in range(1, group.size)
+        for index, _ in topology.path(0, group.displacement(place))
+    }
+    capacity = (
+        sum(topology.classes[index].bytes_per_s * topology.classes[index].count for index in used)
+        / topology.ranks
+    )
     return 1e9 * hops / capacity

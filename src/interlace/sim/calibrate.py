@@ -6,8 +6,9 @@ What it reads, in one or several JSON files:
 - collectives: lists of ``{"op", "gpus", "bytes", "us"}`` under any key;
 - documents that ``interlace bench gemv_all_reduce --json`` wrote: their cuBLAS times alone.
 
-Every fourth point, by order, is held out. Computation is fitted as :class:`interlace.sim.machine.Gpu` models it; a
-collective's time as launch, steps and bytes over a share of the links' bandwidth.
+Every fourth point, by order, is held out. Computation is fitted as
+:class:`interlace.sim.machine.Gpu` models it; a collective's time as launch, steps and bytes over a
+share of the links' bandwidth.
 """
 
 from __future__ import annotations
@@ -88,10 +89,16 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
                 if {"m", "n", "k", "us"} <= items[0].keys():
                     products += [Product(p["m"], p["n"], p["k"], 1e3 * p["us"]) for p in items]
                 elif {"op", "gpus", "bytes", "us"} <= items[0].keys():
-                    timings += [Timing(_kind(t["op"], f"{file}, {key}"), t["gpus"], t["bytes"], 1e3 * t["us"]) for t in items]
+                    timings += [
+                        Timing(
+                            _kind(t["op"], f"{file}, {key}"), t["gpus"], t["bytes"], 1e3 * t["us"]
+                        )
+                        for t in items
+                    ]
         if len(products) + len(timings) == before:
             raise ConfigError(
-                f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench document; it has none."
+                f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench "
+                "document; it has none."
             )
     return products, timings
 
@@ -99,7 +106,10 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
 def _kind(name: str, where: str) -> str:
     plain = name.replace("alltoall", "all_to_all")
     if plain not in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather"):
-        raise ConfigError(f"{where}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got {name!r}.")
+        raise ConfigError(
+            f"{where}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
+            f"{name!r}."
+        )
     return plain
 
 
@@ -107,7 +117,14 @@ def _bench(results: list[dict[str, Any]]) -> list[Product]:
     found = []
     for result in results:
         times = result.get("times", {})
-        alone = min((times[name]["median_us"] for name in ("cuBLAS mm alone", "cuBLAS mv alone") if name in times), default=None)
+        alone = min(
+            (
+                times[name]["median_us"]
+                for name in ("cuBLAS mm alone", "cuBLAS mv alone")
+                if name in times
+            ),
+            default=None,
+        )
         if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
             found.append(Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone))
     return found
@@ -120,14 +137,22 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
         ConfigError: there are too few points to fit and to check.
     """
     if len(products) < 2 * HOLD_OUT:
-        raise ConfigError(f"a fit must have at least {2 * HOLD_OUT} matrix products; got {len(products)}. Measure more.")
+        raise ConfigError(
+            f"a fit must have at least {2 * HOLD_OUT} matrix products; got {len(products)}. "
+            "Measure more."
+        )
     seen, unseen = _split(products)
 
     def predict(parameters: np.ndarray, points: Sequence[Product]) -> np.ndarray:
-        flops_share, memory_share = 1 / (1 + np.exp(-parameters[0])), 1 / (1 + np.exp(-parameters[1]))
+        flops_share, memory_share = (
+            1 / (1 + np.exp(-parameters[0])),
+            1 / (1 + np.exp(-parameters[1])),
+        )
         kernel, norm = np.exp(parameters[2]), 1 + np.exp(parameters[3])
         compute = np.array([p.flops for p in points]) * 1e9 / (flops_per_s * flops_share)
-        memory = np.array([p.memory_bytes for p in points]) * 1e9 / (memory_bytes_per_s * memory_share)
+        memory = (
+            np.array([p.memory_bytes for p in points]) * 1e9 / (memory_bytes_per_s * memory_share)
+        )
         larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
         return np.asarray(kernel + larger * (1 + (smaller / larger) ** norm) ** (1 / norm))
 
@@ -137,7 +162,12 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
         return float(np.mean(np.abs(np.log(predict(parameters, seen) / measured))))
 
     best = minimise(loss, np.array([1.0, 1.5, math.log(3000.0), 0.5]))
-    values = (1 / (1 + math.exp(-best[0])), 1 / (1 + math.exp(-best[1])), math.exp(best[2]), 1 + math.exp(best[3]))
+    values = (
+        1 / (1 + math.exp(-best[0])),
+        1 / (1 + math.exp(-best[1])),
+        math.exp(best[2]),
+        1 + math.exp(best[3]),
+    )
     errors = np.abs(predict(best, unseen) / np.array([p.ns for p in unseen]) - 1)
     return _fit("matrix products", dict(zip(_PARAMETERS, values, strict=True)), len(seen), errors)
 
@@ -161,7 +191,8 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
     kinds = sorted({t.kind for t in timings})
     if len(timings) < 2 * HOLD_OUT * len(kinds):
         raise ConfigError(
-            f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got {len(timings)} of {len(kinds)}. Measure more."
+            f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got "
+            f"{len(timings)} of {len(kinds)}. Measure more."
         )
     seen, unseen = _split(timings)
 
@@ -184,21 +215,36 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
 
     best = minimise(loss, np.array([math.log(8000.0), math.log(600.0), *([1.0] * len(kinds))]))
     values = {"launch_ns": math.exp(best[0]), "step_ns": math.exp(best[1])}
-    values |= {f"efficiency_of.{kind}": float(1 / (1 + math.exp(-x))) for kind, x in zip(kinds, best[2:], strict=True)}
+    values |= {
+        f"efficiency_of.{kind}": float(1 / (1 + math.exp(-x)))
+        for kind, x in zip(kinds, best[2:], strict=True)
+    }
     errors = np.abs(predict(best, unseen) / np.array([t.ns for t in unseen]) - 1)
     return _fit("collectives", values, len(seen), errors)
 
 
 def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
-    return [point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1], unseen
+    return [
+        point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1
+    ], unseen
 
 
 def _fit(what: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
-    return Fit(what, values, seen, len(errors), float(errors.mean()), float(np.median(errors)), float(errors.max()))
+    return Fit(
+        what,
+        values,
+        seen,
+        len(errors),
+        float(errors.mean()),
+        float(np.median(errors)),
+        float(errors.max()),
+    )
 
 
-def minimise(loss: Callable[[np.ndarray], float], start: np.ndarray, rounds: int = 1500) -> np.ndarray:
+def minimise(
+    loss: Callable[[np.ndarray], float], start: np.ndarray, rounds: int = 1500
+) -> np.ndarray:
     """Nelder and Mead's simplex, restarted once around the best point; deterministic."""
     best = start
     for scale in (0.5, 0.1):
@@ -206,7 +252,9 @@ def minimise(loss: Callable[[np.ndarray], float], start: np.ndarray, rounds: int
     return best
 
 
-def _simplex(loss: Callable[[np.ndarray], float], start: np.ndarray, scale: float, rounds: int) -> np.ndarray:
+def _simplex(
+    loss: Callable[[np.ndarray], float], start: np.ndarray, scale: float, rounds: int
+) -> np.ndarray:
     corners = [start, *(start + scale * row for row in np.eye(len(start)))]
     values = [loss(corner) for corner in corners]
     for _ in range(rounds):
@@ -234,10 +282,13 @@ def _simplex(loss: Callable[[np.ndarray], float], start: np.ndarray, scale: floa
     return corners[int(np.argmin(values))]
 
 
-def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4) -> dict[str, Any]:
+def machine_document(
+    base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4
+) -> dict[str, Any]:
     """The base machine with what was fitted, as its YAML file has it.
 
-    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing adds.
+    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing
+    adds.
 
     Args:
         gpus: of the measured collectives; the base's network between them says the latency.
@@ -246,7 +297,8 @@ def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str,
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
-        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median error on {fit.held_out} "
+        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
+        f"error on {fit.held_out} "
         "held-out points."
         for fit in fits
     )
@@ -255,7 +307,11 @@ def machine_document(base: Machine, fits: Sequence[Fit], source: str, name: str,
         for key, value in fit.values.items():
             if key == "step_ns":
                 value = max(0.0, value - latency)
-                part["reduction"] = {"value": 0.0, "source": "held by the fitted efficiencies", "confidence": "derived"}
+                part["reduction"] = {
+                    "value": 0.0,
+                    "source": "held by the fitted efficiencies",
+                    "confidence": "derived",
+                }
             sourced = {
                 "value": float(f"{value:.4g}"),
                 "source": f"fit to {fit.points} points of {source}",
@@ -278,4 +334,6 @@ def write(document: dict[str, Any], file: Path) -> None:
     try:
         file.write_text(yaml.safe_dump(document, sort_keys=False, width=120), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{file} must be a file that can be written; {error.strerror}.") from error
+        raise ConfigError(
+            f"{file} must be a file that can be written; {error.strerror}."
+        ) from error

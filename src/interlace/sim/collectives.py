@@ -1,10 +1,12 @@
 """Collectives as rounds of messages.
 
-In a round every rank of a group sends some messages and waits for as many; then it reduces what it must and goes on. A
-message's destination is a displacement in the group, so one schedule serves every rank. What the algorithms do, for a buffer
-of S bytes on each of n ranks, where a group may span several dimensions of a network:
+In a round every rank of a group sends some messages and waits for as many; then it reduces what it
+must and goes on. A message's destination is a displacement in the group, so one schedule serves
+every rank. What the algorithms do, for a buffer of S bytes on each of n ranks, where a group may
+span several dimensions of a network:
 
-====================  ==========================================================================================
+====================
+==========================================================================================
 all_to_all
   one_shot            all n - 1 blocks of S/n at once, each straight to its owner
   direct              the same blocks, one after the other, the nearest first (a pairwise exchange)
@@ -14,10 +16,12 @@ all_reduce
   ring                in each dimension but the last a ring reduce-scatter, a ring all-reduce there, all-gathers back
   direct              S/n to each owner, who adds them and sends the sum to all: two rounds
   halving_doubling    halves with the rank 1 away, quarters with the one 2 away, ... and back; n a power of two
-  double_binary_tree  two trees, half of S each, in pieces that follow one another; not the same for all ranks
+  double_binary_tree  two trees, half of S each, in pieces that follow one another; not the same for
+  all ranks
 reduce_scatter        ring, direct, halving_doubling
 all_gather            ring, direct, halving_doubling
-====================  ==========================================================================================
+====================
+==========================================================================================
 
 S is the whole buffer: of reduce-scatter the input, of all-gather the output.
 """
@@ -44,8 +48,8 @@ class Round:
     """What every rank sends before it goes on.
 
     Attributes:
-        sends: (place, bytes): the destination's displacement within the group; with ``exchange`` the bits in which its place
-            differs from the sender's.
+        sends: (place, bytes): the destination's displacement within the group; with ``exchange``
+            the bits in which its place differs from the sender's.
         reduced: bytes that each rank adds to others when all has come.
     """
 
@@ -87,7 +91,9 @@ class Group:
 
     def members(self, rank: int) -> list[int]:
         """All ranks of ``rank``'s group, by place."""
-        first = self.topology.shift(rank, self.topology.difference(0, self.displacement(self.place(rank))))
+        first = self.topology.shift(
+            rank, self.topology.difference(0, self.displacement(self.place(rank)))
+        )
         return [self.topology.shift(first, self.displacement(place)) for place in range(self.size)]
 
     def strides(self) -> list[tuple[int, int]]:
@@ -117,13 +123,18 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
     if kind not in ALGORITHMS:
         raise ConfigError(f"a collective must be one of {', '.join(ALGORITHMS)}; got {kind!r}.")
     if algorithm not in ALGORITHMS[kind]:
-        raise ConfigError(f"{kind}'s algorithm must be one of {', '.join(ALGORITHMS[kind])}; got {algorithm!r}.")
+        raise ConfigError(
+            f"{kind}'s algorithm must be one of {', '.join(ALGORITHMS[kind])}; got {algorithm!r}."
+        )
     if size < 0:
         raise ConfigError(f"a collective's bytes must not be negative; got {size}.")
     if group.size == 1 or size == 0:
         return []
     if algorithm == "double_binary_tree":
-        raise ConfigError("double_binary_tree must be run on every rank; it is not the same for all. Ask for all ranks.")
+        raise ConfigError(
+            "double_binary_tree must be run on every rank; it is not the same for all. Ask for "
+            "all ranks."
+        )
     if kind == "all_to_all":
         return _all_to_all(algorithm, size, group)
     if algorithm == "direct":
@@ -141,7 +152,9 @@ def _share(size: int, parts: int) -> int:
 def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:
     if algorithm in ("one_shot", "direct"):
         sends = [(place, _share(size, group.size)) for place in range(1, group.size)]
-        return [Round(tuple(sends))] if algorithm == "one_shot" else [Round((send,)) for send in sends]
+        return (
+            [Round(tuple(sends))] if algorithm == "one_shot" else [Round((send,)) for send in sends]
+        )
     rounds = []
     for count, stride in group.strides():
         block = _share(size, count)
@@ -156,12 +169,17 @@ def _direct(kind: str, size: int, group: Group) -> list[Round]:
     block = _share(size, group.size)
     everyone = tuple((place, block) for place in range(1, group.size))
     scatter, gather = Round(everyone, reduced=block * (group.size - 1)), Round(everyone)
-    return {"all_reduce": [scatter, gather], "reduce_scatter": [scatter], "all_gather": [gather]}[kind]
+    return {"all_reduce": [scatter, gather], "reduce_scatter": [scatter], "all_gather": [gather]}[
+        kind
+    ]
 
 
 def _halving_doubling(kind: str, size: int, group: Group) -> list[Round]:
     if group.size & (group.size - 1):
-        raise ConfigError(f"halving_doubling must have a power of two of ranks; got {group.size}. Use ring or direct.")
+        raise ConfigError(
+            f"halving_doubling must have a power of two of ranks; got {group.size}. Use ring or "
+            "direct."
+        )
     scatter = []
     part, mask = size, 1
     while mask < group.size:
@@ -184,7 +202,9 @@ def _rings(kind: str, size: int, group: Group) -> list[Round]:
 
 
 def least_sent_bytes(kind: str, size: float, ranks: int) -> float:
-    """The least that must leave each of ``ranks`` in any algorithm; with nodes for ranks, each node."""
+    """The least that must leave each of ``ranks`` in any algorithm; with nodes for ranks, each
+    node.
+    """
     if ranks == 1:
         return 0.0
     return {"all_reduce": 2.0}.get(kind, 1.0) * size * (ranks - 1) / ranks

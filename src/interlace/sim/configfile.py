@@ -34,7 +34,9 @@ def read(file: Path) -> Any:
     try:
         return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}, line {error.lineno}, column {error.colno} must be JSON; {error.msg}.") from error
+        raise ConfigError(
+            f"{file}, line {error.lineno}, column {error.colno} must be JSON; {error.msg}."
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -53,19 +55,25 @@ def parse(model: type[Model], data: Any, where: str) -> Model:
         ConfigError: naming the source, the key, the rule and what was found there.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"{where} must be a mapping of keys to values; got {_show(data)}. Keys: {_keys(model)}.")
+        raise ConfigError(
+            f"{where} must be a mapping of keys to values; got {_show(data)}. Keys: {_keys(model)}."
+        )
     try:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the whole"
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{where}: {key} must be a known key; it is not. {_known(model, first['loc'])}") from error
+            raise ConfigError(
+                f"{where}: {key} must be a known key; it is not. {_known(model, first['loc'])}"
+            ) from error
         if first["type"] == "missing":
             raise ConfigError(f"{where}: {key} must be given; it is missing. Add it.") from error
         message = first["msg"].removeprefix("Value error, ")
         ending = "" if message.endswith(".") else "."
-        raise ConfigError(f"{where}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}") from error
+        raise ConfigError(
+            f"{where}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}"
+        ) from error
 
 
 def load(model: type[Model], file: Path) -> Model:
@@ -91,7 +99,9 @@ def _known(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
         if field is None:
             break
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+        current = next(
+            (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None
+        )
         if current is None:
             return "Remove it."
     return f"Remove it, or use one of: {_keys(current)}."

@@ -1,10 +1,13 @@
-"""The event engine: integer nanoseconds, ties in the order of scheduling, first-come-first-served servers.
+"""The event engine: integer nanoseconds, ties in the order of scheduling, first-come-first-served
+servers.
 
-Everything that the simulator models is built of three things: an :class:`Engine` that calls functions at times, a
-:class:`Server` that does one thing at a time, and a :class:`Join` that calls a function when several things are done.
+Everything that the simulator models is built of three things: an :class:`Engine` that calls
+functions at times, a :class:`Server` that does one thing at a time, and a :class:`Join` that calls
+a function when several things are done.
 
-Two runs of the same model are the same, bit for bit: time is an integer, events of one instant are called in the order in
-which they were scheduled, and nothing depends on hashes, on the clock or on random numbers.
+Two runs of the same model are the same, bit for bit: time is an integer, events of one instant are
+called in the order in which they were scheduled, and nothing depends on hashes, on the clock or on
+random numbers.
 
 Example::
 
@@ -42,13 +45,16 @@ class Engine:
         self._sequence = 0
 
     def at(self, time_ns: int, call: Callable[..., None], *args: Any) -> None:
-        """Call ``call(*args)`` at ``time_ns``, after everything that was scheduled for that instant before.
+        """Call ``call(*args)`` at ``time_ns``, after everything that was scheduled for that instant
+        before.
 
         Raises:
             ValueError: the time is past. A model that asks for it has a fault.
         """
         if time_ns < self.now:
-            raise ValueError(f"an event must not lie in the past; got {time_ns} ns at {self.now} ns.")
+            raise ValueError(
+                f"an event must not lie in the past; got {time_ns} ns at {self.now} ns."
+            )
         self._sequence += 1
         heapq.heappush(self._heap, (time_ns, self._sequence, call, args))
 
@@ -70,7 +76,8 @@ class Engine:
 
 
 class Server:
-    """Something that does one thing at a time, in the order in which it was asked: a link, a processor, a copy engine.
+    """Something that does one thing at a time, in the order in which it was asked: a link, a
+    processor, a copy engine.
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -95,7 +102,9 @@ class Server:
 
 
 class Join:
-    """Calls ``then()`` once ``count`` parts have said :meth:`done`; at once if there is nothing to wait for."""
+    """Calls ``then()`` once ``count`` parts have said :meth:`done`; at once if there is nothing to
+    wait for.
+    """
 
     __slots__ = ("_then", "left")
 
@@ -113,7 +122,9 @@ class Join:
 
 
 def duration_ns(count: float, per_second: float) -> int:
-    """Nanoseconds, rounded up, for ``count`` bytes or FLOPs at ``per_second``; so no result undercuts its physical bound."""
+    """Nanoseconds, rounded up, for ``count`` bytes or FLOPs at ``per_second``; so no result
+    undercuts its physical bound.
+    """
     exact = count * 1e9 / per_second
     whole = int(exact)
     return whole if whole >= exact else whole + 1

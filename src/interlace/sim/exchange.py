@@ -1,4 +1,6 @@
-"""How ranks exchange messages in a task: rounds of a library's collective, slices of a fused kernel, two trees."""
+"""How ranks exchange messages in a task: rounds of a library's collective, slices of a fused
+kernel, two trees.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def in_pieces(step: Round, piece_bytes: float) -> Round:
     pieces = min(_MOST_PIECES, max(1, round(largest_send / piece_bytes)))
     if pieces == 1:
         return step
-    return dataclasses.replace(step, sends=tuple((place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends))
+    return dataclasses.replace(
+        step,
+        sends=tuple(
+            (place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends
+        ),
+    )
 
 
 class Rounds:
@@ -64,8 +71,18 @@ class Rounds:
             self.send(rank, place, size, number, efficiency, step.exchange)
         self._check(rank, number)
 
-    def send(self, rank: int, place: int, size: int, number: int, efficiency: float, exchange: bool = False) -> None:
-        """Send to the rank ``place`` further on in the group; it arrives there as a part of round ``number``."""
+    def send(
+        self,
+        rank: int,
+        place: int,
+        size: int,
+        number: int,
+        efficiency: float,
+        exchange: bool = False,
+    ) -> None:
+        """Send to the rank ``place`` further on in the group; it arrives there as a part of round
+        ``number``.
+        """
         fabric, topology, group = self.setting.fabric, self.setting.topology, self.group
         if not self.setting.all_ranks:
             destination, receiver = group.displacement(place), 0
@@ -74,7 +91,14 @@ class Rounds:
             destination = receiver = members[group.place(rank) ^ place]
         else:
             destination = receiver = topology.shift(rank, group.displacement(place))
-        fabric.send(rank, destination, size, lambda: self._arrive(receiver, number), traffic=self.kind, efficiency=efficiency)
+        fabric.send(
+            rank,
+            destination,
+            size,
+            lambda: self._arrive(receiver, number),
+            traffic=self.kind,
+            efficiency=efficiency,
+        )
 
     def _arrive(self, rank: int, number: int) -> None:
         self.arrived[rank, number] = self.arrived.get((rank, number), 0) + 1
@@ -92,13 +116,17 @@ class Rounds:
         machine = self.setting.machine
         reduce = machine.reduction_ns(step.reduced)
         self.at[rank] = -1  # between rounds
-        self.setting.engine.after(round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1)
+        self.setting.engine.after(
+            round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1
+        )
 
 
 class Slices:
     """One rank's part in a fused task: slices that leave, slices that come."""
 
-    def __init__(self, setting: Setting, rank: int, shared: Rounds, block: int, slices: int) -> None:
+    def __init__(
+        self, setting: Setting, rank: int, shared: Rounds, block: int, slices: int
+    ) -> None:
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
         self.peers = shared.group.size - 1
@@ -116,9 +144,19 @@ class Slices:
         for number in range(self.peers * self.slices if self.block else 0):
             when = start + body * (number + 1) // total
             size = self._piece(number // self.peers)
-            engine.at(when, self.shared.send, self.rank, number % self.peers + 1, size, _PRODUCED, self.efficiency)
+            engine.at(
+                when,
+                self.shared.send,
+                self.rank,
+                number % self.peers + 1,
+                size,
+                _PRODUCED,
+                self.efficiency,
+            )
         if complete is not None:
-            self._when(_PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete)
+            self._when(
+                _PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete
+            )
 
     def gather(self, block: int, complete: Callable[[], None]) -> None:
         """The owner's sums go to everyone."""
@@ -132,7 +170,11 @@ class Slices:
         called: list[bool] = []
 
         def check() -> None:
-            if not called and engine.now >= not_before and self.shared.arrived.get((rank, number), 0) >= count:
+            if (
+                not called
+                and engine.now >= not_before
+                and self.shared.arrived.get((rank, number), 0) >= count
+            ):
                 called.append(True)
                 then()
 
@@ -150,13 +192,22 @@ class Slices:
         def work() -> None:
             while state["seen"] < self.shared.arrived.get((rank, _PRODUCED), 0):
                 state["seen"] += 1
-                share = body * (total - count + state["seen"]) // total - body * (total - count + state["seen"] - 1) // total
+                share = (
+                    body * (total - count + state["seen"]) // total
+                    - body * (total - count + state["seen"] - 1) // total
+                )
                 state["free"] = max(state["free"], engine.now + flag) + share
                 if state["seen"] == count:
                     engine.at(state["free"], end)
 
         for number in range(count if send else 0):
-            self.shared.send(rank, number % self.peers + 1, self._piece(number // self.peers), _PRODUCED, self.efficiency)
+            self.shared.send(
+                rank,
+                number % self.peers + 1,
+                self._piece(number // self.peers),
+                _PRODUCED,
+                self.efficiency,
+            )
         self.shared.hooks[rank] = work
         if count == 0:
             engine.at(state["free"], end)
@@ -169,7 +220,9 @@ class Trees:
 
     def __init__(self, setting: Setting, work: Collective, group: Group) -> None:
         if work.kind != "all_reduce":
-            raise ConfigError(f"double_binary_tree must be of an all_reduce; got {work.kind}. Use ring or direct.")
+            raise ConfigError(
+                f"double_binary_tree must be of an all_reduce; got {work.kind}. Use ring or direct."
+            )
         self.setting = setting
         self.group = group
         self.piece = -(-work.size // (2 * _TREE_PIECES))
@@ -206,7 +259,9 @@ class Trees:
         reduce = machine.reduction_ns(self.piece)
         delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
         if parent >= 0:
-            self.setting.engine.after(delay, self._send, rank, parent, lambda: self._ready(parent, last, piece))
+            self.setting.engine.after(
+                delay, self._send, rank, parent, lambda: self._ready(parent, last, piece)
+            )
         else:
             self.setting.engine.after(delay, self._down, rank, last, piece)
 
@@ -221,4 +276,6 @@ class Trees:
 
     def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
         efficiency = self.setting.machine.collectives.library_efficiency("all_reduce")
-        self.setting.fabric.send(rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency)
+        self.setting.fabric.send(
+            rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency
+        )

@@ -1,14 +1,16 @@
 """Messages on a topology: who occupies which link, when.
 
-A message's head crosses a link and is at the next one ``latency`` later; its bytes occupy each link for ``bytes / bandwidth``.
-With ``cut_through`` (the default, what switches and torus routers do) the head goes on at once and the links work at the
-same time; with ``store_and_forward`` a hop begins when the last byte has come. Links are first come, first served; buffers
-are as large as they need be. So messages that share a link wait, and nothing is faster than its links.
+A message's head crosses a link and is at the next one ``latency`` later; its bytes occupy each link
+for ``bytes / bandwidth``. With ``cut_through`` (the default, what switches and torus routers do)
+the head goes on at once and the links work at the same time; with ``store_and_forward`` a hop
+begins when the last byte has come. Links are first come, first served; buffers are as large as they
+need be. So messages that share a link wait, and nothing is faster than its links.
 
-**One rank for all.** Where every rank does the same, all links of a class have the same load at the same time, and the
-``mirrored`` fabric keeps one server for each class: a message from rank 0 to d occupies the classes of its path, and stands
-for the messages from every r to r + d. Where several ranks share a link (uplinks of an oversubscribed leaf, a node's network
-card), their messages pass it together and all of them end with the last. ``mirrored=False`` keeps every link, at the cost of
+**One rank for all.** Where every rank does the same, all links of a class have the same load at the
+same time, and the ``mirrored`` fabric keeps one server for each class: a message from rank 0 to d
+occupies the classes of its path, and stands for the messages from every r to r + d. Where several
+ranks share a link (uplinks of an oversubscribed leaf, a node's network card), their messages pass
+it together and all of them end with the last. ``mirrored=False`` keeps every link, at the cost of
 as many times more events; the tests compare the two.
 """
 
@@ -19,7 +21,8 @@ from collections.abc import Callable
 from interlace.sim.engine import Engine, Join, Server, duration_ns
 from interlace.sim.topology import Hop, Topology
 
-_Resolved = tuple[Server, float, int, int]  # a link, what a rank gets of its bandwidth, its latency, its class
+# A link, what a rank gets of its bandwidth, its latency, its class
+_Resolved = tuple[Server, float, int, int]
 
 
 class Fabric:
@@ -39,8 +42,8 @@ class Fabric:
         store_and_forward: bool = False,
         observe: Callable[[str, str, int, int, float], None] | None = None,
     ) -> None:
-        """Args:
-        observe: called with (link class, kind of traffic, start, end, bytes) for every link that a message occupies;
+        """Args: observe: called with (link class, kind of traffic, start, end, bytes) for every
+        link that a message occupies;
             of one rank's links only.
         """
         self.engine, self.topology, self.mirrored = engine, topology, mirrored
@@ -71,7 +74,8 @@ class Fabric:
 
         Args:
             traffic: what to call it in results.
-            efficiency: the share of the links' bandwidth that the sender reaches; the links are occupied for longer.
+            efficiency: the share of the links' bandwidth that the sender reaches; the links are
+                occupied for longer.
         """
         self.messages += 1
         paths = self._paths.get((source, destination))
@@ -123,4 +127,14 @@ class Fabric:
         elif self.store_and_forward:
             engine.at(end + latency, self._hop, path, at + 1, size, 0, arrived, traffic, efficiency)
         else:
-            engine.at(start + latency, self._hop, path, at + 1, size, end + latency, arrived, traffic, efficiency)
+            engine.at(
+                start + latency,
+                self._hop,
+                path,
+                at + 1,
+                size,
+                end + latency,
+                arrived,
+                traffic,
+                efficiency,
+            )

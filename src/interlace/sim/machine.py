@@ -1,6 +1,7 @@
 """Machines: what a GPU, its node and its network can do, each value with a source and a confidence.
 
-A machine is a YAML file; presets lie in ``presets/machines``. ``interlace sim calibrate`` writes one from measurements.
+A machine is a YAML file; presets lie in ``presets/machines``. ``interlace sim calibrate`` writes
+one from measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
 class Sourced(BaseModel):
-    """A number, where it comes from, and how far to trust it: measured by us, published by others, derived from those, assumed."""
+    """A number, where it comes from, and how far to trust it: measured by us, published by others,
+    derived from those, assumed.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +41,11 @@ class Sourced(BaseModel):
 def _with_source(value: Any) -> Any:
     """A bare number is a number whose source the file does not say."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return {"value": value, "source": "given without a source", "confidence": "assumed"} if plain else value
+    return (
+        {"value": value, "source": "given without a source", "confidence": "assumed"}
+        if plain
+        else value
+    )
 
 
 Given = Annotated[Sourced, BeforeValidator(_with_source)]
@@ -48,9 +55,10 @@ Given = Annotated[Sourced, BeforeValidator(_with_source)]
 class Gpu(Strict):
     """One GPU.
 
-    A kernel of F FLOPs and M bytes of memory traffic takes ``kernel_ns + (a**p + b**p)**(1/p)``, where a is F at
-    ``flops_per_s * flops_efficiency``, b is M at ``memory_bytes_per_s * memory_efficiency`` and p is ``roofline_norm``: the
-    larger of both where they differ, more where they are alike.
+    A kernel of F FLOPs and M bytes of memory traffic takes ``kernel_ns + (a**p + b**p)**(1/p)``,
+    where a is F at ``flops_per_s * flops_efficiency``, b is M at ``memory_bytes_per_s *
+    memory_efficiency`` and p is ``roofline_norm``: the larger of both where they differ, more where
+    they are alike.
     """
 
     flops_per_s: Given
@@ -66,7 +74,13 @@ class Gpu(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Gpu:
-        for name in ("flops_per_s", "flops_efficiency", "memory_bytes_per_s", "memory_efficiency", "host_link_bytes_per_s"):
+        for name in (
+            "flops_per_s",
+            "flops_efficiency",
+            "memory_bytes_per_s",
+            "memory_efficiency",
+            "host_link_bytes_per_s",
+        ):
             if getattr(self, name).value <= 0:
                 raise ValueError(f"{name} must be above 0")
         for name in ("flops_efficiency", "memory_efficiency"):
@@ -88,7 +102,9 @@ class Gpu(Strict):
 
     def floor_ns(self, flops: float, memory_bytes: float) -> float:
         """No kernel is faster: both resources at their peaks, perfectly overlapped."""
-        return 1e9 * max(flops / self.flops_per_s.value, memory_bytes / self.memory_bytes_per_s.value)
+        return 1e9 * max(
+            flops / self.flops_per_s.value, memory_bytes / self.memory_bytes_per_s.value
+        )
 
 
 class Collectives(Strict):
@@ -100,20 +116,30 @@ class Collectives(Strict):
     """Of each dependent step of an algorithm, beside the links' latency."""
     efficiency: Given
     """Share of the links' bandwidth that the library's collectives reach."""
-    efficiency_of: dict[Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given] = Field(default={})
+    efficiency_of: dict[
+        Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given
+    ] = Field(default={})
     """The same, for one collective."""
     reduction: Given
-    """Share of a reduction's memory time that a step adds: 1 where it starts when all has come, 0 where it keeps up."""
+    """Share of a reduction's memory time that a step adds: 1 where it starts when all has come, 0
+    where it keeps up.
+    """
     piece_bytes: Given | None = None
-    """The library goes round the destinations of a round in pieces of this size, at most 64 a message; none: whole messages."""
+    """The library goes round the destinations of a round in pieces of this size, at most 64 a
+    message; none: whole messages.
+    """
     fused_efficiency: Given
     """Share that a fused kernel's stores or puts reach."""
     fused_slowdown: Given
-    """Computation of a fused kernel over the same computation alone: registers, occupancy, address arithmetic."""
+    """Computation of a fused kernel over the same computation alone: registers, occupancy, address
+    arithmetic.
+    """
     slice_ns: Given
     """From a slice's last store to its receiver knowing it."""
     skew: Given
-    """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the last."""
+    """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the
+    last.
+    """
 
     @model_validator(mode="after")
     def _possible(self) -> Collectives:
@@ -138,7 +164,9 @@ class Net(Strict):
     """A network."""
 
     topology: str
-    """``ring``, ``torus2d``, ``torus3d``, ``torus:AxB``, ``switch``, ``full``, ``fattree[:LEAVESxDOWN/UP]``."""
+    """``ring``, ``torus2d``, ``torus3d``, ``torus:AxB``, ``switch``, ``full``,
+    ``fattree[:LEAVESxDOWN/UP]``.
+    """
     link_bytes_per_s: Given
     """Per link and direction, of payload."""
     latency_ns: Given
@@ -171,9 +199,13 @@ class Machine(Strict):
     node: NodeNet | None = None
 
     def reduction_ns(self, size: float) -> int:
-        """What adding ``size`` received bytes to one's own adds to a step of a collective: two reads and a write."""
+        """What adding ``size`` received bytes to one's own adds to a step of a collective: two
+        reads and a write.
+        """
         share = 3 * size * self.collectives.reduction.value
-        return duration_ns(share, self.gpu.memory_bytes_per_s.value * self.gpu.memory_efficiency.value)
+        return duration_ns(
+            share, self.gpu.memory_bytes_per_s.value * self.gpu.memory_efficiency.value
+        )
 
     def build_topology(self, ranks: int, text: str | None = None) -> topology.Topology:
         """The network of ``ranks`` GPUs.
@@ -188,7 +220,10 @@ class Machine(Strict):
             return _net(self.network, text or self.network.topology, ranks)
         inner_ranks = min(ranks, self.node.gpus)
         if ranks % inner_ranks:
-            raise ConfigError(f"ranks must fill nodes of {self.node.gpus} GPUs; got {ranks}. Use a multiple of {self.node.gpus}.")
+            raise ConfigError(
+                f"ranks must fill nodes of {self.node.gpus} GPUs; got {ranks}. Use a multiple of "
+                f"{self.node.gpus}."
+            )
         inner = _net(self.node, self.node.topology, inner_ranks)
         nodes = ranks // inner_ranks
         if nodes == 1:
@@ -199,7 +234,11 @@ class Machine(Strict):
 
 def _net(net: Net, text: str, ranks: int) -> topology.Topology:
     return topology.build(
-        text, ranks, bytes_per_s=net.link_bytes_per_s.value, latency_ns=round(net.latency_ns.value), ties=net.ties
+        text,
+        ranks,
+        bytes_per_s=net.link_bytes_per_s.value,
+        latency_ns=round(net.latency_ns.value),
+        ties=net.ties,
     )
 
 
@@ -221,7 +260,10 @@ def find(folder: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml", ".json")):
         return Path(name)
     if name not in presets(folder):
-        raise ConfigError(f"{folder.removesuffix('s')} must be a YAML file or one of {', '.join(presets(folder))}; got {name!r}.")
+        raise ConfigError(
+            f"{folder.removesuffix('s')} must be a YAML file or one of "
+            f"{', '.join(presets(folder))}; got {name!r}."
+        )
     return Path(str(resources.files("interlace.sim").joinpath("presets", folder, f"{name}.yaml")))
 
 
@@ -254,12 +296,15 @@ def replace(data: Any, key: str, value: Any, where: str) -> None:
     for part in parents:
         if not isinstance(at, dict) or part not in at:
             raise ConfigError(
-                f"{where}: {key} must be a known key; {part} is not. Keys: {', '.join(at) if isinstance(at, dict) else 'none'}."
+                f"{where}: {key} must be a known key; {part} is not. Keys: "
+                f"{', '.join(at) if isinstance(at, dict) else 'none'}."
             )
         at = at[part]
     if not isinstance(at, dict):
         raise ConfigError(f"{where}: {key} must be a known key; {parents[-1]} has none.")
-    if isinstance(at.get(last), dict) and "value" in at[last]:  # a key that does not exist is refused when all is read
+    if (
+        isinstance(at.get(last), dict) and "value" in at[last]
+    ):  # a key that does not exist is refused when all is read
         at[last] = {"value": value, "source": "set by the user", "confidence": "assumed"}
     else:
         at[last] = value

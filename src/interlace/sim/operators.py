@@ -1,7 +1,8 @@
 """The operators as timelines, fused and unfused, from the formulas in :mod:`interlace.costs`.
 
-Unfused is what stock PyTorch does: the computation, then the library's collective, then a kernel that puts the result in order
-where one is needed. Fused is one kernel; its slices leave in the order in which it computes them.
+Unfused is what stock PyTorch does: the computation, then the library's collective, then a kernel
+that puts the result in order where one is needed. Fused is one kernel; its slices leave in the
+order in which it computes them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def embedding_all_to_all(
         unpack: whether the unfused exchange is followed by a kernel that orders its output.
     """
     exchanged = round(bags * dim * exchange_itemsize)
-    read = bags * pooling_factor * dim * itemsize + index_itemsize * (bags * pooling_factor + bags + 1)  # rows, indices, offsets
+    # Rows, indices, offsets
+    read = bags * pooling_factor * dim * itemsize + index_itemsize * (
+        bags * pooling_factor + bags + 1
+    )
     lookup = Kernel(bags * pooling_factor * dim, read + exchanged)
     unfused: list[tuple[str, str, Work]] = [
         ("embedding", COMPUTE, lookup),
@@ -64,7 +68,11 @@ def embedding_all_to_all(
     ]
     if unpack:
         unfused.append(("unpack", COMPUTE, Kernel(0, 2 * exchanged)))
-    return Operator("embedding + All-to-All", Fused(lookup, "all_to_all", exchanged, axes, slices), tuple(unfused))
+    return Operator(
+        "embedding + All-to-All",
+        Fused(lookup, "all_to_all", exchanged, axes, slices),
+        tuple(unfused),
+    )
 
 
 def gemm_all_to_all(
@@ -79,7 +87,9 @@ def gemm_all_to_all(
     slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T``; its rows to their owners."""
-    cost = gemm_all_to_all_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
+    cost = gemm_all_to_all_cost.fused(
+        rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size
+    )
     kernel = Kernel(cost.flops, cost.memory_bytes)
     collective = Collective("all_to_all", algorithm, cost.size, axes)
     return Operator(
@@ -101,7 +111,9 @@ def gemm_reduce_scatter(
     slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T`` summed over ranks, its rows split over them."""
-    cost = gemm_reduce_scatter_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
+    cost = gemm_reduce_scatter_cost.fused(
+        rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size
+    )
     kernel = Kernel(cost.flops, cost.memory_bytes)
     collective = Collective("reduce_scatter", algorithm, cost.size, axes)
     return Operator(
@@ -123,7 +135,9 @@ def gemm_all_reduce(
     slices: int = 8,
 ) -> Operator:
     """``x [rows, inner] @ w[columns, inner].T`` summed over ranks, on every rank."""
-    cost = gemm_all_reduce_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
+    cost = gemm_all_reduce_cost.fused(
+        rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size
+    )
     kernel = Kernel(cost.flops, cost.memory_bytes)
     collective = Collective("all_reduce", algorithm, cost.size, axes)
     return Operator(
@@ -145,13 +159,16 @@ def gemv_all_reduce(
     algorithm: str = "ring",
     slices: int = 4,
 ) -> Operator:
-    """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every rank; columns are the rank's.
+    """``x [tokens, columns] @ w[rows, columns].T`` for few tokens, summed over ranks, on every
+    rank; columns are the rank's.
 
     Args:
-        protocol: of the fused kernel: ``"one_shot"`` (everyone's parts, as packed words, to everyone) or ``"two_phase"`` (parts
-            to the owner of a row, its sum to everyone).
+        protocol: of the fused kernel: ``"one_shot"`` (everyone's parts, as packed words, to
+            everyone) or ``"two_phase"`` (parts to the owner of a row, its sum to everyone).
     """
-    memory = gemv_all_reduce_cost.floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
+    memory = gemv_all_reduce_cost.floor_memory_bytes(
+        tokens=tokens, rows=rows, columns=columns, itemsize=itemsize
+    )
     kernel = Kernel(2 * tokens * rows * columns, memory)
     size = tokens * rows * itemsize
     words = gemv_all_reduce_cost.part_bytes(tokens=tokens, rows=rows, itemsize=itemsize)
@@ -159,11 +176,16 @@ def gemv_all_reduce(
     if protocol == "one_shot":
         fused = Fused(kernel, "all_to_all", (words + call) * world_size, axes, slices)
     else:
-        fused = Fused(kernel, "all_reduce", words + call * world_size, axes, slices, gather_size=words)
+        fused = Fused(
+            kernel, "all_reduce", words + call * world_size, axes, slices, gather_size=words
+        )
     return Operator(
         "GEMV + AllReduce",
         fused,
-        (("GEMV", COMPUTE, kernel), ("AllReduce", "all_reduce", Collective("all_reduce", algorithm, size, axes))),
+        (
+            ("GEMV", COMPUTE, kernel),
+            ("AllReduce", "all_reduce", Collective("all_reduce", algorithm, size, axes)),
+        ),
     )
 
 
@@ -179,7 +201,9 @@ def all_gather_gemm(
     slices: int = 8,
 ) -> Operator:
     """``x [rows, inner]``, gathered, times this rank's ``w[columns, inner].T``."""
-    cost = all_gather_gemm_cost.fused(rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size)
+    cost = all_gather_gemm_cost.fused(
+        rows=rows, columns=columns, inner=inner, itemsize=itemsize, world_size=world_size
+    )
     kernel = Kernel(cost.flops, cost.memory_bytes)
     collective = Collective("all_gather", algorithm, cost.size, axes)
     return Operator(

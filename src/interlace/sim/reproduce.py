@@ -1,4 +1,6 @@
-"""Published studies, run again: what the paper found, what this model finds, and which assumptions make the difference."""
+"""Published studies, run again: what the paper found, what this model finds, and which assumptions
+make the difference.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.sweeps import run_all
 
 PAPER_PERCENT = 21.0
-"""SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942, abstract)."""
+"""SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942,
+abstract).
+"""
 
 ALGORITHMS = ("one_shot", "per_dimension", "direct", "ring")
 BASELINES = ("one_shot", "per_dimension")
@@ -70,7 +74,8 @@ class Study:
         base: the step with the presets as they are.
         bases: the same, by the unfused all-to-all.
         table: (network, algorithm, saving).
-        assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at high).
+        assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at
+            high).
         curve: (nodes, algorithm, saving).
     """
 
@@ -99,8 +104,13 @@ class Study:
         return {
             "paper": {"percent": PAPER_PERCENT, "source": "arXiv:2305.06942, abstract"},
             "base": dataclasses.asdict(self.base),
-            "range": {"forward": self.spread(lambda s: s.forward), "both": self.spread(lambda s: s.both)},
-            "networks": [{"network": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.table],
+            "range": {
+                "forward": self.spread(lambda s: s.forward),
+                "both": self.spread(lambda s: s.both),
+            },
+            "networks": [
+                {"network": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.table
+            ],
             "assumptions": [
                 {
                     "all_to_all": algorithm,
@@ -112,28 +122,47 @@ class Study:
                 }
                 for algorithm, name, first, second, low, high in self.assumptions
             ],
-            "nodes": [{"nodes": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.curve],
+            "nodes": [
+                {"nodes": n, "all_to_all": a, **dataclasses.asdict(s)} for n, a, s in self.curve
+            ],
             "matches": self.matches(),
         }
 
 
-def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES) -> Study:
+def sc24(
+    *, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES
+) -> Study:
     """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweeps.sweep`."""
     base = Scenario("dlrm")
     table = [
-        (name, algorithm, base.change({"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm}))
+        (
+            name,
+            algorithm,
+            base.change(
+                {"machine": machine, "topology": topology, "nodes": count, "all_to_all": algorithm}
+            ),
+        )
         for name, machine, topology, count in NETWORKS
         for algorithm in ALGORITHMS
     ]
     bases = {algorithm: base.change({"all_to_all": algorithm}) for algorithm in BASELINES}
     assumptions = [
-        (algorithm, name, _name(low), _name(high), start.change({parameter: low}), start.change({parameter: high}))
+        (
+            algorithm,
+            name,
+            _name(low),
+            _name(high),
+            start.change({parameter: low}),
+            start.change({parameter: high}),
+        )
         for algorithm, start in bases.items()
         for name, parameter, low, high in ASSUMPTIONS
         if parameter != "all_to_all" or algorithm == "one_shot"
     ]
     curve = [
-        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm})) for count in nodes for algorithm in BASELINES
+        (count, algorithm, base.change({"nodes": count, "all_to_all": algorithm}))
+        for count in nodes
+        for algorithm in BASELINES
     ]
     scenarios = [
         base,
@@ -142,7 +171,9 @@ def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes:
         *(s for row in assumptions for s in row[4:]),
         *(row[2] for row in curve),
     ]
-    every = [scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING]
+    every = [
+        scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING
+    ]
     times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
 
     def saving(scenario: Scenario) -> Saving:
@@ -156,7 +187,10 @@ def sc24(*, workers: int | None = None, cache_folder: Path | None = None, nodes:
     return Study(
         saving(base),
         [(name, algorithm, saving(scenario)) for name, algorithm, scenario in table],
-        [(algorithm, name, low, high, saving(first), saving(second)) for algorithm, name, low, high, first, second in assumptions],
+        [
+            (algorithm, name, low, high, saving(first), saving(second))
+            for algorithm, name, low, high, first, second in assumptions
+        ],
         {algorithm: saving(scenario) for algorithm, scenario in bases.items()},
         [(count, algorithm, saving(scenario)) for count, algorithm, scenario in curve],
     )

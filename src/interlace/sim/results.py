@@ -1,4 +1,6 @@
-"""What a run found out, and how it is written down: table, CSV, JSON; see also :mod:`interlace.sim.plot` and ``trace``."""
+"""What a run found out, and how it is written down: table, CSV, JSON; see also
+:mod:`interlace.sim.plot` and ``trace``.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,15 @@ class Result:
     """Outcome of a simulated step.
 
     Attributes:
-        total_ns: from the start to the end of the last task on the last rank, ``added_ns`` included.
-        exposed_ns: the part of it in which that rank computed nothing: exposed communication and waiting.
+        total_ns: from the start to the end of the last task on the last rank, ``added_ns``
+            included.
+        exposed_ns: the part of it in which that rank computed nothing: exposed communication and
+            waiting.
         busy_ns: how long each resource of a rank worked: computation, and each kind of link.
         sent_bytes: that a rank's traffic put on each kind of link.
         traffic_bytes: that leave a rank, by collective.
-        memory_bytes: that a rank's kernels read and write in its device memory; of a library's collectives not.
+        memory_bytes: that a rank's kernels read and write in its device memory; of a library's
+            collectives not.
         bound: the physical lower bound; ``total_ns`` is not below it.
         events: that the engine called.
     """
@@ -76,7 +81,9 @@ class Result:
     added_ns: int = 0
 
     def critical_path(self) -> list[TaskTime]:
-        """The chain of tasks, each the last that the next one waited for, that ends with the last task."""
+        """The chain of tasks, each the last that the next one waited for, that ends with the last
+        task.
+        """
         tasks = {task.name: task for task in self.tasks}
         path: list[TaskTime] = []
         at: str | None = max(self.tasks, key=lambda task: task.end_ns).name if self.tasks else None
@@ -108,11 +115,15 @@ class Result:
         }
 
     def to_csv(self) -> str:
-        """One line per task: name, row, start and end in nanoseconds, whether it is on the critical path."""
+        """One line per task: name, row, start and end in nanoseconds, whether it is on the critical
+        path.
+        """
         critical = {task.name for task in self.critical_path()}
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["task", "row", "start_ns", "end_ns", "critical"])
         for task in sorted(self.tasks, key=lambda task: (task.start_ns, task.row)):
-            writer.writerow([task.name, task.row, task.start_ns, task.end_ns, int(task.name in critical)])
+            writer.writerow(
+                [task.name, task.row, task.start_ns, task.end_ns, int(task.name in critical)]
+            )
         return out.getvalue()

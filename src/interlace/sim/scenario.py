@@ -1,4 +1,6 @@
-"""A run by name: which model on which machine, how many nodes, what is fused. What commands, sweeps and studies run."""
+"""A run by name: which model on which machine, how many nodes, what is fused. What commands, sweeps
+and studies run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,18 @@ from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Fusing, load_workload
 
 KINDS = ("dlrm", "transformer", "moe", "collective")
-DEFAULT_MODEL = {"dlrm": "model-i", "transformer": "gpt3-175b", "moe": "deepseek-v3", "collective": ""}
-DEFAULT_MACHINE = {"dlrm": "sc24-torus", "transformer": "h200-cluster", "moe": "h200-cluster", "collective": "sc24-torus"}
+DEFAULT_MODEL = {
+    "dlrm": "model-i",
+    "transformer": "gpt3-175b",
+    "moe": "deepseek-v3",
+    "collective": "",
+}
+DEFAULT_MACHINE = {
+    "dlrm": "sc24-torus",
+    "transformer": "h200-cluster",
+    "moe": "h200-cluster",
+    "collective": "sc24-torus",
+}
 DEFAULT_NODES = {"dlrm": 128, "transformer": 64, "moe": 8, "collective": 128}
 FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
 
@@ -31,7 +43,8 @@ class Scenario:
         model, machine: a preset's name or a YAML file.
         nodes: of the machine's GPUs, one or several.
         topology: between nodes; None is the machine's.
-        slices: pieces in which a fused kernel's output for one rank leaves; 0 is the workload's default.
+        slices: pieces in which a fused kernel's output for one rank leaves; 0 is the workload's
+            default.
         collective, algorithm, size: of a ``collective``.
         model_changes, machine_changes: dotted key and value, several.
     """
@@ -66,9 +79,15 @@ class Scenario:
             raise ConfigError(f"--fused must be none, forward or both; got {self.fused!r}.")
         for name, kind in (("all_to_all", "all_to_all"), ("all_reduce", "all_reduce")):
             if getattr(self, name) not in ALGORITHMS[kind]:
-                raise ConfigError(f"{name} must be one of {', '.join(ALGORITHMS[kind])}; got {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(ALGORITHMS[kind])}; got "
+                    f"{getattr(self, name)!r}."
+                )
         if self.nodes < 0 or self.slices < 0 or self.size < 0:
-            raise ConfigError(f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, {self.size}.")
+            raise ConfigError(
+                f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, "
+                f"{self.size}."
+            )
         return dataclasses.replace(
             self,
             model=self.model or DEFAULT_MODEL[self.kind],
@@ -84,7 +103,11 @@ class Scenario:
         """
         fields: dict[str, Any] = {}
         keyed = {"model": dict(self.model_changes), "machine": dict(self.machine_changes)}
-        known = {field.name: field for field in dataclasses.fields(self) if not field.name.endswith("_changes")}
+        known = {
+            field.name: field
+            for field in dataclasses.fields(self)
+            if not field.name.endswith("_changes")
+        }
         for key, value in changes.items():
             where, _, rest = key.partition(".")
             if rest and where in keyed:
@@ -93,7 +116,9 @@ class Scenario:
                 fields[key] = value
             else:
                 raise ConfigError(
-                    f"a parameter must be one of {', '.join(name for name in known if name != 'kind')}, model.KEY or machine.KEY; "
+                    "a parameter must be one of "
+                    f"{', '.join(name for name in known if name != 'kind')}, model.KEY or "
+                    "machine.KEY; "
                     f"got {key!r}."
                 )
         return dataclasses.replace(
@@ -117,7 +142,11 @@ class Scenario:
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
         changes = dict(full.model_changes)
-        common: dict[str, Any] = {"fused": full.fused, "all_reduce": full.all_reduce, "all_ranks": full.all_ranks}
+        common: dict[str, Any] = {
+            "fused": full.fused,
+            "all_reduce": full.all_reduce,
+            "all_ranks": full.all_ranks,
+        }
         if full.slices:
             common["slices"] = full.slices
         if full.kind == "dlrm":
@@ -128,7 +157,9 @@ class Scenario:
             return moe.simulate(mixture, machine, topology, all_to_all=full.all_to_all, **common)
         if full.kind == "transformer":
             dense = load_workload(transformer.Transformer, "transformer", full.model, changes)
-            return transformer.simulate(dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common)
+            return transformer.simulate(
+                dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common
+            )
         work = Collective(full.collective, full.algorithm, full.size)
         return run(
             machine,

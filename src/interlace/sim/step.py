@@ -1,4 +1,6 @@
-"""A step of a program on every rank: the rows of tasks of :mod:`interlace.sim.work`, run on a machine's network."""
+"""A step of a program on every rank: the rows of tasks of :mod:`interlace.sim.work`, run on a
+machine's network.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from interlace.sim.fabric import Fabric
 from interlace.sim.machine import Machine
 from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Message, Task, Work
+from interlace.sim.work import (
+    COMPUTE,
+    COPY,
+    Collective,
+    Consuming,
+    Fused,
+    HostCopy,
+    Kernel,
+    Message,
+    Task,
+    Work,
+)
 
 
 def run(
@@ -29,9 +42,10 @@ def run(
     """Simulate the tasks on every rank.
 
     Args:
-        all_ranks: keep every rank and every link instead of one of each kind; slower by as many times, and needed for
-            ``double_binary_tree``.
-        extra_ns: time to add in the end that is not in the tasks (a pipeline's fill and drain), from the result without it.
+        all_ranks: keep every rank and every link instead of one of each kind; slower by as many
+            times, and needed for ``double_binary_tree``.
+        extra_ns: time to add in the end that is not in the tasks (a pipeline's fill and drain),
+            from the result without it.
 
     Raises:
         ConfigError: tasks that wait for one another, or do not exist.
@@ -52,11 +66,14 @@ def _check(tasks: Sequence[Task]) -> None:
     seen: set[str] = set()
     for task in tasks:
         if task.name in seen:
-            raise ConfigError(f"tasks must have different names; got {task.name!r} twice. Rename one.")
+            raise ConfigError(
+                f"tasks must have different names; got {task.name!r} twice. Rename one."
+            )
         for dep in task.deps:
             if dep not in seen:
                 raise ConfigError(
-                    f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is none. "
+                    f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is "
+                    "none. "
                     f"Put it before, or break the cycle."
                 )
         seen.add(task.name)
@@ -90,7 +107,9 @@ class _Rank:
 
 
 class _Simulation:
-    def __init__(self, machine: Machine, topology: Topology, tasks: Sequence[Task], all_ranks: bool) -> None:
+    def __init__(
+        self, machine: Machine, topology: Topology, tasks: Sequence[Task], all_ranks: bool
+    ) -> None:
         self.machine, self.topology, self.tasks = machine, topology, tasks
         self.engine = Engine()
         self.spans: list[Span] = []
@@ -112,7 +131,10 @@ class _Simulation:
         late = [rank for rank in self.ranks if len(rank.done) < len(self.tasks)]
         if late:
             missing = next(task.name for task in self.tasks if task.name not in late[0].done)
-            raise ConfigError(f"every task must end; rank {late[0].number} never ended {missing!r}. Break the cycle it waits in.")
+            raise ConfigError(
+                f"every task must end; rank {late[0].number} never ended {missing!r}. Break the "
+                "cycle it waits in."
+            )
         last = max(self.ranks, key=lambda rank: max(rank.done.values(), default=0))
         total = max(last.done.values(), default=0)
         busy: dict[str, int] = {}
@@ -126,7 +148,9 @@ class _Simulation:
             busy_ns={COMPUTE: last.compute_ns, **self._beside(last), **busy},
             memory_bytes=last.memory_bytes,
             sent_bytes={
-                link.name: sent / ranks for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True) if sent
+                link.name: sent / ranks
+                for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True)
+                if sent
             },
             traffic_bytes=self.traffic(),
             tasks=last.times,
@@ -143,13 +167,17 @@ class _Simulation:
     def _beside(self, rank: _Rank) -> dict[str, int]:
         """How long the device's memory and copy engines worked, where they did."""
         gpu = self.machine.gpu
-        memory = duration_ns(rank.memory_bytes, gpu.memory_bytes_per_s.value * gpu.memory_efficiency.value)
+        memory = duration_ns(
+            rank.memory_bytes, gpu.memory_bytes_per_s.value * gpu.memory_efficiency.value
+        )
         return {name: time for name, time in (("memory", memory), (COPY, rank.copy_ns)) if time}
 
     # Bounds.
 
     def bound(self) -> Bound:
-        """The larger of what each resource needs for all tasks, and of the longest chain of tasks, each at its own bound."""
+        """The larger of what each resource needs for all tasks, and of the longest chain of tasks,
+        each at its own bound.
+        """
         gpu = self.machine.gpu
         resources: dict[str, float] = {}
         ends: dict[str, float] = {}
@@ -165,14 +193,28 @@ class _Simulation:
                 if group.size == self.topology.ranks > 1 and size:
                     for bound in collective_bounds(work.kind, size, group):
                         if bound.reason != LATENCY:
-                            resources[bound.reason] = resources.get(bound.reason, 0.0) + bound.time_ns
+                            resources[bound.reason] = (
+                                resources.get(bound.reason, 0.0) + bound.time_ns
+                            )
             if isinstance(work, HostCopy):
                 floor = 1e9 * work.size / gpu.host_link_bytes_per_s.value
-            kernel = work if isinstance(work, Kernel) else work.kernel if isinstance(work, Fused | Consuming) else None
+            kernel = (
+                work
+                if isinstance(work, Kernel)
+                else work.kernel
+                if isinstance(work, Fused | Consuming)
+                else None
+            )
             if kernel is not None:
-                alone = float(kernel.given_ns) if kernel.given_ns is not None else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
+                alone = (
+                    float(kernel.given_ns)
+                    if kernel.given_ns is not None
+                    else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
+                )
                 resources[COMPUTE] = resources.get(COMPUTE, 0.0) + alone
-                floor = max(alone, 0.0 if self._sent_before(work) or not self._waits(work) else floor)
+                floor = max(
+                    alone, 0.0 if self._sent_before(work) or not self._waits(work) else floor
+                )
             start = max([rows.get(task.row, 0.0), *(ends[dep] for dep in task.deps)])
             ends[task.name] = rows[task.row] = start + floor
         longest = Bound(max(ends.values(), default=0.0), "the longest chain of tasks")
@@ -260,7 +302,9 @@ class _Simulation:
         elif isinstance(work, Message):
             self._message(rank, work, end)
         else:
-            self.engine.after(duration_ns(work.size, self.machine.gpu.host_link_bytes_per_s.value), end)
+            self.engine.after(
+                duration_ns(work.size, self.machine.gpu.host_link_bytes_per_s.value), end
+            )
 
     def _compute_ns(self, rank: _Rank, kernel: Kernel) -> int:
         """How long a kernel takes alone; and that it moves its bytes."""
@@ -279,18 +323,24 @@ class _Simulation:
         rounds = schedule(work.kind, work.algorithm, work.size, group)
         if not self.all_ranks and any(step.exchange for step in rounds) and not group.rings_uncut():
             raise ConfigError(
-                f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not the same for all there. "
+                f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not "
+                "the same for all there. "
                 f"Ask for all ranks (--all-ranks), or use ring."
             )
         piece = self.machine.collectives.piece_bytes
         return rounds if piece is None else [in_pieces(step, piece.value) for step in rounds]
 
-    def _collective(self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]) -> None:
+    def _collective(
+        self, rank: _Rank, index: int, work: Collective, end: Callable[[], None]
+    ) -> None:
         shared = self.shared.get(index)
         if shared is None:
             if work.algorithm == "double_binary_tree":
                 if not self.all_ranks:
-                    raise ConfigError("double_binary_tree must be run on every rank; it is not the same for all. Add --all-ranks.")
+                    raise ConfigError(
+                        "double_binary_tree must be run on every rank; it is not the same for "
+                        "all. Add --all-ranks."
+                    )
                 shared = Trees(self.setting, work, self.group(work.axes))
             else:
                 shared = Rounds(self.setting, self._rounds(work), self.group(work.axes), work.kind)
@@ -299,10 +349,14 @@ class _Simulation:
 
     def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
         displacement = self.group(work.axes[-1:]).displacement(1)
-        destination = self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
+        destination = (
+            self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
+        )
         self.fabric.send(rank.number, destination, work.size, end, traffic="message")
 
-    def _slices(self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int) -> Slices:
+    def _slices(
+        self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int
+    ) -> Slices:
         shared = self.shared.get(index)
         if shared is None:
             shared = Rounds(self.setting, [], group, kind)
@@ -312,7 +366,9 @@ class _Simulation:
         return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
-        """Slices leave as they are computed; the kernel ends when its own work is done and everything has come."""
+        """Slices leave as they are computed; the kernel ends when its own work is done and
+        everything has come.
+        """
         library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
         alone = self._compute_ns(rank, work.kernel)
         launch = min(alone, round(gpu.kernel_ns.value))
@@ -324,7 +380,11 @@ class _Simulation:
             slices.produce(launch, body, None)
             self.engine.after(launch + body, end)
             return
-        receive = self._compute_ns(rank, Kernel(memory_bytes=work.receive_bytes)) if work.receive_bytes else 0
+        receive = (
+            self._compute_ns(rank, Kernel(memory_bytes=work.receive_bytes))
+            if work.receive_bytes
+            else 0
+        )
 
         def last() -> None:
             rank.compute_ns += receive
@@ -335,7 +395,10 @@ class _Simulation:
             if work.kind == "all_reduce":
                 total = work.size if work.gather_size is None else work.gather_size
                 self.engine.after(
-                    wait, slices.gather, -(-total // group.size), lambda: self.engine.after(round(library.slice_ns.value), last)
+                    wait,
+                    slices.gather,
+                    -(-total // group.size),
+                    lambda: self.engine.after(round(library.slice_ns.value), last),
                 )
             else:
                 self.engine.after(wait, last)
@@ -343,7 +406,9 @@ class _Simulation:
         slices.produce(launch, body, complete)
 
     def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
-        """Everything is sent at once; a slice is worked on when it is there and the one before is done."""
+        """Everything is sent at once; a slice is worked on when it is there and the one before is
+        done.
+        """
         library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
         alone = self._compute_ns(rank, work.kernel)
         launch = min(alone, round(gpu.kernel_ns.value))
@@ -351,7 +416,9 @@ class _Simulation:
         rank.compute_ns += launch + body
         if work.sent_by is not None:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
-        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(launch, body, end, work.sent_by is None)
+        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(
+            launch, body, end, work.sent_by is None
+        )
 
     # Observation, of rank 0 and of its links.
 

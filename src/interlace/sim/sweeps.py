@@ -1,7 +1,8 @@
-"""Many scenarios: every combination of some parameters' values, on all processors, each run once and remembered.
+"""Many scenarios: every combination of some parameters' values, on all processors, each run once
+and remembered.
 
-The memory is a folder of JSON files named by a hash of the scenario, of the files that it names, and of the simulator's own
-source; so a changed preset or model is run again, and nothing else is.
+The memory is a folder of JSON files named by a hash of the scenario, of the files that it names,
+and of the simulator's own source; so a changed preset or model is run again, and nothing else is.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def default_cache() -> Path:
 
 
 def sweep(
-    base: Scenario, parameters: Mapping[str, Sequence[Any]], *, workers: int | None = None, cache_folder: Path | None = None
+    base: Scenario,
+    parameters: Mapping[str, Sequence[Any]],
+    *,
+    workers: int | None = None,
+    cache_folder: Path | None = None,
 ) -> list[Point]:
     """Run every combination, the last parameter varying fastest.
 
@@ -67,7 +72,10 @@ def sweep(
     for name, values in parameters.items():
         if not values:
             raise ConfigError(f"parameter {name} must have values; got none. Say {name}=A,B.")
-    combinations = [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
+    combinations = [
+        dict(zip(parameters, values, strict=True))
+        for values in itertools.product(*parameters.values())
+    ]
     scenarios = [base.change(combination).complete() for combination in combinations]
     unfused = [dataclasses.replace(scenario, fused="none") for scenario in scenarios]
     outcomes = run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
@@ -80,19 +88,30 @@ def sweep(
             continue
         saved = 100 * (1 - mine["total_ns"] / other["total_ns"]) if other["total_ns"] else 0.0
         points.append(
-            Point(combination, mine["total_ns"], mine["exposed_ns"], mine["bound_ns"], saved, mine["events"], cached=mine["cached"])
+            Point(
+                combination,
+                mine["total_ns"],
+                mine["exposed_ns"],
+                mine["bound_ns"],
+                saved,
+                mine["events"],
+                cached=mine["cached"],
+            )
         )
     return points
 
 
-def run_all(scenarios: Sequence[Scenario], workers: int | None, folder: Path | None) -> dict[Scenario, dict[str, Any]]:
+def run_all(
+    scenarios: Sequence[Scenario], workers: int | None, folder: Path | None
+) -> dict[Scenario, dict[str, Any]]:
     """Every scenario's figures, each run once; scenarios must be complete."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the cache {folder} must be a folder that can be written; {error.strerror}. Name another, or use no cache."
+                f"the cache {folder} must be a folder that can be written; {error.strerror}. Name "
+                "another, or use no cache."
             ) from error
     found: dict[Scenario, dict[str, Any]] = {}
     for scenario in scenarios:
@@ -174,7 +193,13 @@ def to_csv(points: Sequence[Point]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*names, *VALUES, "error"])
     for point in points:
-        figures = [point.total_ns, point.exposed_ns, point.bound_ns, f"{point.saved_percent:.3f}", point.events]
+        figures = [
+            point.total_ns,
+            point.exposed_ns,
+            point.bound_ns,
+            f"{point.saved_percent:.3f}",
+            point.events,
+        ]
         writer.writerow([*(point.parameters[name] for name in names), *figures, point.error])
     return out.getvalue()
 
@@ -187,8 +212,12 @@ def parse_parameter(text: str) -> tuple[str, list[Any]]:
     """
     name, sign, values = text.partition("=")
     if not sign or not name or not values:
-        raise ConfigError(f"a parameter must be NAME=VALUE,VALUE; got {text!r}. Say nodes=16,32,64.")
-    return name.strip().replace("-", "_") if "." not in name else name.strip(), [parse_value(value) for value in values.split(",")]
+        raise ConfigError(
+            f"a parameter must be NAME=VALUE,VALUE; got {text!r}. Say nodes=16,32,64."
+        )
+    return name.strip().replace("-", "_") if "." not in name else name.strip(), [
+        parse_value(value) for value in values.split(",")
+    ]
 
 
 def parse_value(text: str) -> Any:

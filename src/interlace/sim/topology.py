@@ -1,18 +1,20 @@
 """Networks as ranks, links, and the way from one rank to another.
 
-Every topology here looks the same from each of its ranks. Ranks are coordinates in a *shape*, adding a displacement to all of
-them maps the network onto itself, and links fall into *classes* that such a shift permutes (all links of a torus in direction
-+x, say). A message from rank r to r + d therefore uses the same classes in the same order whatever r is. That is what lets one
-rank stand for all of them (:mod:`interlace.sim.fabric`), and the tests check it for every topology.
+Every topology here looks the same from each of its ranks. Ranks are coordinates in a *shape*,
+adding a displacement to all of them maps the network onto itself, and links fall into *classes*
+that such a shift permutes (all links of a torus in direction +x, say). A message from rank r to r +
+d therefore uses the same classes in the same order whatever r is. That is what lets one rank stand
+for all of them (:mod:`interlace.sim.fabric`), and the tests check it for every topology.
 
 **Routing**, which is deterministic and minimal:
 
-- ring and torus: dimension by dimension, the first one first; the shorter way around; a tie goes clockwise, or, with
-  ``ties="split"``, half the message each way;
+- ring and torus: dimension by dimension, the first one first; the shorter way around; a tie goes
+  clockwise, or, with ``ties="split"``, half the message each way;
 - switch: up to the switch and down; fully connected: the direct link;
-- fat tree (two levels): up to the leaf, to the spine that belongs to the destination's place in its leaf (D-mod-k), down;
-- hierarchical: inside a node by the inner network; between nodes from the GPU's network card to the destination's, through
-  the outer network. Several GPUs may share a card.
+- fat tree (two levels): up to the leaf, to the spine that belongs to the destination's place in its
+  leaf (D-mod-k), down;
+- hierarchical: inside a node by the inner network; between nodes from the GPU's network card to the
+  destination's, through the outer network. Several GPUs may share a card.
 """
 
 from __future__ import annotations
@@ -65,15 +67,19 @@ class Topology(abc.ABC):
     name: str
     shape: tuple[int, ...]
     classes: list[LinkClass]
-    _whole: tuple[bool, ...] | None = None  # coordinates that must not be split into several; None: all may be
+    # Coordinates that must not be split into several; None: all may be
+    _whole: tuple[bool, ...] | None = None
 
     def split(self, sizes: Sequence[int]) -> tuple[Topology, list[tuple[int, ...]]]:
-        """The same network with coordinates split for groups of ranks, and each group's coordinates.
+        """The same network with coordinates split for groups of ranks, and each group's
+        coordinates.
 
-        A switch of 16 for sizes 8 and 2 becomes 8 x 2, with groups (0,) and (1,); groups of size 1 have none.
+        A switch of 16 for sizes 8 and 2 becomes 8 x 2, with groups (0,) and (1,); groups of size 1
+        have none.
 
         Raises:
-            ConfigError: a group would be a piece of a ring, sizes do not fit together, or do not make all ranks.
+            ConfigError: a group would be a piece of a ring, sizes do not fit together, or do not
+                make all ranks.
         """
         dims, whole = list(self.shape), list(self.whole())
         shape: list[int] = []
@@ -86,11 +92,18 @@ class Topology(abc.ABC):
                 while dims and dims[0] == 1:
                     del dims[0], whole[0]
                 piece = math.gcd(left, dims[0]) if dims else 1
-                if piece == 1 or (whole[0] and piece != dims[0]) or (piece != left and piece != dims[0]):
+                if (
+                    piece == 1
+                    or (whole[0] and piece != dims[0])
+                    or (piece != left and piece != dims[0])
+                ):
                     raise ConfigError(
-                        f"parallel groups must fill dimensions of {self.name}; got sizes {'x'.join(map(str, sizes))} for "
-                        f"dimensions {'x'.join(map(str, self.shape))}. Choose sizes that divide or are divided by those "
-                        f"dimensions, in this order{', rings undivided' if any(self.whole()) else ''}."
+                        f"parallel groups must fill dimensions of {self.name}; got sizes "
+                        f"{'x'.join(map(str, sizes))} for "
+                        f"dimensions {'x'.join(map(str, self.shape))}. Choose sizes that divide "
+                        "or are divided by those "
+                        "dimensions, in this "
+                        f"order{', rings undivided' if any(self.whole()) else ''}."
                     )
                 mine.append(len(shape))
                 shape.append(piece)
@@ -99,7 +112,10 @@ class Topology(abc.ABC):
                 dims[0] //= piece
             groups.append(tuple(mine))
         if math.prod(sizes) != self.ranks:
-            raise ConfigError(f"parallel groups must make {self.ranks} ranks; got {'x'.join(map(str, sizes))}. Change one of them.")
+            raise ConfigError(
+                f"parallel groups must make {self.ranks} ranks; got {'x'.join(map(str, sizes))}. "
+                "Change one of them."
+            )
         result = copy.copy(self)
         result.shape = tuple(shape) or (1,)
         result._whole = tuple(uncut) if any(uncut) else None
@@ -118,7 +134,9 @@ class Topology(abc.ABC):
         """The links from one rank to another, in order; empty for a rank to itself."""
 
     def paths(self, source: int, destination: int) -> list[list[Hop]]:
-        """The ways that a message takes, in equal parts; one, but for ties on a torus that splits them."""
+        """The ways that a message takes, in equal parts; one, but for ties on a torus that splits
+        them.
+        """
         return [self.path(source, destination)]
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -137,12 +155,21 @@ class Topology(abc.ABC):
         return rank
 
     def shift(self, rank: int, displacement: int) -> int:
-        """The rank that lies a displacement from ``rank``; a displacement is the rank that rank 0 is mapped to."""
-        return self.rank([a + b for a, b in zip(self.coordinates(rank), self.coordinates(displacement), strict=True)])
+        """The rank that lies a displacement from ``rank``; a displacement is the rank that rank 0
+        is mapped to.
+        """
+        return self.rank(
+            [
+                a + b
+                for a, b in zip(self.coordinates(rank), self.coordinates(displacement), strict=True)
+            ]
+        )
 
     def difference(self, rank: int, other: int) -> int:
         """The displacement that maps ``other`` to ``rank``."""
-        return self.rank([a - b for a, b in zip(self.coordinates(rank), self.coordinates(other), strict=True)])
+        return self.rank(
+            [a - b for a, b in zip(self.coordinates(rank), self.coordinates(other), strict=True)]
+        )
 
     def sharing(self, index: int) -> float:
         """How many ranks share a link of this class; below 1 where a rank has several."""
@@ -153,7 +180,9 @@ class Topology(abc.ABC):
         """The most that can leave a rank, through all links that start at it."""
 
     def bisection_bytes_per_s(self) -> float:
-        """The least capacity, in one direction, between two halves of the ranks that the topology suggests; inf if none counts."""
+        """The least capacity, in one direction, between two halves of the ranks that the topology
+        suggests; inf if none counts.
+        """
         return math.inf
 
     def diameter_ns(self) -> int:
@@ -168,7 +197,11 @@ class Torus(Topology):
     """Rings in every dimension; with one dimension, a ring."""
 
     def __init__(
-        self, shape: Sequence[int], bytes_per_s: float, latency_ns: int, ties: Literal["clockwise", "split"] = "clockwise"
+        self,
+        shape: Sequence[int],
+        bytes_per_s: float,
+        latency_ns: int,
+        ties: Literal["clockwise", "split"] = "clockwise",
     ) -> None:
         self.shape = tuple(shape)
         self.ties = ties
@@ -206,8 +239,14 @@ class Torus(Topology):
         return hops
 
     def injection_bytes_per_s(self) -> float:
-        """Two links for each dimension of more than two; a ring of two has the two links between the same ranks."""
-        return sum(2 * self.classes[2 * dim].bytes_per_s for dim, count in enumerate(self.shape) if count > 1)
+        """Two links for each dimension of more than two; a ring of two has the two links between
+        the same ranks.
+        """
+        return sum(
+            2 * self.classes[2 * dim].bytes_per_s
+            for dim, count in enumerate(self.shape)
+            if count > 1
+        )
 
     def bisection_bytes_per_s(self) -> float:
         """Across the longest even dimension: two cuts of each of its rings."""
@@ -221,7 +260,9 @@ class Switch(Topology):
     def __init__(self, ranks: int, bytes_per_s: float, latency_ns: int) -> None:
         self.shape = (ranks,)
         self.name = f"switch:{ranks}"
-        self.classes = [LinkClass(name, "nic", bytes_per_s, latency_ns, ranks) for name in ("up", "down")]
+        self.classes = [
+            LinkClass(name, "nic", bytes_per_s, latency_ns, ranks) for name in ("up", "down")
+        ]
 
     def path(self, source: int, destination: int) -> list[Hop]:
         return [] if source == destination else [(0, source), (1, destination)]
@@ -243,7 +284,9 @@ class FullyConnected(Topology):
         self.shape = (ranks,)
         self._whole = (True,)
         self.name = f"full:{ranks}"
-        self.classes = [LinkClass(f"to +{d}", "link", bytes_per_s, latency_ns, ranks) for d in range(1, ranks)]
+        self.classes = [
+            LinkClass(f"to +{d}", "link", bytes_per_s, latency_ns, ranks) for d in range(1, ranks)
+        ]
 
     def path(self, source: int, destination: int) -> list[Hop]:
         return [] if source == destination else [((destination - source) % self.ranks - 1, source)]
@@ -252,16 +295,25 @@ class FullyConnected(Topology):
         return sum(link.bytes_per_s for link in self.classes)
 
     def bisection_bytes_per_s(self) -> float:
-        return (self.ranks // 2) * (self.ranks - self.ranks // 2) * self.classes[0].bytes_per_s if self.classes else math.inf
+        return (
+            (self.ranks // 2) * (self.ranks - self.ranks // 2) * self.classes[0].bytes_per_s
+            if self.classes
+            else math.inf
+        )
 
 
 class FatTree(Topology):
-    """Leaves of ``down`` ranks with ``up`` links each to spines that never block; oversubscribed by ``down / up``."""
+    """Leaves of ``down`` ranks with ``up`` links each to spines that never block; oversubscribed by
+    ``down / up``.
+    """
 
-    def __init__(self, leaves: int, down: int, up: int, bytes_per_s: float, latency_ns: int) -> None:
+    def __init__(
+        self, leaves: int, down: int, up: int, bytes_per_s: float, latency_ns: int
+    ) -> None:
         if down % up:
             raise ConfigError(
-                f"a fat tree's ranks per leaf must divide evenly over its uplinks; got {down} and {up}. Change one of them."
+                f"a fat tree's ranks per leaf must divide evenly over its uplinks; got {down} and "
+                f"{up}. Change one of them."
             )
         self.shape = (down, leaves)
         self.down, self.leaves, self.up = down, leaves, up
@@ -281,7 +333,12 @@ class FatTree(Topology):
         if here == there:
             return [(0, source), (3, destination)]
         spine = destination % down % self.up
-        return [(0, source), (1, here * self.up + spine), (2, there * self.up + spine), (3, destination)]
+        return [
+            (0, source),
+            (1, here * self.up + spine),
+            (2, there * self.up + spine),
+            (3, destination),
+        ]
 
     def injection_bytes_per_s(self) -> float:
         return self.classes[0].bytes_per_s
@@ -298,13 +355,16 @@ class FatTree(Topology):
 
 
 class Hierarchical(Topology):
-    """Nodes of GPUs: an ``inner`` network in each node and an ``outer`` one whose ranks are the nodes' network cards."""
+    """Nodes of GPUs: an ``inner`` network in each node and an ``outer`` one whose ranks are the
+    nodes' network cards.
+    """
 
     def __init__(self, inner: Topology, outer: Topology, cards: int) -> None:
         gpus = inner.ranks
         if gpus % cards or outer.ranks % cards or len(inner.shape) != 1:
             raise ConfigError(
-                f"a node's GPUs and the outer network's ranks must divide evenly over the node's network cards; got {gpus} GPUs, "
+                "a node's GPUs and the outer network's ranks must divide evenly over the node's "
+                f"network cards; got {gpus} GPUs, "
                 f"{outer.ranks} ranks and {cards} cards. Change one of them."
             )
         self.inner, self.outer, self.cards = inner, outer, cards
@@ -317,7 +377,8 @@ class Hierarchical(Topology):
             self.shape = (gpus, outer.shape[0] // cards, outer.shape[1])
         else:
             raise ConfigError(
-                f"the outer network must hold whole nodes of {cards} cards, and a torus of nodes one card a node; got "
+                f"the outer network must hold whole nodes of {cards} cards, and a torus of nodes "
+                "one card a node; got "
                 f"{outer.name}. Choose leaves of a multiple of {cards}, or set cards to 1."
             )
         outer_whole = outer._whole or (False,) * (len(self.shape) - 1)
@@ -325,7 +386,9 @@ class Hierarchical(Topology):
         self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
         self.classes = [
             *(
-                dataclasses.replace(link, name=f"node {link.name}", kind="link", count=link.count * self.nodes)
+                dataclasses.replace(
+                    link, name=f"node {link.name}", kind="link", count=link.count * self.nodes
+                )
                 for link in inner.classes
             ),
             *(dataclasses.replace(link, name=f"net {link.name}") for link in outer.classes),
@@ -338,7 +401,10 @@ class Hierarchical(Topology):
             inner = self.inner.path(source % gpus, destination % gpus)
             return [(index, here * self.inner.classes[index].count + link) for index, link in inner]
         first, per_card = len(self.inner.classes), gpus // self.cards
-        outer = self.outer.path(here * self.cards + source % gpus // per_card, there * self.cards + destination % gpus // per_card)
+        outer = self.outer.path(
+            here * self.cards + source % gpus // per_card,
+            there * self.cards + destination % gpus // per_card,
+        )
         return [(first + index, link) for index, link in outer]
 
     def injection_bytes_per_s(self) -> float:
@@ -349,17 +415,27 @@ class Hierarchical(Topology):
         return self.outer.injection_bytes_per_s() * self.cards / self.inner.ranks
 
     def bisection_bytes_per_s(self) -> float:
-        return self.outer.bisection_bytes_per_s() if self.nodes > 1 else self.inner.bisection_bytes_per_s()
+        return (
+            self.outer.bisection_bytes_per_s()
+            if self.nodes > 1
+            else self.inner.bisection_bytes_per_s()
+        )
 
     def diameter_ns(self) -> int:
         return self.outer.diameter_ns() if self.nodes > 1 else self.inner.diameter_ns()
 
 
 def build(
-    text: str, ranks: int, *, bytes_per_s: float, latency_ns: int, ties: Literal["clockwise", "split"] = "clockwise"
+    text: str,
+    ranks: int,
+    *,
+    bytes_per_s: float,
+    latency_ns: int,
+    ties: Literal["clockwise", "split"] = "clockwise",
 ) -> Topology:
-    """A topology from its short name: ``ring``, ``torus2d``, ``torus3d``, ``torus:8x16``, ``switch``, ``full``,
-    ``fattree:LEAVESxDOWN/UP`` or ``fattree`` (leaves of 16 or less, not oversubscribed).
+    """A topology from its short name: ``ring``, ``torus2d``, ``torus3d``, ``torus:8x16``,
+    ``switch``, ``full``, ``fattree:LEAVESxDOWN/UP`` or ``fattree`` (leaves of 16 or less, not
+    oversubscribed).
 
     Args:
         ranks: how many it must have.
@@ -370,7 +446,8 @@ def build(
     """
     if bytes_per_s <= 0 or latency_ns < 0:
         raise ConfigError(
-            f"a link's bandwidth must be positive and its latency not negative; got {bytes_per_s / GB:g} GB/s, {latency_ns} ns."
+            "a link's bandwidth must be positive and its latency not negative; got "
+            f"{bytes_per_s / GB:g} GB/s, {latency_ns} ns."
         )
     name, _, sizes = text.partition(":")
     try:
@@ -391,12 +468,15 @@ def build(
             result = FatTree(leaves, down, int(up or down), bytes_per_s, latency_ns)
         else:
             raise ConfigError(
-                f"--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or fattree[:LEAVESxDOWN/UP]; got {text!r}."
+                "--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or "
+                f"fattree[:LEAVESxDOWN/UP]; got {text!r}."
             )
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"--topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}.") from error
+        raise ConfigError(
+            f"--topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
+        ) from error
     if min(result.shape) < 1 or result.ranks != ranks:
         raise ConfigError(
             f"topology {text} must have as many ranks as the run; got {result.ranks} for {ranks}. "
@@ -407,7 +487,10 @@ def build(
 
 def _leaves(ranks: int) -> tuple[int, int]:
     """Leaves of at most 16 ranks each; of whole nodes of 8 where that can be."""
-    down = max((size for size in range(1, min(16, ranks) + 1) if ranks % size == 0), key=lambda size: (size % 8 == 0, size))
+    down = max(
+        (size for size in range(1, min(16, ranks) + 1) if ranks % size == 0),
+        key=lambda size: (size % 8 == 0, size),
+    )
     return ranks // down, down
 
 

@@ -1,7 +1,9 @@
-"""Recorded runs of ASTRA-sim, run again in the compatibility mode; and measured all-to-alls, run on the simulator's own network.
+"""Recorded runs of ASTRA-sim, run again in the compatibility mode; and measured all-to-alls, run on
+the simulator's own network.
 
-The file has four parts, all optional: ``collectives`` (one collective each), ``overlap`` (small graphs, described in words),
-``dlrm_graph`` (a graph and runs of it), and ``measured_torus_all_to_all``. The package has the published ones.
+The file has four parts, all optional: ``collectives`` (one collective each), ``overlap`` (small
+graphs, described in words), ``dlrm_graph`` (a graph and runs of it), and
+``measured_torus_all_to_all``. The package has the published ones.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Case:
     Attributes:
         source: ``"astra-sim"`` or ``"measured"``.
         problem: why it could not be run; it has not passed then.
-        unphysical: ours lies under the physical bound of the network, as the recorded one does; the mode is to blame.
+        unphysical: ours lies under the physical bound of the network, as the recorded one does; the
+            mode is to blame.
     """
 
     name: str
@@ -53,11 +56,17 @@ class Case:
     @property
     def error(self) -> float:
         """Relative; signed."""
-        return (self.ours - self.theirs) / self.theirs if self.theirs else float(self.ours != self.theirs)
+        return (
+            (self.ours - self.theirs) / self.theirs
+            if self.theirs
+            else float(self.ours != self.theirs)
+        )
 
     @property
     def passed(self) -> bool:
-        return not self.problem and abs(self.error) <= (TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE)
+        return not self.problem and abs(self.error) <= (
+            TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE
+        )
 
 
 def packaged_cases() -> Path:
@@ -69,13 +78,17 @@ def validate(file: Path | None = None) -> list[Case]:
     """Run every case of a file.
 
     Raises:
-        ConfigError: the file cannot be read. A case that is not understood is reported, and the others are run.
+        ConfigError: the file cannot be read. A case that is not understood is reported, and the
+            others are run.
     """
     file = file or packaged_cases()
     document = read(file)
-    if not isinstance(document, dict) or not any(key in document for key in ("collectives", "overlap", "dlrm_graph")):
+    if not isinstance(document, dict) or not any(
+        key in document for key in ("collectives", "overlap", "dlrm_graph")
+    ):
         raise ConfigError(
-            f"{file} must have collectives, overlap or dlrm_graph; it has none. See docs/simulator.md for the format."
+            f"{file} must have collectives, overlap or dlrm_graph; it has none. See "
+            "docs/simulator.md for the format."
         )
     cases: list[Case] = []
     for section, runs in (("collectives", _collective), ("overlap", _overlap)):
@@ -85,7 +98,9 @@ def validate(file: Path | None = None) -> list[Case]:
                 cases += runs(case, name, f"{file}, {section}[{number}] ({name})")
             except ConfigError as error:
                 theirs = float(case.get("time_ns_max", 0))
-                cases.append(Case(name, "astra-sim", "not run", theirs, 0.0, 0.0, False, 0, 0.0, str(error)))
+                cases.append(
+                    Case(name, "astra-sim", "not run", theirs, 0.0, 0.0, False, 0, 0.0, str(error))
+                )
     cases += _graph(document.get("dlrm_graph"), file)
     cases += _measured(document.get("measured_torus_all_to_all"), file)
     return cases
@@ -96,7 +111,19 @@ def to_csv(cases: list[Case]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
-        ["case", "source", "quantity", "theirs", "ours", "error", "passed", "unphysical", "bound_ns", "events", "seconds"]
+        [
+            "case",
+            "source",
+            "quantity",
+            "theirs",
+            "ours",
+            "error",
+            "passed",
+            "unphysical",
+            "bound_ns",
+            "events",
+            "seconds",
+        ]
     )
     for case in cases:
         writer.writerow(
@@ -121,27 +148,62 @@ def _run(case: dict[str, Any], graph: list[Node], where: str) -> tuple[Report, f
     network = parse(Network, case.get("network"), f"{where}, network")
     system = parse(System, case.get("system"), f"{where}, system")
     if "npus" in case and case["npus"] != network.npus:
-        raise ConfigError(f"{where}: npus must be the product of npus_count; got {case['npus']} and {network.npus}. Correct one.")
+        raise ConfigError(
+            f"{where}: npus must be the product of npus_count; got {case['npus']} and "
+            f"{network.npus}. Correct one."
+        )
     start = time.perf_counter()
-    report = run(network, system, [graph] * network.npus, congestion_aware="unaware" not in case.get("backend", "congestion_aware"))
+    report = run(
+        network,
+        system,
+        [graph] * network.npus,
+        congestion_aware="unaware" not in case.get("backend", "congestion_aware"),
+    )
     return report, time.perf_counter() - start
 
 
 def _collective(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
     for key in ("collective", "comm_size_bytes_per_npu", "time_ns_max"):
         if key not in case:
-            raise ConfigError(f"{where}: {key} must be given; it is missing. Add it, or remove the case.")
-    node = Node(0, case["collective"], (), "collective", collective=case["collective"], size=case["comm_size_bytes_per_npu"])
+            raise ConfigError(
+                f"{where}: {key} must be given; it is missing. Add it, or remove the case."
+            )
+    node = Node(
+        0,
+        case["collective"],
+        (),
+        "collective",
+        collective=case["collective"],
+        size=case["comm_size_bytes_per_npu"],
+    )
     report, seconds = _run(case, [node], where)
     yield from _ends(name, case, report, seconds)
 
 
 def _ends(name: str, case: dict[str, Any], report: Report, seconds: float) -> Iterator[Case]:
     bound, under = report.bound_ns, report.unphysical
-    yield Case(name, "astra-sim", "last NPU, ns", case["time_ns_max"], report.total_ns, bound, under, report.events, seconds)
+    yield Case(
+        name,
+        "astra-sim",
+        "last NPU, ns",
+        case["time_ns_max"],
+        report.total_ns,
+        bound,
+        under,
+        report.events,
+        seconds,
+    )
     if "time_ns_min" in case:
         yield Case(
-            name, "astra-sim", "first NPU, ns", case["time_ns_min"], min(report.end_ns), bound, under, report.events, seconds
+            name,
+            "astra-sim",
+            "first NPU, ns",
+            case["time_ns_min"],
+            min(report.end_ns),
+            bound,
+            under,
+            report.events,
+            seconds,
         )
 
 
@@ -152,7 +214,8 @@ _COLLECTIVE = r"(ALL_TO_ALL|ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER|A2A|AR|AG|RS)"
 
 
 def describe(text: str, where: str) -> list[Node]:
-    """The graph that a description means: one collective, or an embedding, a collective beside a bottom MLP, and a top MLP.
+    """The graph that a description means: one collective, or an embedding, a collective beside a
+    bottom MLP, and a top MLP.
 
     Raises:
         ConfigError: it is neither.
@@ -160,34 +223,61 @@ def describe(text: str, where: str) -> list[Node]:
     one = re.match(rf"one {_COLLECTIVE} {_SIZE}", text)
     if one:
         kind = _KINDS.get(one[1], one[1].lower())
-        return [Node(0, one[1], (), "collective", collective=kind, size=int(one[2]) * _SIZES[one[3]])]
-    chain = re.match(rf"emb (\d+)us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d+)us .*top (\d+)us after both", text)
+        return [
+            Node(0, one[1], (), "collective", collective=kind, size=int(one[2]) * _SIZES[one[3]])
+        ]
+    chain = re.match(
+        rf"emb (\d+)us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d+)us .*top (\d+)us after both", text
+    )
     if chain:
         kind = _KINDS.get(chain[2], chain[2].lower())
         return [
             Node(0, "embedding", duration_us=int(chain[1])),
-            Node(1, chain[2], (0,), "collective", collective=kind, size=int(chain[3]) * _SIZES[chain[4]]),
+            Node(
+                1,
+                chain[2],
+                (0,),
+                "collective",
+                collective=kind,
+                size=int(chain[3]) * _SIZES[chain[4]],
+            ),
             Node(2, "bottom", (0,), duration_us=int(chain[5])),
             Node(3, "top", (1, 2), duration_us=int(chain[6])),
         ]
     raise ConfigError(
-        f"{where}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); bottom 150us ...; top "
+        f"{where}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); "
+        "bottom 150us ...; top "
         "20us after both'; "
         f"got {text!r}."
     )
 
 
 def _overlap(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
-    graph = read_graph(case["graph"], where) if "graph" in case else describe(str(case.get("workload")), where)
+    graph = (
+        read_graph(case["graph"], where)
+        if "graph" in case
+        else describe(str(case.get("workload")), where)
+    )
     report, seconds = _run(case, graph, where)
     yield from _ends(name, case, report, seconds)
     exposed = case.get("exposed_comm_ns")
     if exposed:
-        yield Case(name, "astra-sim", "exposed, ns", max(exposed), max(report.exposed_ns), 0.0, False, report.events, seconds)
+        yield Case(
+            name,
+            "astra-sim",
+            "exposed, ns",
+            max(exposed),
+            max(report.exposed_ns),
+            0.0,
+            False,
+            report.events,
+            seconds,
+        )
 
 
 def read_graph(items: list[dict[str, Any]], where: str) -> list[Node]:
-    """A graph as the cases file writes it: id, name, deps, kind (COMP or a collective), duration_us or bytes.
+    """A graph as the cases file writes it: id, name, deps, kind (COMP or a collective), duration_us
+    or bytes.
 
     Raises:
         ConfigError: a key is missing.
@@ -209,7 +299,8 @@ def read_graph(items: list[dict[str, Any]], where: str) -> list[Node]:
             )
         except KeyError as error:
             raise ConfigError(
-                f"{where}: every node must have id, name, deps, kind and duration_us or bytes; {error} is missing."
+                f"{where}: every node must have id, name, deps, kind and duration_us or bytes; "
+                f"{error} is missing."
             ) from error
     return nodes
 
@@ -221,9 +312,21 @@ def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
     for number, case in enumerate(part.get("runs", [])):
         report, seconds = _run(case, graph, f"{file}, dlrm_graph.runs[{number}]")
         name = f"DLRM graph, {len(report.end_ns)} NPUs"
-        for number, (quantity, ours) in enumerate((("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))):
+        for number, (quantity, ours) in enumerate(
+            (("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))
+        ):
             theirs = max(pair[number] for pair in case["times_ns_and_exposed_comm_ns"])
-            yield Case(name, "astra-sim", quantity, theirs, max(ours), report.bound_ns, report.unphysical, report.events, seconds)
+            yield Case(
+                name,
+                "astra-sim",
+                quantity,
+                theirs,
+                max(ours),
+                report.bound_ns,
+                report.unphysical,
+                report.events,
+                seconds,
+            )
 
 
 def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
@@ -232,7 +335,8 @@ def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         found = re.match(r"(\d+(?:x\d+)+) torus", row.get("topology", ""))
         if not found:
             raise ConfigError(
-                f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, such as 4x4x4 torus; got "
+                f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, "
+                "such as 4x4x4 torus; got "
                 f"{row.get('topology')!r}."
             )
         machine = load_machine("tpuv4-torus")

@@ -1,12 +1,13 @@
 """What a step is made of: tasks in rows, and the kinds of work that a task can be.
 
-A *row* is a stream: its tasks run one at a time, in the order in which they were given. A task also waits for the tasks that it
-names. Three kinds of row exist on a real rank, and nothing keeps them from overlapping: ``compute``, one per collective library
-stream, and ``copy engine``.
+A *row* is a stream: its tasks run one at a time, in the order in which they were given. A task also
+waits for the tasks that it names. Three kinds of row exist on a real rank, and nothing keeps them
+from overlapping: ``compute``, one per collective library stream, and ``copy engine``.
 
-A **fused** task is one kernel that computes and communicates. Its output leaves slice by slice while it goes on, in the order
-in which the kernels of this library compute: what goes to others first, from the neighbour on, what stays last. A **consuming**
-task is the mirror image: it starts on what has arrived while the rest is on its way.
+A **fused** task is one kernel that computes and communicates. Its output leaves slice by slice
+while it goes on, in the order in which the kernels of this library compute: what goes to others
+first, from the neighbour on, what stays last. A **consuming** task is the mirror image: it starts
+on what has arrived while the rest is on its way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ COMPUTE, COPY = "compute", "copy engine"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Computation: FLOPs and bytes of this GPU's memory. ``seconds`` instead, where a time was given."""
+    """Computation: FLOPs and bytes of this GPU's memory. ``seconds`` instead, where a time was
+    given.
+    """
 
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -28,7 +31,9 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A library's collective over a group: ``size`` bytes a rank, see :mod:`interlace.sim.collectives`."""
+    """A library's collective over a group: ``size`` bytes a rank, see
+    :mod:`interlace.sim.collectives`.
+    """
 
     kind: str
     algorithm: str
@@ -38,11 +43,13 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A kernel whose output is an all-to-all, a reduce-scatter or an all-reduce of ``size`` bytes a rank.
+    """A kernel whose output is an all-to-all, a reduce-scatter or an all-reduce of ``size`` bytes a
+    rank.
 
     Attributes:
         slices: pieces in which what goes to one rank leaves.
-        gather_size: bytes of the whole sum that the owners then send to everyone, in an all-reduce; ``size`` by default.
+        gather_size: bytes of the whole sum that the owners then send to everyone, in an all-reduce;
+            ``size`` by default.
         receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
         waits: until the peers' slices are here; otherwise a consuming task does.
     """
@@ -62,7 +69,8 @@ class Consuming:
     """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives.
 
     Attributes:
-        sent_by: a fused task that does not wait and has the same sizes; without it, everything is sent when this one starts.
+        sent_by: a fused task that does not wait and has the same sizes; without it, everything is
+            sent when this one starts.
     """
 
     kernel: Kernel
@@ -75,7 +83,9 @@ class Consuming:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """``size`` bytes to the next rank of a group, by a copy engine; across its outermost coordinate, the longest way."""
+    """``size`` bytes to the next rank of a group, by a copy engine; across its outermost
+    coordinate, the longest way.
+    """
 
     axes: tuple[int, ...]
     size: int

@@ -1,8 +1,9 @@
 """Tools that check operators and protocols, also those of other packages.
 
-:func:`explore` tries many interleavings of several ranks' kernels in one process; ``docs/explorer.md`` shows how to use it.
-:mod:`interlace.testing.cases` has calls of every operator whose results are known, and :mod:`interlace.testing.soak` makes
-such calls at random; see ``docs/reliability.md``.
+:func:`explore` tries many interleavings of several ranks' kernels in one process;
+``docs/explorer.md`` shows how to use it. :mod:`interlace.testing.cases` has calls of every operator
+whose results are known, and :mod:`interlace.testing.soak` makes such calls at random; see
+``docs/reliability.md``.
 """
 
 from interlace.testing.explorer import Failure, Report, explore

@@ -155,7 +155,8 @@ def explore(
     """
     if ranks < 2 or schedules < 1 or preemptions < 0:
         raise ArgumentError(
-            f"explore: ranks must be at least 2, schedules at least 1, preemptions not negative; got {ranks}, {schedules}, "
+            "explore: ranks must be at least 2, schedules at least 1, preemptions not negative; "
+            f"got {ranks}, {schedules}, "
             f"{preemptions}."
         )
     require("cpu")
@@ -165,7 +166,10 @@ def explore(
     with hooks.installed(), torch.random.fork_rng(devices=[]):
         while True:
             cells = CellTable(ranks, grain)
-            trees = [Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still) for rank in range(ranks)]
+            trees = [
+                Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still)
+                for rank in range(ranks)
+            ]
             try:
                 with all_of(trees):
                     search = _Search(trees, cells, hooks.Judge(), random.Random(seed))
@@ -177,7 +181,9 @@ def explore(
 class _Search:
     """The schedules of one program that have been tried, and those that will be."""
 
-    def __init__(self, trees: Sequence[Tree], cells: CellTable, judge: Any, rng: random.Random) -> None:
+    def __init__(
+        self, trees: Sequence[Tree], cells: CellTable, judge: Any, rng: random.Random
+    ) -> None:
         self._trees, self._cells, self._judge, self._random = trees, cells, judge, rng
         self._ranks = range(len(trees))
         self._tried: set[tuple[bool, tuple[_Action, ...]]] = set()
@@ -215,7 +221,8 @@ class _Search:
         """Try schedules, those first that differ least from the default one; whether there are no
         more.
         """
-        queue: list[tuple[int, float, int, _Plan]] = []  # by how often they differ from the default one
+        # By how often they differ from the default one
+        queue: list[tuple[int, float, int, _Plan]] = []
         count = 0
         for eager in (True, False):
             for first in self._ranks:
@@ -229,13 +236,21 @@ class _Search:
             for step, action, preempts in policy.others:
                 if plan.preemptions + preempts <= preemptions:
                     steps = (*plan.steps, (step, action))
-                    new = dataclasses.replace(plan, steps=steps, preemptions=plan.preemptions + preempts)
-                    heapq.heappush(queue, (len(steps), self._random.random(), count := count + 1, new))
+                    new = dataclasses.replace(
+                        plan, steps=steps, preemptions=plan.preemptions + preempts
+                    )
+                    heapq.heappush(
+                        queue, (len(steps), self._random.random(), count := count + 1, new)
+                    )
         return True
 
     def _random_walk(self) -> tuple[bool, _Policy]:
         eager = self._random.random() < 0.3
-        return eager, _Random(self._random, self._random.choice(_STICKINESS), 0.0 if eager else self._random.choice(_ARRIVALS))
+        return eager, _Random(
+            self._random,
+            self._random.choice(_STICKINESS),
+            0.0 if eager else self._random.choice(_ARRIVALS),
+        )
 
     def _try(self, schedule: tuple[bool, _Policy]) -> None:
         eager, policy = schedule
@@ -266,7 +281,11 @@ class _Search:
         if self._start is not None and not trace:
             return self._start.copy()
         first = [tree.start() for tree in self._trees]
-        machine = Machine(len(self._trees), self._cells, lambda machine, rank, *node: self._trees[rank].extend(machine, *node))
+        machine = Machine(
+            len(self._trees),
+            self._cells,
+            lambda machine, rank, *node: self._trees[rank].extend(machine, *node),
+        )
         machine.at, machine.trace = first, {} if trace else None
         for rank in self._ranks:
             machine.settle(rank)
@@ -277,7 +296,9 @@ class _Search:
         self._start = None if trace else start
         return start.copy()
 
-    def _go(self, machine: Machine, policy: _Policy, done: list[_Action], until_ready: bool = False) -> bool:
+    def _go(
+        self, machine: Machine, policy: _Policy, done: list[_Action], until_ready: bool = False
+    ) -> bool:
         """Go on to the end, or until all ranks are ready; whether that is why."""
         while True:
             at = machine.at
@@ -349,7 +370,9 @@ def _failure_of(rank: int, error: BaseException) -> BaseException:
         return error
     if isinstance(error, AssertionError):
         return _Failed("wrong result", f"on rank {rank}: {' '.join(str(error).split())}")
-    return _Failed("error", f"rank {rank} raised {type(error).__name__}: {' '.join(str(error).split())}")
+    return _Failed(
+        "error", f"rank {rank} raised {type(error).__name__}: {' '.join(str(error).split())}"
+    )
 
 
 # Who goes on
@@ -412,7 +435,9 @@ class _Random(_Policy):
 
     def choose(self, step: int, enabled: list[int], under_way: Sequence[Sequence[Any]]) -> _Action:
         if self._arrivals and self._random.random() < self._arrivals:
-            stores = [(rank, which) for rank, each in enumerate(under_way) for which in range(len(each))]
+            stores = [
+                (rank, which) for rank, each in enumerate(under_way) for which in range(len(each))
+            ]
             if stores:
                 return self._random.choice(stores)
         if self._rank not in enabled or self._random.random() >= self._stickiness:
@@ -430,11 +455,16 @@ class _Listed(_Policy):
 
     def choose(self, step: int, enabled: list[int], under_way: Sequence[Sequence[Any]]) -> _Action:
         for rank, store in self._actions:
-            if rank < len(under_way) and (rank in enabled if store < 0 else store < len(under_way[rank])):
+            if rank < len(under_way) and (
+                rank in enabled if store < 0 else store < len(under_way[rank])
+            ):
                 self._rank = rank if store < 0 else self._rank
                 return rank, store
             if self._strict:
-                raise ArgumentError("explore: replay must be a schedule of this program; got one that it cannot follow.")
+                raise ArgumentError(
+                    "explore: replay must be a schedule of this program; got one that it cannot "
+                    "follow."
+                )
         self._rank = self._rank if self._rank in enabled else enabled[0]
         return self._rank, -1
 

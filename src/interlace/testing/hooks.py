@@ -49,13 +49,18 @@ class _World:
         run = current()
         if run is None:
             raise ArgumentError(
-                "explore: copies must be made by the program's own thread; got triggered transfers that "
+                "explore: copies must be made by the program's own thread; got triggered "
+                "transfers that "
                 "count tiles. Explore them with send= instead."
             )
         dtype = f"u{run.tree.cells.grain}"
         steps = np.arange(0, nbytes, run.tree.cells.grain, dtype=np.uint64)
         sources, targets = np.uint64(source) + steps, np.uint64(target) + steps
-        values = run.load(sources, dtype) if run.tree.view.holds(sources).all() else _real(source, nbytes).view(dtype)
+        values = (
+            run.load(sources, dtype)
+            if run.tree.view.holds(sources).all()
+            else _real(source, nbytes).view(dtype)
+        )
         if run.tree.view.holds(targets).all():
             run.send(targets, values, "release")
         else:
@@ -76,11 +81,18 @@ def installed() -> Iterator[None]:
         stack.enter_context(shortcuts.taken())
         stack.enter_context(cpu_faults.living_in(_World()))
         for name, hook in _HOOKS.items():
-            stack.enter_context(_replaced(_builder, name, functools.partial(hook, getattr(_builder, name))))
+            stack.enter_context(
+                _replaced(_builder, name, functools.partial(hook, getattr(_builder, name)))
+            )
         call = interpreter.GridExecutor.__call__
         stack.enter_context(_replaced(interpreter.GridExecutor, "__call__", _launch(call)))
-        stack.enter_context(_replaced(sys, "excepthook", functools.partial(_excepthook, sys.excepthook)))
-        for function, replacement in ((primitives.wait, _wait), (primitives._sum_words, _sum_words)):
+        stack.enter_context(
+            _replaced(sys, "excepthook", functools.partial(_excepthook, sys.excepthook))
+        )
+        for function, replacement in (
+            (primitives.wait, _wait),
+            (primitives._sum_words, _sum_words),
+        ):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
             stack.callback(table.__setitem__, function.fn, original)
@@ -157,7 +169,9 @@ def _set_grid_idx(original: Callable[..., None], x: int, y: int, z: int) -> None
         run.perform(Kind.PROGRAM, detail=run.program)
 
 
-def _masked_load(original: Callable[..., Any], ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
+def _masked_load(
+    original: Callable[..., Any], ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any
+) -> Any:
     run, shared = _shared(ptrs, mask)
     if run is None or not shared.any():
         return original(ptrs, mask, other, *rest, **options)
@@ -167,7 +181,9 @@ def _masked_load(original: Callable[..., Any], ptrs: Any, mask: Any, other: Any,
     return interpreter.TensorHandle(data, result.dtype)
 
 
-def _masked_store(original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+def _masked_store(
+    original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any
+) -> Any:
     run, shared = _shared(ptrs, mask)
     if run is None or not shared.any():
         return original(ptrs, value, mask, *rest, **options)
@@ -175,32 +191,60 @@ def _masked_store(original: Callable[..., Any], ptrs: Any, value: Any, mask: Any
     return original(ptrs, value, _handle_of(mask.data & ~shared), *rest, **options)
 
 
-def _atomic_rmw(original: Callable[..., Any], rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+def _atomic_rmw(
+    original: Callable[..., Any], rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+) -> Any:
     run, shared = _shared(ptr, mask)
     if run is None or not shared.any():
         return original(rmw, ptr, val, mask, sem, scope)
     function = _MODIFY.get(rmw.name)
     values = np.broadcast_to(val.data, ptr.data.shape)[shared]
-    return _atomic(run, ptr, shared, val, sem, None if function is None else functools.partial(function, values))
+    return _atomic(
+        run,
+        ptr,
+        shared,
+        val,
+        sem,
+        None if function is None else functools.partial(function, values),
+    )
 
 
-def _atomic_cas(original: Callable[..., Any], ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+def _atomic_cas(
+    original: Callable[..., Any], ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
+) -> Any:
     run, shared = _shared(ptr, None)
     if run is None or not shared.any():
         return original(ptr, cmp, val, sem, scope)
-    return _atomic(run, ptr, shared, val, sem, functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel()))
+    return _atomic(
+        run,
+        ptr,
+        shared,
+        val,
+        sem,
+        functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel()),
+    )
 
 
-def _atomic(run: Run, ptr: Any, shared: Words, val: Any, sem: Any, function: Callable[[Words], Words] | None) -> Any:
+def _atomic(
+    run: Run, ptr: Any, shared: Words, val: Any, sem: Any, function: Callable[[Words], Words] | None
+) -> Any:
     """The values before an atomic operation on symmetric memory."""
     dtype = val.data.dtype
     if run.awaited is not None:  # what a wait has seen
         values = run.load(ptr.data[shared], dtype)
     elif function is None:
-        raise ArgumentError("an atomic operation on symmetric memory must be add, exchange or compare-and-swap to be explored.")
+        raise ArgumentError(
+            "an atomic operation on symmetric memory must be add, exchange or compare-and-swap to "
+            "be explored."
+        )
     else:
         cells = run.tree.cells.cells_at(run.tree.view.offsets_of(ptr.data[shared]), dtype.itemsize)
-        detail = function, dtype, sem.name.startswith("ACQ"), sem.name in ("RELEASE", "ACQUIRE_RELEASE")
+        detail = (
+            function,
+            dtype,
+            sem.name.startswith("ACQ"),
+            sem.name in ("RELEASE", "ACQUIRE_RELEASE"),
+        )
         values = np.frombuffer(run.perform(Kind.ATOMIC, cells, detail=detail), dtype)
     result = np.zeros(ptr.data.shape, dtype)
     result[shared] = values
@@ -215,7 +259,9 @@ def _shared(ptrs: Any, mask: Any) -> tuple[Run | None, Words]:
     if run is None:
         return None, np.zeros(0, bool)
     inside = run.tree.view.holds(ptrs.data)
-    return run, inside if mask is None else inside & np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+    return run, inside if mask is None else inside & np.broadcast_to(
+        mask.data, ptrs.data.shape
+    ).astype(bool)
 
 
 def _handle_of(mask: Words) -> Any:
@@ -244,7 +290,9 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 # once, and finds it.
 
 
-def _wait(original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: Any, group: Any, mask: Any) -> Any:
+def _wait(
+    original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: Any, group: Any, mask: Any
+) -> Any:
     run = current()
     assert run is not None
     here = primitives.peer_pointer(ptr, primitives.rank(group), group).handle.data
@@ -256,8 +304,8 @@ def _wait(original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: 
 
 
 def _sum_words(
-    original: Callable[..., Any], ptr: Any, own: Any, stride: Any, first: Any, epoch: Any, slice: Any, group: Any, mask: Any,
-    SOURCES: Any, VALUES: Any,
+    original: Callable[..., Any], ptr: Any, own: Any, stride: Any, first: Any, epoch: Any,
+    slice: Any, group: Any, mask: Any, SOURCES: Any, VALUES: Any,
 ) -> Any:  # fmt: skip
     run = current()
     assert run is not None
@@ -266,7 +314,9 @@ def _sum_words(
     chosen = np.broadcast_to(_plain(mask), here.shape).astype(bool)
     rank, step = int(np.asarray(_plain(me)).item()), int(np.asarray(_plain(stride)).item()) * 8
     sources = [source for source in range(int(_plain(SOURCES))) if own is None or source != rank]
-    addresses = np.concatenate([here[chosen] + np.uint64(source * step) for source in sources] or [here[:0].ravel()])
+    addresses = np.concatenate(
+        [here[chosen] + np.uint64(source * step) for source in sources] or [here[:0].ravel()]
+    )
     wanted = np.full(len(addresses), np.asarray(_plain(epoch)).item(), np.int32)
     response = _await(run, Kind.WORDS, addresses, wanted, int(_plain(VALUES)))
     with _having_seen(run, addresses, np.frombuffer(response or b"", np.int64)):
@@ -279,7 +329,9 @@ def _await(run: Run, kind: Kind, addresses: Addresses, wanted: Words, detail: An
     if not run.tree.view.holds(addresses).all():
         raise ArgumentError("a kernel must wait for symmetric memory; got other addresses.")
     offsets = run.tree.view.offsets_of(addresses)
-    return run.perform(kind, run.tree.cells.cells_at(offsets, 4 if kind == Kind.WAIT else 8), wanted, detail)
+    return run.perform(
+        kind, run.tree.cells.cells_at(offsets, 4 if kind == Kind.WAIT else 8), wanted, detail
+    )
 
 
 @contextlib.contextmanager
@@ -309,7 +361,10 @@ class Judge:
         values = 0 if node.kind == Kind.WAIT else int(node.detail)
         words = seen.view(np.int32 if node.kind == Kind.WAIT else np.int64)
         # Only the low bits of a packed word say which epoch it is of; the others hold its value.
-        keys = [(values, int(word) & 0xFFFFFFFF, int(epoch)) for word, epoch in zip(words, node.values, strict=True)]
+        keys = [
+            (values, int(word) & 0xFFFFFFFF, int(epoch))
+            for word, epoch in zip(words, node.values, strict=True)
+        ]
         asked = {key: word for key, word in zip(keys, words, strict=True) if key not in self._known}
         if asked:
             self._ask(values, list(asked), np.array(list(asked.values())))
@@ -318,7 +373,9 @@ class Judge:
     def _ask(self, values: int, keys: list[tuple[int, int, int]], words: Words) -> None:
         count = next_power_of_2(len(keys))
         seen = torch.from_numpy(np.concatenate([words, words[:1].repeat(count - len(keys))]))
-        wanted = torch.tensor([epoch for _, _, epoch in keys] + [0] * (count - len(keys)), dtype=torch.int32)
+        wanted = torch.tensor(
+            [epoch for _, _, epoch in keys] + [0] * (count - len(keys)), dtype=torch.int32
+        )
         out = torch.zeros(count, dtype=torch.int32)
         if values:
             judges.judge_words[(1,)](seen, wanted, out, N=count, VALUES=values)
@@ -356,13 +413,19 @@ class _HostOperations(TorchDispatchMode):
             value = kwargs.get(argument.name, args[i] if i < len(args) else None)
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in value if isinstance(value, list | tuple) else [value]:
-                if not isinstance(tensor, torch.Tensor) or not tensor.numel() or self._elsewhere(tensor):
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or not tensor.numel()
+                    or self._elsewhere(tensor)
+                ):
                     continue
                 if name == "copy_" and args[0].data_ptr() == args[1].data_ptr():
                     return args[0]
                 if written:
                     stored.append(tensor)
-                if name not in _WITHOUT_LOADS and not (written and (argument.kwarg_only or name in _WITHOUT_OLD_VALUE)):
+                if name not in _WITHOUT_LOADS and not (
+                    written and (argument.kwarg_only or name in _WITHOUT_OLD_VALUE)
+                ):
                     self._load(tensor)
         result = func(*args, **kwargs)
         for tensor in stored:
@@ -379,5 +442,12 @@ class _HostOperations(TorchDispatchMode):
         tensor.detach().copy_(flat.view(tensor.shape))
 
     def _store(self, tensor: torch.Tensor) -> None:
-        values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
+        values = (
+            tensor.detach()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .view(f"u{tensor.element_size()}")
+        )
         self._run.send(element_addresses(tensor), values.copy(), "store")

@@ -18,4 +18,7 @@ def judge_signals(seen, wanted, out, N: tl.constexpr):
 def judge_words(seen, wanted, out, N: tl.constexpr, VALUES: tl.constexpr):
     """For each of ``N`` packed words, 1 if it is of epoch ``wanted``."""
     i = tl.arange(0, N)
-    tl.store(out + i, (primitives._carries(tl.load(seen + i), tl.load(wanted + i), VALUES) != 0).to(tl.int32))
+    tl.store(
+        out + i,
+        (primitives._carries(tl.load(seen + i), tl.load(wanted + i), VALUES) != 0).to(tl.int32),
+    )

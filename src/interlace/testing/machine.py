@@ -72,13 +72,18 @@ class Machine:
     """
 
     def __init__(
-        self, ranks: int, table: CellTable, extend: Callable[[Machine, int, Operation, bytes | None, Any], Operation]
+        self,
+        ranks: int,
+        table: CellTable,
+        extend: Callable[[Machine, int, Operation, bytes | None, Any], Operation],
     ) -> None:
         self.ranks = ranks
         self._table, self._extend = table, extend
         cells = table.count + _SPARE
         self._threads = ranks * (1 + PROGRAMS)
-        self._slices = [slice(rank * (1 + PROGRAMS), (rank + 1) * (1 + PROGRAMS)) for rank in range(ranks)]
+        self._slices = [
+            slice(rank * (1 + PROGRAMS), (rank + 1) * (1 + PROGRAMS)) for rank in range(ranks)
+        ]
         self._data = np.zeros(cells, f"u{table.grain}")
         self._write_thread = np.zeros(cells, np.intp)
         self._write_clock = np.zeros(cells, np.int64)
@@ -176,8 +181,20 @@ class Machine:
         if kind == Kind.PUT or kind == Kind.RELAXED:
             assert node.values is not None
             clock, knowledge = self._clock[thread], self._knowledge(thread, rank)
-            published = self._fenced[thread] if kind == Kind.RELAXED else None, self._publish(thread)[1]
-            store = _Store(thread, clock, *knowledge, published, cells, node.values, self._own_bit(rank, thread), node)
+            published = (
+                self._fenced[thread] if kind == Kind.RELAXED else None,
+                self._publish(thread)[1],
+            )
+            store = _Store(
+                thread,
+                clock,
+                *knowledge,
+                published,
+                cells,
+                node.values,
+                self._own_bit(rank, thread),
+                node,
+            )
             if node.detail or self.eager:
                 self._arrive(rank, store)
             else:
@@ -197,7 +214,9 @@ class Machine:
             self._order(rank, self._covers_of(rank, thread))
             clock, knowledge = self._clock[thread], self._knowledge(thread, rank)
             published = self._publish(thread)
-            self._arrive(rank, _Store(thread, clock, *knowledge, published, cells, node.values, 0, node))
+            self._arrive(
+                rank, _Store(thread, clock, *knowledge, published, cells, node.values, 0, node)
+            )
         elif kind == Kind.WAIT:
             self._acquire(thread, cells, released=True)
         elif kind == Kind.WORDS:
@@ -241,7 +260,9 @@ class Machine:
             self._report_store(rank, store, cells[early], "stored to", None)
         for other in range(self.ranks):
             if other != rank:
-                early = self._read_clock[other, cells] > store.released[self._read_thread[other, cells]]
+                early = (
+                    self._read_clock[other, cells] > store.released[self._read_thread[other, cells]]
+                )
                 if early.any():
                     self._report_store(rank, store, cells[early], "loaded", other)
         self._data[cells] = store.values
@@ -288,7 +309,9 @@ class Machine:
         kept = released if releases else None
         if earlier is not None:
             kept = earlier if kept is None else np.maximum(kept, earlier)
-        self._arrive(rank, _Store(thread, clock, *knowledge, (kept, observed), cells, after, 0, node))
+        self._arrive(
+            rank, _Store(thread, clock, *knowledge, (kept, observed), cells, after, 0, node)
+        )
         return before
 
     # Clocks
@@ -347,7 +370,9 @@ class Machine:
         raise Violation("race", f"rank {rank}, {node.site}, loads what may still be written: it does not come after the store by "
                                 f"{self._writer(cells)}")  # fmt: skip
 
-    def _report_store(self, rank: int, store: _Store, cells: Cells, what: str, reader: int | None) -> None:
+    def _report_store(
+        self, rank: int, store: _Store, cells: Cells, what: str, reader: int | None
+    ) -> None:
         if reader is None:
             raise Violation("two writers", f"rank {rank}, {store.node.site}, stores where another rank has stored before, and "
                                            f"nothing orders the two: {self._writer(cells)}")  # fmt: skip
@@ -370,12 +395,20 @@ class Machine:
             if node.kind == Kind.WAIT and node.values is not None:
                 words = self._data[node.cells].view(np.int32)
                 seen = f" for {_epochs(node.values)}, and sees {_epochs(words)}"
-            what = {Kind.WAIT: "waits", Kind.WORDS: "waits for packed words", Kind.COLLECT: "waits in an exchange on the host"}
+            what = {
+                Kind.WAIT: "waits",
+                Kind.WORDS: "waits for packed words",
+                Kind.COLLECT: "waits in an exchange on the host",
+            }
             lines.append(f"rank {rank} {what.get(node.kind, 'stands')}{seen}, {node.site}")
         return "; ".join(lines)
 
 
 def _epochs(words: Words) -> str:
     """Epochs and their marks, in the order of the signals."""
-    parts = [f"{int(word) & 0xFFFFFF}" + (f" of call {int(word) >> 24 & 0xFF}" if int(word) >> 24 else "") for word in words]
+    parts = [
+        f"{int(word) & 0xFFFFFF}"
+        + (f" of call {int(word) >> 24 & 0xFF}" if int(word) >> 24 else "")
+        for word in words
+    ]
     return "[" + ", ".join(parts) + "]"

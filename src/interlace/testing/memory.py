@@ -35,7 +35,14 @@ Offsets = npt.NDArray[np.int64]
 _MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -44,7 +51,10 @@ def _map(nbytes: int, fd: int, address: int | None = None, offset: int = 0) -> i
     flags = mmap.MAP_SHARED | (0 if address is None else _MAP_FIXED)
     place = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if place is None or place == ctypes.c_void_p(-1).value:
-        raise WorkspaceError(f"simulated memory of {format_bytes(nbytes)} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+        raise WorkspaceError(
+            f"simulated memory of {format_bytes(nbytes)} cannot be mapped: "
+            f"{os.strerror(ctypes.get_errno())}."
+        )
     return int(place)
 
 
@@ -71,7 +81,13 @@ class CellTable:
     def cells_at(self, offsets: Offsets, itemsize: int) -> Cells:
         """The cells of elements of ``itemsize`` bytes."""
         if itemsize % self.grain or (offsets % self.grain).any():
-            raise FinerGrain(next(grain for grain in (2, 1) if itemsize % grain == 0 and not (offsets % grain).any()))
+            raise FinerGrain(
+                next(
+                    grain
+                    for grain in (2, 1)
+                    if itemsize % grain == 0 and not (offsets % grain).any()
+                )
+            )
         words = (offsets[:, None] // self.grain + np.arange(itemsize // self.grain)).ravel()
         numbers: Cells = self._numbers[words]
         if not numbers.all():
@@ -80,7 +96,8 @@ class CellTable:
             self.count += len(new)
             if self.count > MOST_CELLS:
                 raise WorkspaceError(
-                    f"an explored program must touch at most {format_bytes(MOST_CELLS * self.grain)} of symmetric "
+                    "an explored program must touch at most "
+                    f"{format_bytes(MOST_CELLS * self.grain)} of symmetric "
                     f"memory; got more. Explore smaller shapes: protocols do not depend on them."
                 )
             numbers = self._numbers[words]
@@ -119,14 +136,16 @@ class View:
         offset, self._used = self._used, self._used + round_up(max(nbytes, 1), mmap.PAGESIZE)
         if self._used > PART_BYTES:
             raise WorkspaceError(
-                f"symmetric memory of an explored rank must fit in {format_bytes(PART_BYTES)}; got {format_bytes(self._used)}. "
+                f"symmetric memory of an explored rank must fit in {format_bytes(PART_BYTES)}; "
+                f"got {format_bytes(self._used)}. "
                 f"Explore smaller shapes: protocols do not depend on them."
             )
         return offset
 
     def alias(self, addresses: Sequence[int], nbytes: int) -> int:
         """Map pieces once more, one behind the other."""
-        base = _map(len(addresses) * nbytes, self._fd)  # a range of addresses, whose pages the pieces replace
+        # A range of addresses, whose pages the pieces replace
+        base = _map(len(addresses) * nbytes, self._fd)
         for i, address in enumerate(addresses):
             _map(nbytes, self._fd, base + i * nbytes, address - self.base)
         self._aliases.append((base, nbytes, [address - self.base for address in addresses]))
@@ -147,7 +166,9 @@ class View:
             inside = place < nbytes * len(pieces)
             if inside.any():
                 place = np.where(inside, place, 0).astype(np.int64)
-                offsets = np.where(inside, np.asarray(pieces, np.int64)[place // nbytes] + place % nbytes, offsets)
+                offsets = np.where(
+                    inside, np.asarray(pieces, np.int64)[place // nbytes] + place % nbytes, offsets
+                )
         return offsets
 
 
@@ -163,7 +184,9 @@ class ExploredHeap(Heap):
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         size = pieces * round_up(max(nbytes, 1), self.granularity)
-        return Block(self._view.base + self._view.take(size), size, self.stride, self.device, lambda: None)
+        return Block(
+            self._view.base + self._view.take(size), size, self.stride, self.device, lambda: None
+        )
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
         return self._view.alias(addresses, nbytes), lambda: None
@@ -173,6 +196,8 @@ def element_addresses(tensor: torch.Tensor) -> Addresses:
     """The address of every element, in the order of indices."""
     steps: Any = np.zeros((), np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        steps = steps[..., None] + np.arange(size, dtype=np.int64) * (stride * tensor.element_size())
+        steps = steps[..., None] + np.arange(size, dtype=np.int64) * (
+            stride * tensor.element_size()
+        )
     addresses: Addresses = (np.uint64(tensor.data_ptr()) + steps.astype(np.uint64)).ravel()
     return addresses

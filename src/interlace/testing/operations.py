@@ -54,10 +54,28 @@ class Operation:
         known: whether the condition of a wait holds, by the bytes of what it would see.
     """
 
-    __slots__ = ("cells", "detail", "following", "kind", "known", "parent", "response", "site", "values")
+    __slots__ = (
+        "cells",
+        "detail",
+        "following",
+        "kind",
+        "known",
+        "parent",
+        "response",
+        "site",
+        "values",
+    )
 
-    def __init__(self, kind: Kind, cells: Cells, values: Words | None, detail: Any, site: str) -> None:
-        self.kind, self.cells, self.values, self.detail, self.site = kind, cells, values, detail, site
+    def __init__(
+        self, kind: Kind, cells: Cells, values: Words | None, detail: Any, site: str
+    ) -> None:
+        self.kind, self.cells, self.values, self.detail, self.site = (
+            kind,
+            cells,
+            values,
+            detail,
+            site,
+        )
         self.parent: Operation | None = None
         self.response: Any = None
         self.following: dict[bytes | None, Operation] = {}

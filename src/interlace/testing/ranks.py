@@ -80,7 +80,10 @@ class ExploredGroup(Group):
             return [value]
         answers = self._run.exchange((what, value))
         if len({call for call, _ in answers}) > 1:
-            raise RankMismatchError(f"ranks must make the same calls in the same order; got {[call for call, _ in answers]}.")
+            raise RankMismatchError(
+                "ranks must make the same calls in the same order; got "
+                f"{[call for call, _ in answers]}."
+            )
         return [answer for _, answer in answers]
 
 
@@ -138,7 +141,9 @@ class Run:
                 group = ExploredGroup(self, self.tree.rank, self.tree.world_size, self.tree.view)
                 stand_in(group)
                 self.tree.program(Rank(self, group))
-        except BaseException as error:  # C code on the way may have made another exception of _Abandoned
+        except (
+            BaseException
+        ) as error:  # C code on the way may have made another exception of _Abandoned
             failure = error
         if self._abandoned:
             return
@@ -146,7 +151,9 @@ class Run:
             self._responses.clear()
             self.perform(Kind.END, detail=failure)
 
-    def perform(self, kind: Kind, cells: Cells = NO_CELLS, values: Words | None = None, detail: Any = None) -> Any:
+    def perform(
+        self, kind: Kind, cells: Cells = NO_CELLS, values: Words | None = None, detail: Any = None
+    ) -> Any:
         """Do an operation, some time; its result."""
         if self._abandoned:
             raise _Abandoned
@@ -154,7 +161,10 @@ class Run:
             return self._responses.popleft()
         self._operations += 1
         if self._operations > _MOST_OPERATIONS:
-            raise RuntimeError("a kernel must wait by il.wait or for packed words; got one that looks at memory for ever.")
+            raise RuntimeError(
+                "a kernel must wait by il.wait or for packed words; got one that looks at memory "
+                "for ever."
+            )
         self._operation = Operation(kind, cells, values, detail, self._site())
         if kind < Kind.RELEASE and self.tree.does_here(self._operation):
             return self.tree.response
@@ -201,7 +211,11 @@ class Run:
             name = frame.f_code.co_filename
             if not any(part in name for part in _MACHINERY):
                 where = f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno} in {frame.f_code.co_name}"
-                return where if self.program < 0 else f"program {self.program} of {self.kernel}, {where}"
+                return (
+                    where
+                    if self.program < 0
+                    else f"program {self.program} of {self.kernel}, {where}"
+                )
             frame = frame.f_back
         return "at its end"
 
@@ -249,7 +263,9 @@ class Tree:
         assert self._root is not None
         return self._root
 
-    def extend(self, machine: Machine, node: Operation, key: bytes | None, response: Any) -> Operation:
+    def extend(
+        self, machine: Machine, node: Operation, key: bytes | None, response: Any
+    ) -> Operation:
         """Where a rank next meets others if ``node`` returns ``response``, as it never has before.
 
         What the rank does until then is done.

@@ -40,7 +40,8 @@ _VARIANTS = 3
 _STREAMS = 3
 _MOST_RESULTS = 8
 _CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 500}  # after which the ranks agree whether to go on
-_GRACE_S = 120.0  # beyond the deadline, for peers to end their own waits before the ranks compare what they saw
+# Beyond the deadline, for peers to end their own waits before the ranks compare what they saw
+_GRACE_S = 120.0
 
 # Delays: how often, and how long at most.
 _HOST_SLEEPS, _HOST_SLEEP_S = 0.02, 0.002
@@ -198,7 +199,9 @@ class _Soak:
         self.members = _memberships(dist.get_world_size())
         self.groups = [None, *(dist.new_group(ranks) for ranks in self.members[1:])]
         # Beside the groups under test, which may break: over it the ranks agree to go on or to end.
-        self.control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=plan.deadline_s + _GRACE_S))
+        self.control = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=plan.deadline_s + _GRACE_S)
+        )
         self.deadline_s = group_of().deadline_s
         for group in self._own_groups():
             interlace.set_deadline(plan.deadline_s, group)
@@ -219,8 +222,12 @@ class _Soak:
                 number += 1
         interlace.set_deadline(self.deadline_s)  # of the default group, which others use too
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, [dataclasses.asdict(failure) for failure in self.failures], self.control)
-        failures = sorted((each for rank in found for each in rank), key=lambda each: (each["call"], each["rank"]))
+        dist.all_gather_object(
+            found, [dataclasses.asdict(failure) for failure in self.failures], self.control
+        )
+        failures = sorted(
+            (each for rank in found for each in rank), key=lambda each: (each["call"], each["rank"])
+        )
         return self._report(failures)
 
     def _report(self, failures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -255,7 +262,9 @@ class _Soak:
         """Whether another one follows."""
         calls = make_round(number, self.plan, self.backend, [len(ranks) for ranks in self.members])
         first = number * ROUND_CALLS[self.backend]
-        wrong = torch.zeros(ROUND_CALLS[self.backend], _MOST_RESULTS, dtype=torch.int64, device=self.device)
+        wrong = torch.zeros(
+            ROUND_CALLS[self.backend], _MOST_RESULTS, dtype=torch.int64, device=self.device
+        )
         go_on, at = True, first
         made: list[Step] = []
         delays = random.Random(f"{self.plan.seed} {number} {self.rank}")
@@ -268,7 +277,9 @@ class _Soak:
                     runner.make(step, offset, delays)
                     made.append(step)
                     self._count(step, calls.slots)
-                    if i % _CALLS_BETWEEN_LOOKS[self.backend] == 0 and not self._agree_to_go_on(failed=False):
+                    if i % _CALLS_BETWEEN_LOOKS[self.backend] == 0 and not self._agree_to_go_on(
+                        failed=False
+                    ):
                         go_on = False
                         break
                 runner.synchronize()
@@ -330,7 +341,11 @@ class _Soak:
     # Around it
 
     def _own_groups(self) -> list[dist.ProcessGroup | None]:
-        return [group for group, ranks in zip(self.groups, self.members, strict=True) if self.rank in ranks]
+        return [
+            group
+            for group, ranks in zip(self.groups, self.members, strict=True)
+            if self.rank in ranks
+        ]
 
     @contextlib.contextmanager
     def _late(self, number: int) -> Iterator[None]:
@@ -338,7 +353,9 @@ class _Soak:
         if self.backend == "cuda":
             yield
             return
-        faults = Faults(seed=1000 * number + self.rank, max_delay_s=_CPU_DELAY_S, reorder_puts=number % 2 == 1)
+        faults = Faults(
+            seed=1000 * number + self.rank, max_delay_s=_CPU_DELAY_S, reorder_puts=number % 2 == 1
+        )
         with inject(faults):
             yield
 
@@ -416,7 +433,9 @@ class _Round:
         """Make the round's graphs. Every slot in them has been called before."""
         self._synchronize_device()
         for step in self.calls.graphs:
-            wrong = torch.zeros(len(step.slots), _MOST_RESULTS, dtype=torch.int64, device=self.wrong.device)
+            wrong = torch.zeros(
+                len(step.slots), _MOST_RESULTS, dtype=torch.int64, device=self.wrong.device
+            )
             if step.slots[0] not in self.prepared:
                 self.graphs.append((None, wrong))
                 continue

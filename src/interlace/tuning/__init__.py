@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 CARRIED = ("mapped", "split", "triggered")
-"""Implementations of a product and a collective that are neither one kernel nor the unfused pair."""
+"""Implementations of a product and a collective that are neither one kernel nor the unfused pair.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +41,17 @@ class Entry:
     faster: tuple[str, ...]
 
 
-# A size that differs by more than this factor is another regime: better a default than a wrong lesson.
+# A size that differs by more than this factor is another regime: better a default than a wrong
+# lesson.
 _FARTHEST_LOG2 = 2.0
 
 
 def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
-    """The entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of log2 ratios.
+    """The entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of log2
+    ratios.
 
-    Only entries of a dtype as wide count, since a configuration fills shared memory; those with as many ranks come
-    first. None where no entry has every size within a factor of four.
+    Only entries of a dtype as wide count, since a configuration fills shared memory; those with as
+    many ranks come first. None where no entry has every size within a factor of four.
     """
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _table(operator, device_name):
@@ -74,8 +77,16 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
         f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us{pair}"
     )
-    faster = tuple(way for way in ("fused", *CARRIED) if entry.get(f"{way}_us", math.inf) < entry["unfused_us"])
-    return Entry(str(entry["impl"]), str(entry.get("otherwise", "unfused")), str(entry["config"]), reason, faster)
+    faster = tuple(
+        way for way in ("fused", *CARRIED) if entry.get(f"{way}_us", math.inf) < entry["unfused_us"]
+    )
+    return Entry(
+        str(entry["impl"]),
+        str(entry.get("otherwise", "unfused")),
+        str(entry["config"]),
+        reason,
+        faster,
+    )
 
 
 def file_name(operator: str, device_name: str) -> str:
@@ -91,7 +102,9 @@ def _width(dtype: str) -> int:
 
 @functools.cache
 def _table(operator: str, device_name: str) -> list[dict[str, Any]]:
-    file = importlib.resources.files("interlace.tuning") / "tables" / file_name(operator, device_name)
+    file = (
+        importlib.resources.files("interlace.tuning") / "tables" / file_name(operator, device_name)
+    )
     if not file.is_file():
         return []
     entries: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["entries"]

@@ -1,4 +1,6 @@
-"""The all-to-all of rows, and a batch of products with what comes: what the pass for ``torch.compile`` makes of experts."""
+"""The all-to-all of rows, and a batch of products with what comes: what the pass for
+``torch.compile`` makes of experts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _wanted(x, count):
 
 
 def _errors(cases, impl):
-    """Whether the received rows are those that were sent; the largest error of products in roundings of the largest element."""
+    """Whether the received rows are those that were sent; the largest error of products in
+    roundings of the largest element.
+    """
     found = []
     for which, (count, share, inner, columns, dtype) in enumerate(cases):
         x, w = _operands(count, share, inner, columns, dtype, which)
@@ -48,7 +52,9 @@ def _errors(cases, impl):
             assert (*y.shape, y.dtype) == (*wanted.shape, dtype)
             assert y.is_contiguous()
             assert received.is_contiguous()
-            error = (y.double() - wanted).abs() / (torch.finfo(dtype).eps * wanted.abs().max().clamp(min=1))
+            error = (y.double() - wanted).abs() / (
+                torch.finfo(dtype).eps * wanted.abs().max().clamp(min=1)
+            )
             found.append((torch.equal(received, rows), float(error.max())))
     return found
 
@@ -59,8 +65,9 @@ def test_matches_float64(ranks, world_size, impl):
     """Batches of one and of several, a row for each, K that is no multiple of 16 bytes."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     cases = [
-        (2, 16, 32, 32, float32), (3, 5, 7, 33, float32), (1, 17, 40, 20, float32), (4, 1, 33, 65, bfloat16),
-        (2, 16, 64, 64, bfloat16), (1, 3, 9, 5, torch.float16), (2, 4, 3, 1, float32),
+        (2, 16, 32, 32, float32), (3, 5, 7, 33, float32), (1, 17, 40, 20, float32),
+        (4, 1, 33, 65, bfloat16), (2, 16, 64, 64, bfloat16), (1, 3, 9, 5, torch.float16),
+        (2, 4, 3, 1, float32),
     ]  # fmt: skip
     for found in ranks(world_size).run(_errors, cases, impl):
         assert all(same for same, _ in found)
@@ -124,7 +131,11 @@ def _absent_peer(impl):
     group = dist.new_group()
     torch.ops.interlace.all_to_all_bmm(x, w, group.group_name, impl)
     interlace.set_deadline(1.0, group)
-    found = None if dist.get_rank() else error_of(torch.ops.interlace.all_to_all_bmm, x, w, group.group_name, impl)
+    found = (
+        None
+        if dist.get_rank()
+        else error_of(torch.ops.interlace.all_to_all_bmm, x, w, group.group_name, impl)
+    )
     dist.barrier()
     return found
 
@@ -140,7 +151,9 @@ def test_a_peer_that_never_calls(ranks, impl):
 def _check():
     x, w = _operands(2, 4, 5, 6, torch.float32)
     utils = ("test_schema", "test_faketensor")
-    return torch.library.opcheck(torch.ops.interlace.all_to_all_bmm.default, (x, w, _name(), "auto"), test_utils=utils)
+    return torch.library.opcheck(
+        torch.ops.interlace.all_to_all_bmm.default, (x, w, _name(), "auto"), test_utils=utils
+    )
 
 
 def test_opcheck(ranks):

@@ -19,7 +19,8 @@ SMALL = EmbeddingAllToAllConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call: tables of ``widths[rank]``, of ``rows`` rows and a few more each, bags of up to ``most`` lookups.
+    """One call: tables of ``widths[rank]``, of ``rows`` rows and a few more each, bags of up to
+    ``most`` lookups.
 
     Attributes:
         hot: every lookup hits row 0: one row that all bags use.
@@ -56,7 +57,13 @@ class Call:
         lengths = torch.randint(0, self.most + 1, (bags,), generator=generator)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         count = int(offsets[-1])
-        limits = torch.tensor([self.rows + table for table in range(len(self.widths[rank])) for _ in range(self.batch)])
+        limits = torch.tensor(
+            [
+                self.rows + table
+                for table in range(len(self.widths[rank]))
+                for _ in range(self.batch)
+            ]
+        )
         limits = limits.repeat_interleave(lengths) if bags else torch.zeros(0)
         indices = (torch.rand(count, generator=generator) * limits).long() * (not self.hot)
         scale = torch.rand(count, generator=generator) if self.weighted else None
@@ -78,7 +85,9 @@ class Call:
             if scale is not None:
                 rows = rows * scale[part, None].double()
             bags = torch.arange(self.batch).repeat_interleave(lengths)
-            sums = torch.zeros(self.batch, weight.shape[1], dtype=torch.float64).index_add(0, bags, rows)
+            sums = torch.zeros(self.batch, weight.shape[1], dtype=torch.float64).index_add(
+                0, bags, rows
+            )
             results.append(sums / lengths.clamp(min=1)[:, None] if self.mode == "mean" else sums)
         return results
 
@@ -87,9 +96,11 @@ class Call:
         return self._all(lambda table: table.double())
 
     def bound(self) -> torch.Tensor:
-        """The largest error that float32 sums in some order and one rounding of the result allow, element by element.
+        """The largest error that float32 sums in some order and one rounding of the result allow,
+        element by element.
 
-        ``most`` products, rounded, added, and perhaps divided: at most ``(most + 2) u`` times the sum of absolute values. The
+        ``most`` products, rounded, added, and perhaps divided: at most ``(most + 2) u`` times the
+            sum of absolute values. The
         CPU backend truncates to bfloat16: a whole unit in the last place instead of half of one.
         """
         u = torch.finfo(torch.float32).eps / 2
@@ -97,11 +108,19 @@ class Call:
         accumulated = steps * u / (1 - steps * u) * self._all(lambda table: table.double().abs())
         out = torch.finfo(self.out)
         rounding = out.eps if self.out == torch.bfloat16 else out.eps / 2
-        return accumulated + rounding * (self.expected().abs() + accumulated) + out.smallest_normal * out.eps
+        return (
+            accumulated
+            + rounding * (self.expected().abs() + accumulated)
+            + out.smallest_normal * out.eps
+        )
 
     def _all(self, change) -> torch.Tensor:
         ranks = range(len(self.widths))
-        parts = [part for rank in ranks for part in self.pooled(rank, [change(table) for table in self.tables(rank)])]
+        parts = [
+            part
+            for rank in ranks
+            for part in self.pooled(rank, [change(table) for table in self.tables(rank)])
+        ]
         return torch.cat(parts, 1) if parts else torch.zeros(self.batch, 0, dtype=torch.float64)
 
     def check(self, results: list[torch.Tensor]) -> None:
@@ -137,7 +156,9 @@ def run_one(call: Call, group: dist.ProcessGroup | None = None, **more) -> torch
 
 
 def run(calls: list[Call]) -> list[torch.Tensor]:
-    """On a rank: make the calls one after another. Results are kept: later calls must not write into them."""
+    """On a rank: make the calls one after another. Results are kept: later calls must not write
+    into them.
+    """
     return [run_one(call) for call in calls]
 
 

@@ -14,26 +14,39 @@ LEARNING_RATE, EPSILON = 0.5, 1e-4
 
 
 def upstream(call, rank):
-    """The gradient of a rank's output; rounded to its dtype, so that float64 starts from the same numbers."""
+    """The gradient of a rank's output; rounded to its dtype, so that float64 starts from the same
+    numbers.
+    """
     samples = call.samples(rank)
     columns = sum(map(sum, call.widths))
-    whole = torch.randn(call.batch, columns, generator=torch.Generator().manual_seed(call.seed + 99))
+    whole = torch.randn(
+        call.batch, columns, generator=torch.Generator().manual_seed(call.seed + 99)
+    )
     return whole[samples].to(call.out)
 
 
 def train(call, kind, steps=1, frozen=(), more=None):
-    """On a rank: gradients (``dense``, ``sparse``), or tables and states after updates, of every table."""
+    """On a rank: gradients (``dense``, ``sparse``), or tables and states after updates, of every
+    table.
+    """
     rank = dist.get_rank()
     indices, offsets, scale = call.lookups(rank)
-    tables = [table.requires_grad_((rank, i) not in frozen) for i, table in enumerate(call.tables(rank))]
-    states = [torch.rand(table.shape[0], generator=torch.Generator().manual_seed(7)) for table in tables]
-    gradient = {"sgd": SGD(LEARNING_RATE), "adagrad": RowWiseAdagrad(LEARNING_RATE, EPSILON, states)}.get(kind, kind)
+    tables = [
+        table.requires_grad_((rank, i) not in frozen) for i, table in enumerate(call.tables(rank))
+    ]
+    states = [
+        torch.rand(table.shape[0], generator=torch.Generator().manual_seed(7)) for table in tables
+    ]
+    gradient = {
+        "sgd": SGD(LEARNING_RATE),
+        "adagrad": RowWiseAdagrad(LEARNING_RATE, EPSILON, states),
+    }.get(kind, kind)
     for _ in range(steps):
         y = interlace.embedding_all_to_all(
             tables, indices, offsets, per_sample_weights=scale, mode=call.mode,
-            output_dtype=None if call.output_dtype is None else DTYPES[call.output_dtype], gradient=gradient,
-            batch_size=call.batch, name=f"{call.widths} {call.dtype} {frozen}", impl=call.impl, config=call.config,
-            **(more or {}),
+            output_dtype=None if call.output_dtype is None else DTYPES[call.output_dtype],
+            gradient=gradient, batch_size=call.batch, name=f"{call.widths} {call.dtype} {frozen}",
+            impl=call.impl, config=call.config, **(more or {}),
         )  # fmt: skip
         y.backward(upstream(call, rank))
     if kind in ("sgd", "adagrad"):
@@ -43,7 +56,9 @@ def train(call, kind, steps=1, frozen=(), more=None):
 
 
 def exact(call, rank):
-    """Gradient of each of a rank's tables in float64, and the sum of the absolute values of what was added."""
+    """Gradient of each of a rank's tables in float64, and the sum of the absolute values of what
+    was added.
+    """
     whole = torch.cat([upstream(call, other).double() for other in range(len(call.widths))])
     first = sum(sum(widths) for widths in call.widths[:rank])
     indices, offsets, scale = call.lookups(rank)
@@ -52,19 +67,25 @@ def exact(call, rank):
         width = weight.shape[1]
         bounds = offsets[table * call.batch : (table + 1) * call.batch + 1].long()
         lengths, part = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))
-        per_bag = whole[:, first : first + width] / (lengths.clamp(min=1)[:, None] if call.mode == "mean" else 1)
+        per_bag = whole[:, first : first + width] / (
+            lengths.clamp(min=1)[:, None] if call.mode == "mean" else 1
+        )
         per_lookup = per_bag.repeat_interleave(lengths, 0)
         if scale is not None:
             per_lookup = per_lookup * scale[part, None].double()
         zeros = torch.zeros(weight.shape, dtype=torch.float64)
         rows = indices[part].long()
-        found.append((zeros.index_add(0, rows, per_lookup), zeros.index_add(0, rows, per_lookup.abs())))
+        found.append(
+            (zeros.index_add(0, rows, per_lookup), zeros.index_add(0, rows, per_lookup.abs()))
+        )
         first += width
     return found
 
 
 def bound(call, value, magnitude):
-    """Of a float32 sum of at most all lookups of one table, each a rounded product, and one rounding to the table's dtype."""
+    """Of a float32 sum of at most all lookups of one table, each a rounded product, and one
+    rounding to the table's dtype.
+    """
     u = torch.finfo(torch.float32).eps / 2
     steps = call.batch * call.most + 4
     accumulated = steps * u / (1 - steps * u) * magnitude
@@ -85,7 +106,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [(1, "float16"), (2, "float32"), (2, "float16"), (2, "bfloat16"), (4, "float32")],
+)
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_gradients_match_float64(ranks, world_size, kind, dtype):
     for each in CALLS[world_size] if dtype == "float32" else CALLS[world_size][:1]:
@@ -93,7 +117,9 @@ def test_gradients_match_float64(ranks, world_size, kind, dtype):
         for rank, (gradients, _) in enumerate(ranks(world_size).run(train, call, kind)):
             for gradient, (value, magnitude) in zip(gradients, exact(call, rank), strict=True):
                 if kind == "sparse":
-                    assert (gradient._indices()[0].diff() > 0).all(), "coalesced: each row once, in order"
+                    assert (gradient._indices()[0].diff() > 0).all(), (
+                        "coalesced: each row once, in order"
+                    )
                     gradient = gradient.to_dense()
                 assert gradient.dtype == DTYPES[dtype]
                 assert ((gradient.double() - value).abs() <= bound(call, value, magnitude)).all()
@@ -102,12 +128,19 @@ def test_gradients_match_float64(ranks, world_size, kind, dtype):
 @pytest.mark.parametrize("kind", ["dense", "sparse", "sgd", "adagrad"])
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_updates_match_float64(ranks, impl, kind):
-    """Both ways, by the formulas of ``interlace.optim``; rows that nobody looked up keep their bits."""
+    """Both ways, by the formulas of ``interlace.optim``; rows that nobody looked up keep their
+    bits.
+    """
     call = Call(((4, 6), (9,)), 8, impl=impl, config=SMALL if impl == "fused" else None)
     for rank, (results, states) in enumerate(ranks(2).run(train, call, kind)):
         before = call.tables(rank)
         for table, (value, _) in enumerate(exact(call, rank)):
-            result, state = results[table], torch.rand(before[table].shape[0], generator=torch.Generator().manual_seed(7)).double()
+            result, state = (
+                results[table],
+                torch.rand(
+                    before[table].shape[0], generator=torch.Generator().manual_seed(7)
+                ).double(),
+            )
             if kind in ("dense", "sparse"):
                 torch.testing.assert_close(result.to_dense().double(), value, rtol=1e-5, atol=1e-5)
                 continue
@@ -116,30 +149,47 @@ def test_updates_match_float64(ranks, impl, kind):
                 state += (value**2).mean(1)
                 step = LEARNING_RATE / (state.sqrt() + EPSILON)
                 torch.testing.assert_close(states[table].double(), state, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(result.double(), before[table].double() - step[:, None] * value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                result.double(),
+                before[table].double() - step[:, None] * value,
+                rtol=1e-5,
+                atol=1e-5,
+            )
             untouched = value.abs().sum(1) == 0
             assert torch.equal(result[untouched], before[table][untouched])
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "adagrad"])
 def test_one_row_that_every_bag_uses(ranks, kind):
-    """Its sum is cut into runs, which any program may add; runs of several such rows lie side by side."""
+    """Its sum is cut into runs, which any program may add; runs of several such rows lie side by
+    side.
+    """
     call = Call(((4, 3), (8,)), 40, most=6, hot=True, config=SMALL)
     for rank, (results, _) in enumerate(ranks(2).run(train, call, kind)):
         before = call.tables(rank)
         for table, (value, magnitude) in enumerate(exact(call, rank)):
             if kind == "adagrad":
-                state = torch.rand(before[table].shape[0], generator=torch.Generator().manual_seed(7)).double() + (value**2).mean(1)
-                after = before[table].double() - (LEARNING_RATE / (state.sqrt() + EPSILON))[:, None] * value
+                state = torch.rand(
+                    before[table].shape[0], generator=torch.Generator().manual_seed(7)
+                ).double() + (value**2).mean(1)
+                after = (
+                    before[table].double()
+                    - (LEARNING_RATE / (state.sqrt() + EPSILON))[:, None] * value
+                )
                 torch.testing.assert_close(results[table].double(), after, rtol=1e-5, atol=1e-5)
             else:
-                assert ((results[table].to_dense().double() - value).abs() <= bound(call, value, magnitude)).all()
+                assert (
+                    (results[table].to_dense().double() - value).abs()
+                    <= bound(call, value, magnitude)
+                ).all()
 
 
 def _repeats(call, kind, configs):
     results = []
     for i, config in enumerate(configs):
-        with interlace.inject(interlace.Faults(seed=10 * dist.get_rank() + i, max_delay_s=0.001, reorder_puts=True)):
+        with interlace.inject(
+            interlace.Faults(seed=10 * dist.get_rank() + i, max_delay_s=0.001, reorder_puts=True)
+        ):
             results.append(train(dataclasses.replace(call, config=config), kind, steps=2))
     return results
 
@@ -152,11 +202,15 @@ def _equal(one, other):
 
 @pytest.mark.parametrize("kind", ["sparse", "adagrad"])
 def test_results_repeat_bit_by_bit(ranks, kind):
-    """Under delays and reordered puts, on other grids and with other blocks: only ``run_lookups`` may change bits."""
+    """Under delays and reordered puts, on other grids and with other blocks: only ``run_lookups``
+    may change bits.
+    """
     call = Call(((4, 3), (8,)), 20, rows=3, most=6)
     configs = [
         SMALL,
-        dataclasses.replace(SMALL, block_runs=1, run_unroll=3, update_programs=1, push_programs=1, push_rows=16),
+        dataclasses.replace(
+            SMALL, block_runs=1, run_unroll=3, update_programs=1, push_programs=1, push_rows=16
+        ),
         SMALL,
     ]
     for results in ranks(2).run(_repeats, call, kind, configs):
@@ -164,7 +218,9 @@ def test_results_repeat_bit_by_bit(ranks, kind):
 
 
 def test_frozen_tables(ranks):
-    """A frozen table gets no gradient and does not change; a rank whose tables are all frozen still sends."""
+    """A frozen table gets no gradient and does not change; a rank whose tables are all frozen still
+    sends.
+    """
     call, frozen = Call(((4, 6), (8,)), 6), ((0, 1), (1, 0))
     (results, _), (others, _) = ranks(2).run(train, call, "dense", 1, frozen)
     assert results[1] is None
@@ -174,7 +230,12 @@ def test_frozen_tables(ranks):
     (results, _), (others, _) = ranks(2).run(train, call, "sgd", 1, frozen)
     assert torch.equal(results[1], call.tables(0)[1])
     assert torch.equal(others[0], call.tables(1)[0])
-    torch.testing.assert_close(results[0].double(), call.tables(0)[0].double() - LEARNING_RATE * value, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        results[0].double(),
+        call.tables(0)[0].double() - LEARNING_RATE * value,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def _without_gradients(call):
@@ -183,7 +244,9 @@ def _without_gradients(call):
     tables = [table.requires_grad_() for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
     with torch.no_grad():
-        z = interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config)
+        z = interlace.embedding_all_to_all(
+            tables, indices, offsets, batch_size=call.batch, config=call.config
+        )
     return y.requires_grad, z.requires_grad, torch.equal(y, z)
 
 
@@ -192,7 +255,9 @@ def test_no_backward_pass_where_nothing_trains(ranks):
 
 
 def _interleaved(call):
-    """Two forward passes, then their backward passes, over and over: landings and outputs share memory."""
+    """Two forward passes, then their backward passes, over and over: landings and outputs share
+    memory.
+    """
     rank = dist.get_rank()
     indices, offsets, _ = call.lookups(rank)
     sums = []
@@ -200,7 +265,9 @@ def _interleaved(call):
         for _ in range(4):
             tables = [table.requires_grad_() for table in call.tables(rank)]
             outputs = [
-                interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config)
+                interlace.embedding_all_to_all(
+                    tables, indices, offsets, batch_size=call.batch, config=call.config
+                )
                 for _ in range(3)
             ]
             for factor, y in enumerate(outputs):
@@ -210,14 +277,18 @@ def _interleaved(call):
 
 
 def _landing_used_again(call):
-    """A backward pass that nobody waits for (no lookups) with slow puts of rank 0, then a forward pass into the landing."""
+    """A backward pass that nobody waits for (no lookups) with slow puts of rank 0, then a forward
+    pass into the landing.
+    """
     rank = dist.get_rank()
     kept = [run_one(call, check_indices=False) for _ in range(3)]
     empty = dataclasses.replace(call, most=0)
     indices, offsets, _ = empty.lookups(rank)
     tables = [table.requires_grad_() for table in empty.tables(rank)]
     for delay in (0.0, 0.7):  # the first backward pass agrees on the host
-        y = interlace.embedding_all_to_all(tables, indices, offsets, batch_size=call.batch, config=call.config)
+        y = interlace.embedding_all_to_all(
+            tables, indices, offsets, batch_size=call.batch, config=call.config
+        )
         with interlace.inject(interlace.Faults(max_delay_s=delay if rank == 0 else 0.0)):
             y.backward(torch.full_like(y, 1e6))
         del y
@@ -225,7 +296,9 @@ def _landing_used_again(call):
 
 
 def test_a_backward_pass_is_over_when_it_ends(ranks):
-    """Also where no table has lookups: late gradients would fall on what the next call stores there before it waits."""
+    """Also where no table has lookups: late gradients would fall on what the next call stores there
+    before it waits.
+    """
     call = Call(((4,), (4,), (4,)), 6, config=dataclasses.replace(SMALL, order="local_first"))
     call.check([y for y, _ in ranks(3).run(_landing_used_again, call)])
 
@@ -236,11 +309,15 @@ def test_passes_back_to_back(ranks):
         for gradients in sums:
             assert _equal(gradients, sums[0])
             for gradient, (value, magnitude) in zip(gradients, exact(call, rank), strict=True):
-                assert ((gradient.double() - 6 * value).abs() <= 12 * bound(call, value, magnitude)).all()
+                assert (
+                    (gradient.double() - 6 * value).abs() <= 12 * bound(call, value, magnitude)
+                ).all()
 
 
 def _without_tables(widths):
-    """Two exchanges in one backward pass, rank 0's puts slow; rank 1 has no table of either, so nothing holds it back."""
+    """Two exchanges in one backward pass, rank 0's puts slow; rank 1 has no table of either, so
+    nothing holds it back.
+    """
     rank = dist.get_rank()
     calls = [Call(((width,) * 4, (), (width,) * 4), 12, seed=width) for width in widths]
 
@@ -252,8 +329,8 @@ def _without_tables(widths):
                 indices, offsets, _ = call.lookups(rank)
                 outputs.append(
                     interlace.embedding_all_to_all(
-                        mine, indices, offsets, config=call.config, name=f"{call.widths}", batch_size=12,
-                        output_dtype=torch.float32, check_indices=delay == 0,
+                        mine, indices, offsets, config=call.config, name=f"{call.widths}",
+                        batch_size=12, output_dtype=torch.float32, check_indices=delay == 0,
                     )
                 )  # fmt: skip
             sum(y.sum() for y in outputs).backward()
@@ -267,5 +344,7 @@ def _without_tables(widths):
 
 
 def test_a_rank_without_tables_may_be_one_call_ahead(ranks):
-    """Its next grant, of a call with another mark, must not hide the one that a late rank has yet to see."""
+    """Its next grant, of a call with another mark, must not hide the one that a late rank has yet
+    to see.
+    """
     assert ranks(3).run(_without_tables, (4, 8)) == [True] * 3

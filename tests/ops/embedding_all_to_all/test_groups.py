@@ -43,7 +43,9 @@ def _mappings():
 
 
 def _grow(calls):
-    """Memory of the outputs before, with small and large calls, and after a release; results that outlive it."""
+    """Memory of the outputs before, with small and large calls, and after a release; results that
+    outlive it.
+    """
     group = dist.new_group()
     owner, before = interlace.group_of(group), _mappings()
     held, results = [], []
@@ -70,14 +72,24 @@ def test_buffers_grow_on_demand_and_go(ranks):
 
 
 def _absent_peer(call, absent, backward):
-    """``absent`` never calls: what the others see, how long it took them, and what the tables hold then."""
+    """``absent`` never calls: what the others see, how long it took them, and what the tables hold
+    then.
+    """
     group, rank = dist.new_group(), dist.get_rank()
     run_one(call, group)
     tables = [table.requires_grad_() for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
-    keep = {"batch_size": call.batch, "group": group, "config": call.config, "check_indices": False, "name": "trained"}
+    keep = {
+        "batch_size": call.batch,
+        "group": group,
+        "config": call.config,
+        "check_indices": False,
+        "name": "trained",
+    }
     update = interlace.optim.SGD(0.5)
-    interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep).backward(upstream(call, rank))
+    interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep).backward(
+        upstream(call, rank)
+    )
     y = interlace.embedding_all_to_all(tables, indices, offsets, gradient=update, **keep)
     before = [table.detach().clone() for table in tables]
     interlace.set_deadline(3.0, group)  # on a busy machine the others may be late, too
@@ -88,7 +100,9 @@ def _absent_peer(call, absent, backward):
     if backward:
         first = error_of(y.backward, upstream(call, rank))
     else:
-        first = error_of(interlace.embedding_all_to_all, tables, indices, offsets, gradient=update, **keep)
+        first = error_of(
+            interlace.embedding_all_to_all, tables, indices, offsets, gradient=update, **keep
+        )
     seconds = time.monotonic() - start
     later = error_of(run_one, call, group)
     dist.barrier()
@@ -96,18 +110,29 @@ def _absent_peer(call, absent, backward):
     return first, later, interlace.group_of(group).broken, seconds, unchanged
 
 
-@pytest.mark.parametrize(("protocol", "backward"), [("direct", False), ("sliced", False), ("direct", True)])
+@pytest.mark.parametrize(
+    ("protocol", "backward"), [("direct", False), ("sliced", False), ("direct", True)]
+)
 def test_a_peer_that_never_calls(ranks, protocol, backward):
-    """Each waiting rank names the peer after its deadline; the group stays broken, and no table was updated by halves."""
+    """Each waiting rank names the peer after its deadline; the group stays broken, and no table was
+    updated by halves.
+    """
     call = Call(((4,), (2,), (3,)), 6, config=_config(protocol))
     outcomes = ranks(3).run(_absent_peer, call, 2, backward)
     assert outcomes[2] is None
-    name = "embedding_all_to_all" + (".backward" if backward else ".sliced" if protocol == "sliced" else "")
+    name = "embedding_all_to_all" + (
+        ".backward" if backward else ".sliced" if protocol == "sliced" else ""
+    )
     for rank, (first, later, broken, seconds, unchanged) in enumerate(outcomes[:2]):
         kind, message, fields = first
         assert kind == "PeerTimeoutError"
         assert message.startswith(f"{name}: rank {rank} waited 3 s for rank 2 (slice 0, epoch ")
-        assert (fields["operator"], fields["rank"], fields["peer"], fields["different_call"]) == (name, rank, 2, False)
+        assert (fields["operator"], fields["rank"], fields["peer"], fields["different_call"]) == (
+            name,
+            rank,
+            2,
+            False,
+        )
         assert broken
         assert later == first
         assert 3.0 <= seconds < 60
@@ -126,7 +151,9 @@ def _dies():
 
 @pytest.mark.usefixtures("quick_launches")
 def test_a_peer_that_dies_within_a_kernel():
-    """The caller of launch is told which rank ended, and every process is gone: none waits out its deadline."""
+    """The caller of launch is told which rank ended, and every process is gone: none waits out its
+    deadline.
+    """
     with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL") as caught:
         interlace.launch(_dies, 2, backend="cpu", timeout_s=120)
     assert caught.value.rank == 1
@@ -147,11 +174,16 @@ def _late(call):
 
 def test_a_peer_that_comes_too_late(ranks):
     """It must not take the other's buffer for complete: it waits out its own deadline."""
-    assert ranks(2).run(_late, Call(((4,), (2,)), 6)) == [("PeerTimeoutError", 1), ("PeerTimeoutError", 0)]
+    assert ranks(2).run(_late, Call(((4,), (2,)), 6)) == [
+        ("PeerTimeoutError", 1),
+        ("PeerTimeoutError", 0),
+    ]
 
 
 def _one_ahead(calls):
-    """The calls, agreed on before; then again, with rank 0 held up at every look at a signal, as by other work on its GPU."""
+    """The calls, agreed on before; then again, with rank 0 held up at every look at a signal, as by
+    other work on its GPU.
+    """
     expected = [run_one(call, check_indices=False) for call in calls]
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +203,14 @@ def _held_up(look):
 
 
 def test_a_rank_that_has_its_slices_may_be_one_call_ahead(ranks):
-    """Rank 0's second program has nothing for rank 1, which does not wait for it: its next grant must not hide this one."""
-    config = dataclasses.replace(SMALL, protocol="sliced", order="local_first", max_programs=2, slice_blocks=1)
-    calls = [Call(((4,), (4,), (4,)), 12, mode=mode, config=config, name=mode) for mode in ("sum", "mean")]
+    """Rank 0's second program has nothing for rank 1, which does not wait for it: its next grant
+    must not hide this one.
+    """
+    config = dataclasses.replace(
+        SMALL, protocol="sliced", order="local_first", max_programs=2, slice_blocks=1
+    )
+    calls = [
+        Call(((4,), (4,), (4,)), 12, mode=mode, config=config, name=mode)
+        for mode in ("sum", "mean")
+    ]
     assert ranks(3).run(_one_ahead, calls) == [[True, True]] * 3

@@ -1,4 +1,6 @@
-"""``embedding_all_to_all`` for random calls: right, and with exactly the traffic that ``interlace.costs`` says."""
+"""``embedding_all_to_all`` for random calls: right, and with exactly the traffic that
+``interlace.costs`` says.
+"""
 
 import dataclasses
 
@@ -23,7 +25,9 @@ def _with_traffic(calls):
     for call in calls:
         traffic.reset()
         y = run_one(call)
-        answers.append((y, traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to)))
+        answers.append(
+            (y, traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to))
+        )
     return answers
 
 
@@ -54,9 +58,15 @@ def _check(calls, answers):
     world_size = len(answers)
     check_all(calls, [[answer[0] for answer in answers[rank]] for rank in range(world_size)])
     for rank in range(world_size):
-        for call, (_, link_bytes, messages, signals, bytes_to) in zip(calls, answers[rank], strict=True):
+        for call, (_, link_bytes, messages, signals, bytes_to) in zip(
+            calls, answers[rank], strict=True
+        ):
             cost = _cost(call, rank)
-            assert (link_bytes, messages, signals) == (cost.link_bytes, cost.messages, cost.signals), (rank, call)
+            assert (link_bytes, messages, signals) == (
+                cost.link_bytes,
+                cost.messages,
+                cost.signals,
+            ), (rank, call)
             assert sum(bytes_to.values()) == link_bytes
             assert rank not in bytes_to
 
@@ -93,7 +103,9 @@ def _calls(world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
-    """One program's workspace serves calls of all shapes in any order: a stale grant or signal shows here too."""
+    """One program's workspace serves calls of all shapes in any order: a stale grant or signal
+    shows here too.
+    """
 
     @settings(max_examples=8 if world_size == 2 else 3)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=4))
@@ -111,8 +123,9 @@ def _backward_traffic(calls):
         indices, offsets, scale = call.lookups(rank)
         tables = [table.requires_grad_() for table in call.tables(rank)]
         y = interlace.embedding_all_to_all(
-            tables, indices, offsets, per_sample_weights=scale, batch_size=call.batch, config=call.config,
-            output_dtype=call.out, name=f"trained {call.widths} {call.dtype} {call.output_dtype}",
+            tables, indices, offsets, per_sample_weights=scale, batch_size=call.batch,
+            config=call.config, output_dtype=call.out,
+            name=f"trained {call.widths} {call.dtype} {call.output_dtype}",
         )  # fmt: skip
         traffic.reset()
         if y.requires_grad:
@@ -130,8 +143,9 @@ def test_backward_passes_cost_what_is_predicted(ranks, world_size):
             for call, answer in zip(batch, answers, strict=True):
                 cost = backward(
                     rank=rank, widths=call.widths, batch=call.batch, lookups=lookups_of(call, rank),
-                    distinct_rows=[0] * len(call.widths[rank]), itemsize=DTYPES[call.dtype].itemsize,
-                    gradient_itemsize=call.out.itemsize, push_rows=call.config.push_rows,
+                    distinct_rows=[0] * len(call.widths[rank]),
+                    itemsize=DTYPES[call.dtype].itemsize, gradient_itemsize=call.out.itemsize,
+                    push_rows=call.config.push_rows,
                 )  # fmt: skip
                 assert answer == (cost.link_bytes, cost.messages, cost.signals), (rank, call)
 
@@ -139,19 +153,22 @@ def test_backward_passes_cost_what_is_predicted(ranks, world_size):
 
 
 def test_costs_of_a_worked_example():
-    """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags, slices of 2 blocks."""
+    """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags, slices of 2
+    blocks.
+    """
     common = {
-        "widths": ((4, 4), (8,)), "batch": 5, "itemsize": 4, "output_itemsize": 4, "index_itemsize": 8,
-        "block_bags": 2, "slice_blocks": 2,
+        "widths": ((4, 4), (8,)), "batch": 5, "itemsize": 4, "output_itemsize": 4,
+        "index_itemsize": 8, "block_bags": 2, "slice_blocks": 2,
     }  # fmt: skip
     direct = forward(protocol="direct", rank=0, lookups=(10, 0), **common)
     assert direct.flops == 10 * 4
     assert direct.memory_bytes == 10 * 16 + 8 * (10 + 10 + 1) + 3 * 16 * 4
     assert (direct.link_bytes, direct.messages, direct.signals) == (2 * 8 * 4 + 4, 1 + 2 * 1, 1 + 1)
-    # Rank 0 sends 3 samples' 8 columns of one table; reads them and 5 samples' own 8; receives 2 samples' own 8; 4 distinct rows.
+    # Rank 0 sends 3 samples' 8 columns of one table; reads them and 5 samples' own 8; receives 2
+    # samples' own 8; 4 distinct rows.
     back = backward(
-        rank=0, widths=((4, 4), (8,)), batch=5, lookups=(10, 0), distinct_rows=(4, 0), itemsize=2, gradient_itemsize=4,
-        push_rows=2, row_accesses=2, state_bytes=8,
+        rank=0, widths=((4, 4), (8,)), batch=5, lookups=(10, 0), distinct_rows=(4, 0), itemsize=2,
+        gradient_itemsize=4, push_rows=2, row_accesses=2, state_bytes=8,
     )  # fmt: skip
     assert back.memory_bytes == 4 * (3 * 8 + 2 * 8 + 5 * 8) + 4 * 10 + 4 * (2 * 4 * 2 + 8)
     assert (back.link_bytes, back.messages, back.signals) == (3 * 8 * 4, 2, 1 + 1)
@@ -160,21 +177,29 @@ def test_costs_of_a_worked_example():
 
 
 def _back_to_back(call, count, faults):
-    """``count`` calls under faults of this rank's own: indices of those that are not right bit by bit.
+    """``count`` calls under faults of this rank's own: indices of those that are not right bit by
+    bit.
 
-    Numbers change from call to call, so that what an earlier one left in a buffer is not taken for right.
+    Numbers change from call to call, so that what an earlier one left in a buffer is not taken for
+    right.
     """
     calls = [dataclasses.replace(call, seed=seed) for seed in range(5)]
     expected = [run_one(each).clone() for each in calls]
     with interlace.inject(dataclasses.replace(faults, seed=dist.get_rank())):
-        wrong = [i for i in range(count) if not run_one(calls[i % 5], check_indices=False).equal(expected[i % 5])]
+        wrong = [
+            i
+            for i in range(count)
+            if not run_one(calls[i % 5], check_indices=False).equal(expected[i % 5])
+        ]
     return wrong, expected[0]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     """A buffer that is written before its reader is done, or after its tensor is gone, shows here."""
-    call = Call(((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2))
+    call = Call(
+        ((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2)
+    )
     results = ranks(3).run(_back_to_back, call, 15, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
@@ -182,24 +207,46 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_puts_may_arrive_in_any_order(ranks, protocol):
-    """Only what a signal vouches for may be read; in the sliced protocol only a fence stands between puts and flag."""
-    call = Call(((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1))
-    results = ranks(2).run(_back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True))
+    """Only what a signal vouches for may be read; in the sliced protocol only a fence stands
+    between puts and flag.
+    """
+    call = Call(
+        ((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1)
+    )
+    results = ranks(2).run(
+        _back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
+    )
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])
 
 
 def _changing_shapes(batch):
     expected = [run_one(call).clone() for call in batch]
-    with interlace.inject(interlace.Faults(seed=dist.get_rank(), max_delay_s=0.002, reorder_puts=True)):
-        return [i for i in range(18) if not run_one(batch[i % len(batch)]).equal(expected[i % len(batch)])]
+    with interlace.inject(
+        interlace.Faults(seed=dist.get_rank(), max_delay_s=0.002, reorder_puts=True)
+    ):
+        return [
+            i
+            for i in range(18)
+            if not run_one(batch[i % len(batch)]).equal(expected[i % len(batch)])
+        ]
 
 
 def test_calls_of_different_shapes_share_memory(ranks):
     """Grids, slices and buffers change from call to call, epochs do not."""
     batch = [
-        Call(widths, samples, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=bags, max_programs=programs))
-        for widths, samples, bags, programs in ((((4,), (2,)), 9, 2, 4), (((), (1, 3)), 4, 1, 1), (((6, 6), (2,)), 3, 4, 2))
+        Call(
+            widths,
+            samples,
+            config=dataclasses.replace(
+                SMALL, protocol=protocol, block_bags=bags, max_programs=programs
+            ),
+        )
+        for widths, samples, bags, programs in (
+            (((4,), (2,)), 9, 2, 4),
+            (((), (1, 3)), 4, 1, 1),
+            (((6, 6), (2,)), 3, 4, 2),
+        )
         for protocol in PROTOCOLS
     ]
     assert ranks(2).run(_changing_shapes, batch) == [[]] * 2

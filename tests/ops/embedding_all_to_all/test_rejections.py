@@ -1,4 +1,6 @@
-"""Calls of ``embedding_all_to_all`` that must be refused, each with its message, and without anyone hanging."""
+"""Calls of ``embedding_all_to_all`` that must be refused, each with its message, and without anyone
+hanging.
+"""
 
 import dataclasses
 import re
@@ -78,8 +80,14 @@ def test_bad_arguments(weights, indices, offsets, more, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"protocol": "ring"}, "protocol must be one of ('direct', 'tiles', 'sliced'); got 'ring'."),
-        ({"order": "any"}, "order must be one of ('interleaved', 'remote_first', 'local_first'); got 'any'."),
+        (
+            {"protocol": "ring"},
+            "protocol must be one of ('direct', 'tiles', 'sliced'); got 'ring'.",
+        ),
+        (
+            {"order": "any"},
+            "order must be one of ('interleaved', 'remote_first', 'local_first'); got 'any'.",
+        ),
         ({"block_bags": 3}, "block_bags must be a power of two, at most 64; got 3."),
         ({"push_rows": 128}, "push_rows must be a power of two, at most 64; got 128."),
         ({"num_warps": 0}, "num_warps must be a power of two, at most 32; got 0."),
@@ -90,14 +98,24 @@ def test_bad_arguments(weights, indices, offsets, more, message):
     ],
 )
 def test_bad_configurations(change, message):
-    with pytest.raises(ArgumentError, match=f"^{re.escape('EmbeddingAllToAllConfig: ' + message)}$"):
+    with pytest.raises(
+        ArgumentError, match=f"^{re.escape('EmbeddingAllToAllConfig: ' + message)}$"
+    ):
         EmbeddingAllToAllConfig(**change)
 
 
 def test_a_configuration_is_its_text():
-    config = EmbeddingAllToAllConfig("sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168)
+    config = EmbeddingAllToAllConfig(
+        "sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
+    )
     assert EmbeddingAllToAllConfig.parse(str(config)) == config
-    for text in ("", "direct", "direct remote_first direct four", "direct remote_first direct 3", f"{config} 9"):
+    for text in (
+        "",
+        "direct",
+        "direct remote_first direct four",
+        "direct remote_first direct 3",
+        f"{config} 9",
+    ):
         with pytest.raises(ArgumentError, match="EmbeddingAllToAllConfig: "):
             EmbeddingAllToAllConfig.parse(text)
 
@@ -106,7 +124,10 @@ def test_a_configuration_is_its_text():
     ("make", "message"),
     [
         (lambda: SGD(float("nan")), "SGD: learning_rate must be not negative and finite; got nan."),
-        (lambda: RowWiseAdagrad(0.1, 0.0, []), "RowWiseAdagrad: epsilon must be positive and finite; got 0.0."),
+        (
+            lambda: RowWiseAdagrad(0.1, 0.0, []),
+            "RowWiseAdagrad: epsilon must be positive and finite; got 0.0.",
+        ),
     ],
 )
 def test_bad_updates(make, message):
@@ -118,28 +139,40 @@ def _bad_values(change):
     """Rank 1's numbers are bad; what every rank is told, and whether the next call works."""
     rank = dist.get_rank()
     table = torch.arange(20.0).reshape(5, 4)
-    indices, offsets = torch.tensor([0, 4, 1, 5, 2]), torch.tensor([0, 2, 3, 4, 5])  # tables of 5 and 6 rows, 2 samples
+    # Tables of 5 and 6 rows, 2 samples
+    indices, offsets = torch.tensor([0, 4, 1, 5, 2]), torch.tensor([0, 2, 3, 4, 5])
     if rank == 1:
         for name, place, value in change:
             {"indices": indices, "offsets": offsets}[name][place] = value
     tables = [table, torch.zeros(6, 4)]
     error = error_of(interlace.embedding_all_to_all, tables, indices, offsets, config=SMALL)
-    good = interlace.embedding_all_to_all(tables, torch.tensor([0]), torch.tensor([0, 1, 1, 1, 1]), config=SMALL)
+    good = interlace.embedding_all_to_all(
+        tables, torch.tensor([0]), torch.tensor([0, 1, 1, 1, 1]), config=SMALL
+    )
     return error, good.shape
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ([("indices", 2, 5)], "indices of table 0 must be at least 0 and below 5, its rows; got 5 at position 2."),
-        ([("indices", 3, -1)], "indices of table 1 must be at least 0 and below 6, its rows; got -1 at position 3."),
+        (
+            [("indices", 2, 5)],
+            "indices of table 0 must be at least 0 and below 5, its rows; got 5 at position 2.",
+        ),
+        (
+            [("indices", 3, -1)],
+            "indices of table 1 must be at least 0 and below 6, its rows; got -1 at position 3.",
+        ),
         ([("offsets", 1, 4)], "offsets must not decrease; got 4 and then 3 at position 2."),
         ([("offsets", 4, 9)], "offsets must go from 0 to the number of indices, 5; got 0 to 9."),
         ([("offsets", 0, 1)], "offsets must go from 0 to the number of indices, 5; got 1 to 5."),
     ],
 )
 def test_bad_numbers_on_one_rank_are_told_on_every_rank(ranks, change, message):
-    expected = ("ArgumentError", f"embedding_all_to_all: on rank 1, {message} Nothing was computed.")
+    expected = (
+        "ArgumentError",
+        f"embedding_all_to_all: on rank 1, {message} Nothing was computed.",
+    )
     for error, shape in ranks(2).run(_bad_values, change):
         assert error is not None
         assert error[:2] == expected
@@ -176,5 +209,8 @@ def _disagree(name, values):
 def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message):
     for error, broken in ranks(2).run(_disagree, name, values):
         assert error is not None
-        assert error[:2] == ("RankMismatchError", f"embedding_all_to_all: {message} Nothing was computed.")
+        assert error[:2] == (
+            "RankMismatchError",
+            f"embedding_all_to_all: {message} Nothing was computed.",
+        )
         assert not broken

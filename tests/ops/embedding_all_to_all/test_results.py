@@ -17,20 +17,27 @@ def _config(protocol="direct", **more):
 
 
 def _worked_example(impl, protocol):
-    """Of the kernel's docstring: one table of width 1 on each of two ranks, batch 2; bags [a0, a1] and [b0, b1]."""
+    """Of the kernel's docstring: one table of width 1 on each of two ranks, batch 2; bags [a0, a1]
+    and [b0, b1].
+    """
     rank = dist.get_rank()
     table = torch.tensor([[1.0], [2.0], [4.0]]) * (1 if rank == 0 else 10)
     indices, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
     config = _config(protocol) if impl == "fused" else None
-    return interlace.embedding_all_to_all([table], indices, offsets, impl=impl, config=config).tolist()
+    return interlace.embedding_all_to_all(
+        [table], indices, offsets, impl=impl, config=config
+    ).tolist()
 
 
-@pytest.mark.parametrize(("impl", "protocol"), [("unfused", ""), *(("fused", protocol) for protocol in PROTOCOLS)])
+@pytest.mark.parametrize(
+    ("impl", "protocol"), [("unfused", ""), *(("fused", protocol) for protocol in PROTOCOLS)]
+)
 def test_worked_example(ranks, impl, protocol):
     assert ranks(2).run(_worked_example, impl, protocol) == [[[5.0, 50.0]], [[2.0, 20.0]]]
 
 
-# Widths by rank: equal and not, odd, a rank without tables; batches that do not divide, and smaller than the group.
+# Widths by rank: equal and not, odd, a rank without tables; batches that do not divide, and smaller
+# than the group.
 LAYOUTS = {
     1: [((3, 8), 5), ((16,), 1)],
     2: [((4,), (4,), 6), ((8, 5, 1), (20,), 7), ((), (2, 2), 3)],
@@ -42,7 +49,9 @@ def _calls(world_size, **more):
     layouts = LAYOUTS[world_size]
     if world_size == 1:
         return [Call((widths,), batch, seed=i, **more) for i, (widths, batch) in enumerate(layouts)]
-    return [Call(tuple(widths), batch, seed=i, **more) for i, (*widths, batch) in enumerate(layouts)]
+    return [
+        Call(tuple(widths), batch, seed=i, **more) for i, (*widths, batch) in enumerate(layouts)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,17 +68,25 @@ def test_matches_float64(ranks, world_size, protocol, dtype):
             index_dtype=torch.int32 if i % 2 else torch.int64,
             output_dtype="float32" if i == 0 else None,
         )
-        for i, call in enumerate(_calls(world_size, dtype=dtype, config=_config(protocol, order=order)))
+        for i, call in enumerate(
+            _calls(world_size, dtype=dtype, config=_config(protocol, order=order))
+        )
     ]
     check_all(calls, ranks(world_size).run(run, calls))
 
 
 def test_blocks_of_every_size(ranks):
-    """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time than a bag has."""
+    """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time
+    than a bag has.
+    """
     cuts = [(1, 1, 1, 1), (16, 4, 2, 1), (2, 8, 7, 3)]
     calls = [
         Call(
-            ((4, 12), (6,)), 9, config=_config(protocol, block_bags=bags, unroll=unroll, max_programs=programs, slice_blocks=blocks)
+            ((4, 12), (6,)),
+            9,
+            config=_config(
+                protocol, block_bags=bags, unroll=unroll, max_programs=programs, slice_blocks=blocks
+            ),
         )
         for protocol in [*PROTOCOLS, "tiles"]  # which is direct on this backend
         for bags, unroll, programs, blocks in cuts
@@ -77,7 +94,9 @@ def test_blocks_of_every_size(ranks):
     results = ranks(2).run(run, calls)
     check_all(calls, results)
     for rank in results:
-        assert all(torch.equal(y, rank[0]) for y in rank), "sums must not depend on the configuration"
+        assert all(torch.equal(y, rank[0]) for y in rank), (
+            "sums must not depend on the configuration"
+        )
 
 
 @pytest.mark.parametrize("impl", ["auto", "unfused"])
@@ -98,7 +117,9 @@ def test_nothing_to_do(ranks, impl):
 
 
 def _kept(call, count):
-    """Results of ``count`` calls, all alive, their numbers not equal: which of them lie in symmetric memory."""
+    """Results of ``count`` calls, all alive, their numbers not equal: which of them lie in
+    symmetric memory.
+    """
     group = dist.new_group()
     calls = [dataclasses.replace(call, seed=seed) for seed in range(count)]
     results = [run_one(each, group) for each in calls]
@@ -128,7 +149,10 @@ def _views(call):
     for table in call.tables(rank):
         padded = torch.full((table.shape[0], table.shape[1] + 3), float("nan"))
         odd.append(padded[:, 1:-2].copy_(table))
-    others = [interlace.embedding_all_to_all(odd, indices, offsets, group=group, config=call.config) for _ in range(4)]
+    others = [
+        interlace.embedding_all_to_all(odd, indices, offsets, group=group, config=call.config)
+        for _ in range(4)
+    ]
     return torch.equal(view, kept), others[-1]
 
 
@@ -143,8 +167,11 @@ def test_explain_names_the_configuration():
     tables, indices = [torch.zeros(9, 16), torch.zeros(9, 24)], torch.zeros(20, dtype=torch.int64)
     text = interlace.explain("embedding_all_to_all", tables, indices, torch.arange(9) * 20 // 8)
     assert text.startswith(
-        "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 lookups a bag, on 1 rank: "
+        "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 "
+        "lookups a bag, on 1 rank: "
         "fused (direct interleaved direct 8 "
     )
-    with pytest.raises(interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"):
+    with pytest.raises(
+        interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"
+    ):
         interlace.explain("embedding_all_to_all", tables, indices)

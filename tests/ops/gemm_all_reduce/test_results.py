@@ -1,4 +1,6 @@
-"""What ``gemm_all_reduce`` computes: an example, then everything against float64, gradients, and torch's own tools."""
+"""What ``gemm_all_reduce`` computes: an example, then everything against float64, gradients, and
+torch's own tools.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from tests.products.calls import DTYPES, IMPLS, Call, check_all, check_gradients, compiled, differentiate, opcheck, run
+from tests.products.calls import (
+    DTYPES,
+    IMPLS,
+    Call,
+    check_all,
+    check_gradients,
+    compiled,
+    differentiate,
+    opcheck,
+    run,
+)
 
 OPERATOR = "gemm_all_reduce"
 pytestmark = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
@@ -26,7 +38,9 @@ def test_worked_example(ranks, impl):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_matches_float64(ranks, world_size, impl):
-    """Every dtype; odd, small and empty sizes; w along either dimension; the same bits on every rank."""
+    """Every dtype; odd, small and empty sizes; w along either dimension; the same bits on every
+    rank.
+    """
     calls = [
         Call(OPERATOR, rows, columns, inner, dtype, bias, impl=impl, w_along=along, seed=i)
         for i, (rows, columns, inner, dtype, bias, along) in enumerate(
@@ -42,11 +56,17 @@ def test_matches_float64(ranks, world_size, impl):
             ]
         )
     ]
-    calls.append(Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl))
+    calls.append(
+        Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl)
+    )
     calls.append(Call(OPERATOR, 9, 8, 16, "bfloat16", True, out_dtype="float32", impl=impl))
     results = ranks(world_size).run(run, calls)
     check_all(calls, results)
-    assert all(torch.equal(y, first) for other in results for y, first in zip(other, results[0], strict=True))
+    assert all(
+        torch.equal(y, first)
+        for other in results
+        for y, first in zip(other, results[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -59,7 +79,9 @@ def test_gradients(ranks, world_size, impl):
 
 
 SIZE = st.integers(1, 40)
-CALLS = st.builds(Call, st.just(OPERATOR), SIZE, SIZE, SIZE, st.sampled_from(list(DTYPES)), st.booleans())
+CALLS = st.builds(
+    Call, st.just(OPERATOR), SIZE, SIZE, SIZE, st.sampled_from(list(DTYPES)), st.booleans()
+)
 
 
 def test_any_call_is_right(ranks, impl):

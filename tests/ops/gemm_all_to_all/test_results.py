@@ -1,4 +1,6 @@
-"""What ``gemm_all_to_all`` computes: an example, then everything against float64, gradients, and torch's own tools."""
+"""What ``gemm_all_to_all`` computes: an example, then everything against float64, gradients, and
+torch's own tools.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from tests.products.calls import DTYPES, IMPLS, Call, check_all, check_gradients, compiled, differentiate, opcheck, run
+from tests.products.calls import (
+    DTYPES,
+    IMPLS,
+    Call,
+    check_all,
+    check_gradients,
+    compiled,
+    differentiate,
+    opcheck,
+    run,
+)
 
 OPERATOR = "gemm_all_to_all"
 pytestmark = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
@@ -18,7 +30,9 @@ def _worked_example(impl):
     rank = dist.get_rank()
     x, w = torch.tensor([[1.0], [2.0], [3.0]]), torch.full((1, 1), rank + 1.0)
     sent = [[1, 2], [2, 1]]
-    y = interlace.gemm_all_to_all(x, w, input_splits=sent[rank], output_splits=[row[rank] for row in sent], impl=impl)
+    y = interlace.gemm_all_to_all(
+        x, w, input_splits=sent[rank], output_splits=[row[rank] for row in sent], impl=impl
+    )
     return y.flatten().tolist()
 
 
@@ -31,9 +45,22 @@ SENT = {1: [[5]], 2: [[3, 0], [7, 2]], 4: [[1, 2, 0, 4], [0, 0, 0, 0], [3, 1, 1,
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_matches_float64(ranks, world_size, impl):
-    """Every dtype; even and uneven splits, of which some are zero; odd, small and empty sizes; w along either dimension."""
+    """Every dtype; even and uneven splits, of which some are zero; odd, small and empty sizes; w
+    along either dimension.
+    """
     calls = [
-        Call(OPERATOR, rows * world_size, columns, inner, dtype, bias, splits, impl=impl, w_along=along, seed=i)
+        Call(
+            OPERATOR,
+            rows * world_size,
+            columns,
+            inner,
+            dtype,
+            bias,
+            splits,
+            impl=impl,
+            w_along=along,
+            seed=i,
+        )
         for i, (rows, columns, inner, dtype, bias, splits, along) in enumerate(
             [
                 (1, 1, 1, "float32", False, None, "K"),
@@ -50,7 +77,9 @@ def test_matches_float64(ranks, world_size, impl):
             ]
         )
     ]
-    calls.append(Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl))
+    calls.append(
+        Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl)
+    )
     calls.append(Call(OPERATOR, 4, 8, 16, "bfloat16", True, out_dtype="float32", impl=impl))
     check_all(calls, ranks(world_size).run(run, calls))
 
@@ -70,7 +99,16 @@ def _calls(draw, world_size, impl):
     sent = draw(st.lists(st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size), min_size=world_size,
                          max_size=world_size))  # fmt: skip
     size = st.integers(1, 40)
-    return Call(OPERATOR, 0, draw(size), draw(size), draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), sent, impl=impl)
+    return Call(
+        OPERATOR,
+        0,
+        draw(size),
+        draw(size),
+        draw(st.sampled_from(list(DTYPES))),
+        draw(st.booleans()),
+        sent,
+        impl=impl,
+    )
 
 
 def test_any_call_is_right(ranks, impl):
@@ -98,11 +136,16 @@ def test_opcheck_and_compile(ranks, impl):
     for arguments in ((None, None), ([2, 2], [2, 2])):
         for outcome in ranks(2).run(opcheck, call, (*arguments, torch.float32, "", impl, "")):
             assert set(outcome.values()) == {"SUCCESS"}, outcome
-    for eager, graph in ranks(2).run(compiled, Call(OPERATOR, 6, 9, 7, bias=True, splits=SENT[2], impl=impl)):
+    for eager, graph in ranks(2).run(
+        compiled, Call(OPERATOR, 6, 9, 7, bias=True, splits=SENT[2], impl=impl)
+    ):
         torch.testing.assert_close(graph, eager, rtol=0, atol=0)
 
 
 def test_meta_tensors_have_the_shape_of_the_result(impl):
-    x, w = torch.empty(6, 8, dtype=torch.bfloat16, device="meta"), torch.empty(5, 8, dtype=torch.bfloat16, device="meta")
+    x, w = (
+        torch.empty(6, 8, dtype=torch.bfloat16, device="meta"),
+        torch.empty(5, 8, dtype=torch.bfloat16, device="meta"),
+    )
     y = interlace.gemm_all_to_all(x, w, impl=impl)
     assert (y.shape, y.dtype, y.device.type) == (torch.Size([6, 5]), torch.bfloat16, "meta")

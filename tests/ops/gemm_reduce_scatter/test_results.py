@@ -1,4 +1,6 @@
-"""What ``gemm_reduce_scatter`` computes: an example, then everything against float64, gradients, and torch's own tools."""
+"""What ``gemm_reduce_scatter`` computes: an example, then everything against float64, gradients,
+and torch's own tools.
+"""
 
 import pytest
 import torch
@@ -7,23 +9,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from tests.products.calls import DTYPES, IMPLS, Call, check_all, check_gradients, compiled, differentiate, opcheck, run
+from tests.products.calls import (
+    DTYPES,
+    IMPLS,
+    Call,
+    check_all,
+    check_gradients,
+    compiled,
+    differentiate,
+    opcheck,
+    run,
+)
 
 OPERATOR = "gemm_reduce_scatter"
 pytestmark = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
 
 
 def _worked_example(impl):
-    """Parts [1, 2, 3] on rank 0 and [10, 20, 30] on rank 1: rank 0 owns two rows unless splits say otherwise."""
+    """Parts [1, 2, 3] on rank 0 and [10, 20, 30] on rank 1: rank 0 owns two rows unless splits say
+    otherwise.
+    """
     x = torch.tensor([[1.0], [2.0], [3.0]])
     w = torch.full((1, 1), 10.0 if dist.get_rank() else 1.0)
     bias = torch.tensor([100.0])
     y = interlace.gemm_reduce_scatter(x, w, impl=impl)
-    return y.flatten().tolist(), interlace.gemm_reduce_scatter(x, w, bias, splits=[0, 3], impl=impl).flatten().tolist()
+    return y.flatten().tolist(), interlace.gemm_reduce_scatter(
+        x, w, bias, splits=[0, 3], impl=impl
+    ).flatten().tolist()
 
 
 def test_worked_example(ranks, impl):
-    assert ranks(2).run(_worked_example, impl) == [([11.0, 22.0], []), ([33.0], [111.0, 122.0, 133.0])]
+    assert ranks(2).run(_worked_example, impl) == [
+        ([11.0, 22.0], []),
+        ([33.0], [111.0, 122.0, 133.0]),
+    ]
 
 
 SPLITS = {1: [11], 2: [9, 2], 4: [1, 0, 7, 3]}
@@ -31,7 +50,9 @@ SPLITS = {1: [11], 2: [9, 2], 4: [1, 0, 7, 3]}
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_matches_float64(ranks, world_size, impl):
-    """Every dtype; even, balanced and given splits, of which some are zero; odd and empty sizes; w along either dimension."""
+    """Every dtype; even, balanced and given splits, of which some are zero; odd and empty sizes; w
+    along either dimension.
+    """
     splits = SPLITS[world_size]
     calls = [
         Call(OPERATOR, rows, columns, inner, dtype, bias, given, impl=impl, w_along=along, seed=i)
@@ -48,7 +69,9 @@ def test_matches_float64(ranks, world_size, impl):
             ]
         )
     ]
-    calls.append(Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl))
+    calls.append(
+        Call(OPERATOR, 4, 8, 16, "float8", True, scale="tensor", out_dtype="float32", impl=impl)
+    )
     calls.append(Call(OPERATOR, 9, 8, 16, "bfloat16", True, out_dtype="float32", impl=impl))
     calls = [call for call in calls if call.can_run]
     check_all(calls, ranks(world_size).run(run, calls))
@@ -69,9 +92,21 @@ def test_gradients(ranks, world_size, impl):
 @st.composite
 def _calls(draw, world_size, impl):
     splits = draw(st.none() | st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size))
-    size, dtypes = st.integers(1, 40), [dtype for dtype in DTYPES if impl != "split" or dtype != "float8"]
+    size, dtypes = (
+        st.integers(1, 40),
+        [dtype for dtype in DTYPES if impl != "split" or dtype != "float8"],
+    )
     rows = draw(size) if splits is None else sum(splits)
-    return Call(OPERATOR, rows, draw(size), draw(size), draw(st.sampled_from(dtypes)), draw(st.booleans()), splits, impl=impl)
+    return Call(
+        OPERATOR,
+        rows,
+        draw(size),
+        draw(size),
+        draw(st.sampled_from(dtypes)),
+        draw(st.booleans()),
+        splits,
+        impl=impl,
+    )
 
 
 def test_any_call_is_right(ranks, impl):
@@ -89,5 +124,7 @@ def test_opcheck_and_compile(ranks, impl):
     for splits in (None, [4, 1]):
         for outcome in ranks(2).run(opcheck, call, (splits, torch.float32, "", impl, "")):
             assert set(outcome.values()) == {"SUCCESS"}, outcome
-    for eager, graph in ranks(2).run(compiled, Call(OPERATOR, 11, 9, 6, bias=True, splits=SPLITS[2], impl=impl)):
+    for eager, graph in ranks(2).run(
+        compiled, Call(OPERATOR, 11, 9, 6, bias=True, splits=SPLITS[2], impl=impl)
+    ):
         torch.testing.assert_close(graph, eager, rtol=0, atol=0)

@@ -14,7 +14,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call: ``x [tokens, columns]`` (``[columns]`` for tokens = None) and ``w [rows, columns]`` on each rank."""
+    """One call: ``x [tokens, columns]`` (``[columns]`` for tokens = None) and ``w [rows, columns]``
+    on each rank.
+    """
 
     tokens: int | None
     rows: int
@@ -42,10 +44,11 @@ class Call:
     def bound(self, world_size: int) -> torch.Tensor:
         """The largest error that the kernel's arithmetic allows, element by element.
 
-        Products of the inputs are exact or rounded once in float32; K R products and the bias are added in float32 in
-        some order: at most ``(K R + 2) u`` times the sum of their absolute values. Two values in a word keep 12 significant
-        bits each, a relative error of at most 2**-12 in every rank's part. The result is then rounded to its dtype. The CPU
-        backend truncates to bfloat16: a whole unit in the last place instead of half of one.
+        Products of the inputs are exact or rounded once in float32; K R products and the bias are
+        added in float32 in some order: at most ``(K R + 2) u`` times the sum of their absolute
+        values. Two values in a word keep 12 significant bits each, a relative error of at most
+        2**-12 in every rank's part. The result is then rounded to its dtype. The CPU backend
+        truncates to bfloat16: a whole unit in the last place instead of half of one.
         """
         u = torch.finfo(torch.float32).eps / 2
         steps = self.columns * world_size + 2
@@ -58,7 +61,9 @@ class Call:
         return accumulated + rounding * (exact + accumulated) + out.smallest_normal * out.eps
 
     def _sum(self, world_size, change):
-        total = torch.zeros(*(() if self.tokens is None else (self.tokens,)), self.rows, dtype=torch.float64)
+        total = torch.zeros(
+            *(() if self.tokens is None else (self.tokens,)), self.rows, dtype=torch.float64
+        )
         for rank in range(world_size):
             x, w, bias = self.inputs(rank)
             total += change(x.double()) @ change(w.double()).T
@@ -76,7 +81,9 @@ class Call:
             assert y.dtype == DTYPES[self.dtype]
             assert y.shape == expected.shape, self
             error = (y.double() - expected).abs()
-            assert (error <= bound).all(), f"{self}: rank {rank} is wrong by {(error / bound).max():.3g} times the bound"
+            assert (error <= bound).all(), (
+                f"{self}: rank {rank} is wrong by {(error / bound).max():.3g} times the bound"
+            )
             assert torch.equal(y, results[0]), f"{self}: ranks 0 and {rank} differ"
 
 

@@ -71,7 +71,9 @@ def _mappings():
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_workspace_grows_on_demand_and_goes(ranks, protocol):
-    """It grows for a larger call, stays for a smaller one, and after a release starts again at epoch 1."""
+    """It grows for a larger call, stays for a smaller one, and after a release starts again at
+    epoch 1.
+    """
     calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (9, 400, 9)]
     outcomes = ranks(2).run(_grow, calls)
     for i, call in enumerate([*calls, calls[0]]):
@@ -113,12 +115,21 @@ def _absent_peer(call, absent):
     later = error_of(run_one, call, group)
     broken = interlace.group_of(group).broken
     dist.barrier()
-    return first, later, broken, seconds, error_of(interlace.synchronize, group), error_of(run_one, call)
+    return (
+        first,
+        later,
+        broken,
+        seconds,
+        error_of(interlace.synchronize, group),
+        error_of(run_one, call),
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_never_calls(ranks, protocol):
-    """Each waiting rank names the peer, epoch and slice after its deadline; the group stays broken, others do not."""
+    """Each waiting rank names the peer, epoch and slice after its deadline; the group stays broken,
+    others do not.
+    """
     outcomes = ranks(4).run(_absent_peer, Call(1, 4, 16, config=_config(protocol)), 2)
     for rank, outcome in enumerate(outcomes):
         if rank == 2:
@@ -128,12 +139,13 @@ def test_a_peer_that_never_calls(ranks, protocol):
         kind, message, fields = first
         assert kind == "PeerTimeoutError"
         assert message.startswith(
-            f"gemv_all_reduce.{protocol}: rank {rank} waited 3 s for rank 2 (slice 0, epoch 2, and saw epoch {fields['seen']})."
+            f"gemv_all_reduce.{protocol}: rank {rank} waited 3 s for rank 2 (slice 0, epoch 2, "
+            f"and saw epoch {fields['seen']})."
         )
         assert fields["seen"] < 2
         assert {name: field for name, field in fields.items() if name != "seen"} == {
-            "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "slice": 0, "wanted": 2,
-            "different_call": False, "deadline_s": 3.0,
+            "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "slice": 0,
+            "wanted": 2, "different_call": False, "deadline_s": 3.0,
         }  # fmt: skip
         assert broken
         assert later == on_synchronize == first
@@ -156,7 +168,9 @@ def _dies(protocol, pids):
 @pytest.mark.usefixtures("quick_launches")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_peer_that_dies_within_a_kernel(tmp_path, protocol):
-    """The caller of launch is told which rank ended, and every process is gone: none waits out its deadline."""
+    """The caller of launch is told which rank ended, and every process is gone: none waits out its
+    deadline.
+    """
     with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL") as caught:
         interlace.launch(_dies, 2, protocol, str(tmp_path), backend="cpu", timeout_s=120)
     assert caught.value.rank == 1
@@ -175,7 +189,9 @@ assert interlace.group_of().world_size == 1
 
 def test_a_process_on_its_own_needs_no_process_group():
     """One rank without torch.distributed, and TRITON_INTERPRET set by nobody."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"INTERLACE_BACKEND": "cpu"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"INTERLACE_BACKEND": "cpu"}
     subprocess.run([sys.executable, "-c", _SOLO], check=True, env=environment, timeout=300)
 
 
@@ -191,9 +207,13 @@ def _different_calls(calls):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("change", [{"rows": 12}, {"bias": True}, {"tokens": 2}], ids=["rows", "bias", "tokens"])
+@pytest.mark.parametrize(
+    "change", [{"rows": 12}, {"bias": True}, {"tokens": 2}], ids=["rows", "bias", "tokens"]
+)
 def test_different_calls_that_each_were_agreed_on(ranks, protocol, change):
-    """No rank takes the other call's data for its own; whoever sees it at its own epoch says what happened."""
+    """No rank takes the other call's data for its own; whoever sees it at its own epoch says what
+    happened.
+    """
     call = Call(1, 8, 16, config=_config(protocol))
     outcomes = ranks(2).run(_different_calls, [call, dataclasses.replace(call, **change)])
     for rank, (kind, _, fields) in enumerate(outcomes):
@@ -201,11 +221,15 @@ def test_different_calls_that_each_were_agreed_on(ranks, protocol, change):
         assert (fields["rank"], fields["peer"], fields["wanted"]) == (rank, 1 - rank, 3)
     assert any(fields["different_call"] for _, _, fields in outcomes)
     for _, message, fields in outcomes:
-        assert fields["different_call"] == ("The peer made a different call; this group is broken now." in message)
+        assert fields["different_call"] == (
+            "The peer made a different call; this group is broken now." in message
+        )
 
 
 def _left_by_a_different_call(calls):
-    """What a call returns whose words were those of another call, as on a GPU, where the error comes with the next call."""
+    """What a call returns whose words were those of another call, as on a GPU, where the error
+    comes with the next call.
+    """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     for call in calls:
@@ -220,6 +244,10 @@ def _left_by_a_different_call(calls):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_pairs_of_another_call_become_nan(ranks, protocol):
-    """Two values share a word, which has no room for the call's mark: all of y must be NaN, whoever computed it."""
-    calls = [Call(2, 16, columns, dtype="bfloat16", config=_config(protocol)) for columns in (16, 32)]
+    """Two values share a word, which has no room for the call's mark: all of y must be NaN, whoever
+    computed it.
+    """
+    calls = [
+        Call(2, 16, columns, dtype="bfloat16", config=_config(protocol)) for columns in (16, 32)
+    ]
     assert ranks(2).run(_left_by_a_different_call, calls) == [(True, True)] * 2

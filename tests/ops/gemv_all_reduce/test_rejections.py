@@ -1,4 +1,6 @@
-"""Calls of ``gemv_all_reduce`` that must be refused, each with its message, and without anyone hanging."""
+"""Calls of ``gemv_all_reduce`` that must be refused, each with its message, and without anyone
+hanging.
+"""
 
 import dataclasses
 import re
@@ -25,23 +27,61 @@ def _t(*shape, dtype=f32, device="cpu"):
         (_t(2, 3, 4), _t(5, 4), {}, "x must be [K] or [B, K]; got shape [2, 3, 4]."),
         (_t(), _t(5, 4), {}, "x must be [K] or [B, K]; got shape []."),
         (_t(4), _t(4), {}, "w must be [N, K]; got shape [4]."),
-        (_t(2, 3), _t(5, 4), {}, "x and w must have the same last dimension, this rank's part of K; got 3 and 4."),
-        (_t(4, dtype=f64), _t(5, 4, dtype=f64), {}, "x must be float16, bfloat16 or float32; got torch.float64."),
-        (_t(4, dtype=torch.int32), _t(5, 4), {}, "x must be float16, bfloat16 or float32; got torch.int32."),
-        (_t(4), _t(5, 4, dtype=bf16), {}, "w must have the dtype of x, torch.float32; got torch.bfloat16."),
+        (
+            _t(2, 3),
+            _t(5, 4),
+            {},
+            "x and w must have the same last dimension, this rank's part of K; got 3 and 4.",
+        ),
+        (
+            _t(4, dtype=f64),
+            _t(5, 4, dtype=f64),
+            {},
+            "x must be float16, bfloat16 or float32; got torch.float64.",
+        ),
+        (
+            _t(4, dtype=torch.int32),
+            _t(5, 4),
+            {},
+            "x must be float16, bfloat16 or float32; got torch.int32.",
+        ),
+        (
+            _t(4),
+            _t(5, 4, dtype=bf16),
+            {},
+            "w must have the dtype of x, torch.float32; got torch.bfloat16.",
+        ),
         (_t(4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
         (
             _t(4),
             _t(4, 5).T,
             {},
-            "rows of w must be contiguous; got strides [1, 5]. Keep w as nn.Linear does, [N, K], or call .contiguous() once.",
+            (
+                "rows of w must be contiguous; got strides [1, 5]. Keep w as nn.Linear does, [N, "
+                "K], or call .contiguous() once."
+            ),
         ),
         (_t(4), _t(5, 4), {"bias": _t(4)}, "bias must be [N] with N = 5; got shape [4]."),
         (_t(4), _t(5, 4), {"bias": _t(1, 5)}, "bias must be [N] with N = 5; got shape [1, 5]."),
-        (_t(4), _t(5, 4), {"bias": _t(5, dtype=bf16)}, "bias must be torch.float32 on cpu, like x; got torch.bfloat16 on cpu."),
-        (_t(4), _t(5, 4), {"bias": _t(5, device="meta")}, "bias must be torch.float32 on cpu, like x; got torch.float32 on meta."),
+        (
+            _t(4),
+            _t(5, 4),
+            {"bias": _t(5, dtype=bf16)},
+            "bias must be torch.float32 on cpu, like x; got torch.bfloat16 on cpu.",
+        ),
+        (
+            _t(4),
+            _t(5, 4),
+            {"bias": _t(5, device="meta")},
+            "bias must be torch.float32 on cpu, like x; got torch.float32 on meta.",
+        ),
         (_t(4), _t(5, 4), {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
-        (_t(4), _t(5, 4), {"config": "one_shot 4 64 4"}, "config must be a GemvAllReduceConfig; got str."),
+        (
+            _t(4),
+            _t(5, 4),
+            {"config": "one_shot 4 64 4"},
+            "config must be a GemvAllReduceConfig; got str.",
+        ),
     ],
 )
 def test_bad_arguments(x, w, more, message):
@@ -60,8 +100,14 @@ def test_bad_arguments(x, w, more, message):
         ({"num_warps": 3}, "num_warps must be a power of two; got 3."),
         ({"num_warps": 64}, "num_warps must be at most 32; got 64."),
         ({"num_stages": 0}, "num_stages must be at least 1; got 0."),
-        ({"max_programs": -1}, "max_programs and max_registers must not be negative; got -1 and 0."),
-        ({"max_registers": -1}, "max_programs and max_registers must not be negative; got 0 and -1."),
+        (
+            {"max_programs": -1},
+            "max_programs and max_registers must not be negative; got -1 and 0.",
+        ),
+        (
+            {"max_registers": -1},
+            "max_programs and max_registers must not be negative; got 0 and -1.",
+        ),
     ],
 )
 def test_bad_configurations(change, message):
@@ -93,23 +139,33 @@ def test_text_that_is_no_configuration(text):
         (
             "config",
             (GemvAllReduceConfig(block_n=8), GemvAllReduceConfig(block_n=16)),
-            "config must be the same on every rank; got 'one_shot 8 1024 4 1 0 0' on rank 0, 'one_shot 16 1024 4 1 0 0' on rank 1.",
+            (
+                "config must be the same on every rank; got 'one_shot 8 1024 4 1 0 0' on rank 0, "
+                "'one_shot 16 1024 4 1 0 0' on rank 1."
+            ),
         ),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message):
-    """Before anything is sent: a kernel of one shape would wait for words that a peer's never sends."""
+    """Before anything is sent: a kernel of one shape would wait for words that a peer's never
+    sends.
+    """
     outcomes = ranks(2).run(_disagree, name, values)
     for error, _, broken in outcomes:
         assert error is not None
-        assert error[:2] == ("RankMismatchError", f"gemv_all_reduce: {message} Nothing was computed.")
+        assert error[:2] == (
+            "RankMismatchError",
+            f"gemv_all_reduce: {message} Nothing was computed.",
+        )
         assert not broken
     good = Call(2, 5, 8)
     good.check([y for _, y, _ in outcomes])
 
 
 def _disagree(name, values):
-    """Rank r calls with ``values[r]``; then all call rightly: nothing may be left over from the refused call."""
+    """Rank r calls with ``values[r]``; then all call rightly: nothing may be left over from the
+    refused call.
+    """
     group = dist.new_group()
     good = Call(2, 5, 8, config=GemvAllReduceConfig("one_shot", block_n=4, block_k=16))
     bad = dataclasses.replace(good, **{name: values[dist.get_rank()]})
@@ -129,7 +185,8 @@ def test_different_calls_are_told_on_every_rank(ranks):
         assert error is not None
         assert error[:2] == (
             "RankMismatchError",
-            "ranks must make the same calls in the same order; got 'gemv_all_reduce' on rank 0, 'empty_symmetric' on rank 1. "
+            "ranks must make the same calls in the same order; got 'gemv_all_reduce' on rank 0, "
+            "'empty_symmetric' on rank 1. "
             "Look for a call that depends on the rank.",
         )
 

@@ -1,4 +1,6 @@
-"""What ``gemv_all_reduce`` computes: examples, then everything against float64, bit equality, gradients."""
+"""What ``gemv_all_reduce`` computes: examples, then everything against float64, bit equality,
+gradients.
+"""
 
 import dataclasses
 
@@ -30,12 +32,15 @@ def test_worked_example(ranks, protocol):
     assert ranks(2).run(_worked_example, protocol) == [([11.0, 22.0], [111.0, 222.0])] * 2
 
 
-# (tokens, rows, columns): odd, prime, non-divisible by every block, larger than the blocks in one size each.
+# (tokens, rows, columns): odd, prime, non-divisible by every block, larger than the blocks in one
+# size each.
 SHAPES = [
-    (None, 1, 1), (None, 5, 7), (None, 33, 50), (1, 16, 32), (1, 37, 65), (2, 19, 33), (3, 16, 16), (17, 21, 40), (70, 9, 18),
+    (None, 1, 1), (None, 5, 7), (None, 33, 50), (1, 16, 32), (1, 37, 65), (2, 19, 33), (3, 16, 16),
+    (17, 21, 40), (70, 9, 18),
 ]  # fmt: skip
 EMPTY = [(None, 0, 4), (None, 5, 0), (2, 0, 0), (0, 5, 7), (3, 5, 0), (0, 0, 0)]
-CUTS = [(16, 32, 0), (4, 16, 2), (64, 64, 1), (2, 16, 3), (1, 16, 5)]  # block_n, block_k, max_programs
+# Block_n, block_k, max_programs
+CUTS = [(16, 32, 0), (4, 16, 2), (64, 64, 1), (2, 16, 3), (1, 16, 5)]
 
 
 def _calls(protocol, dtype, cuts, every=1):
@@ -46,8 +51,12 @@ def _calls(protocol, dtype, cuts, every=1):
     for i, (tokens, rows, columns) in enumerate(SHAPES):
         if (i + list(DTYPES).index(dtype)) % every:
             continue
-        for block_n, block_k, max_programs in (CUTS[i % len(CUTS)], CUTS[(i + 2) % len(CUTS)])[:cuts]:
-            config = GemvAllReduceConfig(protocol, block_n=block_n, block_k=block_k, max_programs=max_programs)
+        for block_n, block_k, max_programs in (CUTS[i % len(CUTS)], CUTS[(i + 2) % len(CUTS)])[
+            :cuts
+        ]:
+            config = GemvAllReduceConfig(
+                protocol, block_n=block_n, block_k=block_k, max_programs=max_programs
+            )
             yield Call(tokens, rows, columns, dtype, bias=i % 2 == 0, config=config, seed=i)
 
 
@@ -74,7 +83,9 @@ def test_empty_inputs_give_zeros_or_the_bias(ranks, impl):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_unfused_rounds_after_every_step(ranks, world_size):
-    """Small integers are exact in every dtype, so that even rounding after every step must give the exact sum."""
+    """Small integers are exact in every dtype, so that even rounding after every step must give the
+    exact sum.
+    """
     results = ranks(world_size).run(_unfused_integers)
     expected = [sum(3 * (rank + 1) for rank in range(world_size)) + 1.0] * 6
     assert results == [[expected] * len(DTYPES)] * world_size
@@ -84,7 +95,10 @@ def _unfused_integers():
     rank = dist.get_rank()
     return [
         interlace.gemv_all_reduce(
-            torch.ones(3, dtype=dtype), torch.full((6, 3), rank + 1, dtype=dtype), torch.ones(6, dtype=dtype), impl="unfused"
+            torch.ones(3, dtype=dtype),
+            torch.full((6, 3), rank + 1, dtype=dtype),
+            torch.ones(6, dtype=dtype),
+            impl="unfused",
         ).tolist()
         for dtype in DTYPES.values()
     ]
@@ -92,8 +106,12 @@ def _unfused_integers():
 
 @pytest.mark.parametrize("protocol", ["one_shot", "two_phase"])
 def test_results_repeat_bit_by_bit(ranks, protocol):
-    """Sums are in rank order whatever arrives first; an order of arrival would differ between runs and cuts of N."""
-    wide, narrow = (GemvAllReduceConfig(protocol, block_n=n, block_k=32, max_programs=2) for n in (16, 4))
+    """Sums are in rank order whatever arrives first; an order of arrival would differ between runs
+    and cuts of N.
+    """
+    wide, narrow = (
+        GemvAllReduceConfig(protocol, block_n=n, block_k=32, max_programs=2) for n in (16, 4)
+    )
     calls = [Call(3, 29, 50, config=config, seed=8) for config in (wide, narrow, wide, narrow)]
     for results in ranks(4).run(run, calls):
         assert all(torch.equal(y, results[0]) for y in results)
@@ -118,7 +136,9 @@ def _non_contiguous(make):
         odd = x[:1].expand(6, 20)
     config = GemvAllReduceConfig("one_shot", block_n=4, block_k=16)
     assert odd.stride() != x.stride()
-    return interlace.gemv_all_reduce(odd, w, config=config), interlace.gemv_all_reduce(x, w, config=config)
+    return interlace.gemv_all_reduce(odd, w, config=config), interlace.gemv_all_reduce(
+        x, w, config=config
+    )
 
 
 def test_rows_of_w_may_be_apart(ranks):
@@ -132,7 +152,9 @@ def _w_with_padding():
     padded = torch.full((11, 32), float("nan"))
     padded[:, 5:25] = w
     config = GemvAllReduceConfig("two_phase", block_n=4, block_k=16)
-    return interlace.gemv_all_reduce(x, padded[:, 5:25], config=config), interlace.gemv_all_reduce(x, w, config=config)
+    return interlace.gemv_all_reduce(x, padded[:, 5:25], config=config), interlace.gemv_all_reduce(
+        x, w, config=config
+    )
 
 
 def _gradients(call, needed):
@@ -159,22 +181,31 @@ def test_gradients_match_float64(ranks, tokens, needed):
     total.backward(_upstream(call).double())
     for rank, gradients in enumerate(ranks(2).run(_gradients, call, needed)):
         x, w, _ = shards[rank]
-        for name, gradient, exact in zip("xwb", gradients, (x.grad, w.grad, bias.grad), strict=True):
+        for name, gradient, exact in zip(
+            "xwb", gradients, (x.grad, w.grad, bias.grad), strict=True
+        ):
             if name in needed:
-                # At most 13 products in float32, none above 9: two factors of a few standard deviations.
-                torch.testing.assert_close(gradient.double(), exact, rtol=0, atol=14 * 2**-24 * 13 * 9)
+                # At most 13 products in float32, none above 9: two factors of a few standard
+                # deviations.
+                torch.testing.assert_close(
+                    gradient.double(), exact, rtol=0, atol=14 * 2**-24 * 13 * 9
+                )
             else:
                 assert gradient is None
 
 
 def _last_positions(positions):
-    """``hidden[:, -1]`` of ``[3, positions, 16]``, in address space of which only three rows are ever touched."""
+    """``hidden[:, -1]`` of ``[3, positions, 16]``, in address space of which only three rows are
+    ever touched.
+    """
     stride = 16 * positions
     storage = torch.UntypedStorage(2 * (2 * stride + 16))
     x = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (3, 16), (stride, 1))
     x.copy_(torch.arange(48).view(3, 16))
     w = torch.ones(4, 16, dtype=torch.bfloat16)
-    return interlace.gemv_all_reduce(x, w, impl="fused"), interlace.gemv_all_reduce(x.clone(), w, impl="fused")
+    return interlace.gemv_all_reduce(x, w, impl="fused"), interlace.gemv_all_reduce(
+        x.clone(), w, impl="fused"
+    )
 
 
 def test_tokens_that_lie_far_apart(ranks):

@@ -1,4 +1,6 @@
-"""``torch.ops.interlace.gemv_all_reduce`` as torch's own tools see it: opcheck, fake tensors, compiled graphs."""
+"""``torch.ops.interlace.gemv_all_reduce`` as torch's own tools see it: opcheck, fake tensors,
+compiled graphs.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ def _opcheck(call):
 
 @pytest.mark.parametrize("tokens", [None, 3])
 def test_opcheck(ranks, tokens):
-    """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with the kernel."""
+    """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with
+    the kernel.
+    """
     for outcome in ranks(2).run(_opcheck, Call(tokens, 5, 7, bias=True)):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
@@ -49,9 +53,16 @@ def test_compiles_into_one_graph(ranks, backend):
 
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (0, 8)])
 def test_meta_tensors_have_the_shape_of_the_result(shape):
-    x, w = torch.empty(shape, dtype=torch.bfloat16, device="meta"), torch.empty(5, 8, dtype=torch.bfloat16, device="meta")
+    x, w = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta"),
+        torch.empty(5, 8, dtype=torch.bfloat16, device="meta"),
+    )
     y = interlace.gemv_all_reduce(x, w)
-    assert (y.shape, y.dtype, y.device.type) == (torch.Size([*shape[:-1], 5]), torch.bfloat16, "meta")
+    assert (y.shape, y.dtype, y.device.type) == (
+        torch.Size([*shape[:-1], 5]),
+        torch.bfloat16,
+        "meta",
+    )
 
 
 def test_fake_tensors_start_no_communication():

@@ -15,7 +15,15 @@ from interlace.ops.mixture_of_experts.layout import capacity_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL = MixtureOfExpertsConfig(
-    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8, sum_programs=2, stagger=0
+    block_m=16,
+    block_n=64,
+    block_k=64,
+    group_m=2,
+    programs=2,
+    push_programs=2,
+    push_rows=8,
+    sum_programs=2,
+    stagger=0,
 )
 NAMES = ("y", "x", "weights", "w_in", "w_out")
 
@@ -25,8 +33,8 @@ class Call:
     """One call: ``local`` experts on each of ``world_size`` ranks, ``tokens`` on each.
 
     Attributes:
-        routing: ``"random"``; ``"one"``: all tokens to the last expert first; ``"few"``: every second expert gets nothing;
-            ``"holes"``: some slots name no expert.
+        routing: ``"random"``; ``"one"``: all tokens to the last expert first; ``"few"``: every
+            second expert gets nothing; ``"holes"``: some slots name no expert.
     """
 
     world_size: int
@@ -48,7 +56,11 @@ class Call:
 
     @property
     def capacity(self) -> int | None:
-        return None if self.factor is None else capacity_of(self.tokens, self.top_k, self.experts, self.factor)
+        return (
+            None
+            if self.factor is None
+            else capacity_of(self.tokens, self.top_k, self.experts, self.factor)
+        )
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, ...]:
         """x, experts, weights, w_in, w_out, and the gradient of y."""
@@ -91,30 +103,44 @@ class Call:
 
     @functools.cached_property
     def expected(self) -> list[list[torch.Tensor]]:
-        """``[rank]``: y and the gradients of x, weights, w_in and w_out: dense products of all tokens with all experts."""
+        """``[rank]``: y and the gradients of x, weights, w_in and w_out: dense products of all
+        tokens with all experts.
+        """
         ranks = range(self.world_size)
         every = [self.inputs(rank) for rank in ranks]
-        leaves = [[each.double().requires_grad_() for each in (x, weights, w_in, w_out)] for x, _, weights, w_in, w_out, _ in every]
+        leaves = [
+            [each.double().requires_grad_() for each in (x, weights, w_in, w_out)]
+            for x, _, weights, w_in, w_out, _ in every
+        ]
         w_in, w_out = (torch.cat([leaves[rank][i] for rank in ranks]) for i in (2, 3))
         outputs = []
         for rank in ranks:
             x, weights, *_ = leaves[rank]
             both = torch.einsum("th,efgh->etfg", x, w_in)
-            results = torch.einsum("etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out)
+            results = torch.einsum(
+                "etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out
+            )
             shares = torch.zeros(self.tokens, self.experts + 1, dtype=torch.float64)
-            experts = torch.where(self.kept(rank), every[rank][1], self.experts)  # dropped slots in a column of their own
+            # Dropped slots in a column of their own
+            experts = torch.where(self.kept(rank), every[rank][1], self.experts)
             shares = shares.scatter_add(1, experts, weights)
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
         torch.autograd.backward(outputs, [inputs[-1].double() for inputs in every])
-        return [[y.detach(), *(leaf.grad for leaf in mine)] for y, mine in zip(outputs, leaves, strict=True)]
+        return [
+            [y.detach(), *(leaf.grad for leaf in mine)]
+            for y, mine in zip(outputs, leaves, strict=True)
+        ]
 
     @property
     def tolerance(self) -> float:
-        """Relative error of a whole tensor: sums of float32, and up to six roundings of what goes from step to step (the CPU
-        backend truncates to bfloat16).
+        """Relative error of a whole tensor: sums of float32, and up to six roundings of what goes
+        from step to step (the CPU backend truncates to bfloat16).
         """
         rounding = 0.0 if self.dtype == "float32" else 6 * torch.finfo(DTYPES[self.dtype]).eps
-        return rounding + 8 * math.sqrt(self.ffn + self.hidden + self.tokens) * torch.finfo(torch.float32).eps
+        return (
+            rounding
+            + 8 * math.sqrt(self.ffn + self.hidden + self.tokens) * torch.finfo(torch.float32).eps
+        )
 
     def check(self, results: list[list[torch.Tensor]]) -> None:
         """``results[rank]`` as ``expected``."""
@@ -123,14 +149,22 @@ class Call:
                 assert mine.shape == wanted.shape
                 assert mine.dtype == (torch.float32 if name == "weights" else DTYPES[self.dtype])
                 error = (mine.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
-                assert error <= self.tolerance, f"{self}: {name} of rank {rank} is wrong: relative error {error:.2e}"
+                assert error <= self.tolerance, (
+                    f"{self}: {name} of rank {rank} is wrong: relative error {error:.2e}"
+                )
 
 
-def forward(call: Call, tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    return interlace.mixture_of_experts(*tensors[:5], capacity=call.capacity, group=group, impl=call.impl, config=call.config)
+def forward(
+    call: Call, tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    return interlace.mixture_of_experts(
+        *tensors[:5], capacity=call.capacity, group=group, impl=call.impl, config=call.config
+    )
 
 
-def run_one(call: Call, group: dist.ProcessGroup | None = None, *, backward: bool = True) -> list[torch.Tensor]:
+def run_one(
+    call: Call, group: dist.ProcessGroup | None = None, *, backward: bool = True
+) -> list[torch.Tensor]:
     """y, and, if ``backward``, the gradients of x, weights, w_in and w_out."""
     tensors = call.inputs(dist.get_rank(group))
     leaves = [tensors[i].requires_grad_(backward) for i in (0, 2, 3, 4)]

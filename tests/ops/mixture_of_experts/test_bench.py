@@ -1,4 +1,6 @@
-"""The benchmark's steps, on a small layer and the CPU backend: they run, fused and unfused agree, and the floor is the costs'."""
+"""The benchmark's steps, on a small layer and the CPU backend: they run, fused and unfused agree,
+and the floor is the costs'.
+"""
 
 import dataclasses
 
@@ -24,7 +26,9 @@ def _bench(routing):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "measure", _measure)
-        shape = operator.Shape(tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32)
+        shape = operator.Shape(
+            tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32
+        )
         return operator.bench(shape, dataclasses.replace(SMALL), dist.new_group())
 
 
@@ -35,7 +39,12 @@ def test_every_way_runs(ranks):
     combine, forward, backward = first
     for result in first:
         summary = report.summarise(result)
-        assert (summary.fused_us, summary.unfused[1], summary.compute[1], summary.communication[1]) == (10.0, 10.0, 10.0, 10.0)
+        assert (
+            summary.fused_us,
+            summary.unfused[1],
+            summary.compute[1],
+            summary.communication[1],
+        ) == (10.0, 10.0, 10.0, 10.0)
         assert result["relative_error"] < 1e-5
     assert forward["flops"] == 3 * combine["flops"]
     assert backward["flops"] == 2 * forward["flops"]
@@ -62,7 +71,10 @@ def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
     assert first[1].split()[:5] == ["tiles", "32", "64", "32", "8"]
 
 
-@pytest.mark.parametrize(("change", "what"), [({"routing": "even"}, "routing must be one of"), ({"top_k": 9}, "top_k must be")])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"routing": "even"}, "routing must be one of"), ({"top_k": 9}, "top_k must be")],
+)
 def test_shapes_that_are_none(change, what):
     from interlace.bench.mixture_of_experts import Shape
 

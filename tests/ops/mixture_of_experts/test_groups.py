@@ -14,11 +14,15 @@ from tests.ops.mixture_of_experts.calls import Call, check_all, forward, run_one
 
 
 def _with_faults(calls, turns):
-    """Several layers forward, then backward in the reverse order, as a model does; every rank late by turns, puts reordered."""
+    """Several layers forward, then backward in the reverse order, as a model does; every rank late
+    by turns, puts reordered.
+    """
     rank = dist.get_rank()
     found = []
     for turn in range(turns):
-        faults = Faults(seed=10 * turn + rank, max_delay_s=2e-3 * (turn % 2 == rank % 2), reorder_puts=True)
+        faults = Faults(
+            seed=10 * turn + rank, max_delay_s=2e-3 * (turn % 2 == rank % 2), reorder_puts=True
+        )
         with interlace.inject(faults):
             layers = []
             for call in calls:
@@ -33,10 +37,12 @@ def _with_faults(calls, turns):
 
 
 def test_many_calls_with_late_ranks(ranks):
-    """More layers than the group has buffers, whose forward passes all come before their backward passes; the same bits in
-    every turn.
+    """More layers than the group has buffers, whose forward passes all come before their backward
+    passes; the same bits in every turn.
     """
-    calls = [Call(2, tokens, hidden=hidden, seed=tokens) for tokens, hidden in ((5, 8), (9, 16), (5, 8))]
+    calls = [
+        Call(2, tokens, hidden=hidden, seed=tokens) for tokens, hidden in ((5, 8), (9, 16), (5, 8))
+    ]
     outcomes = ranks(2).run(_with_faults, calls, 2)
     check_all(calls, [outcome[0] for outcome in outcomes])
     for first, second in outcomes:
@@ -68,7 +74,9 @@ def _absent_peer(call, backward):
         dist.barrier()
         return None
     start = time.monotonic()
-    error = error_of(y.backward, tensors[5]) if backward else error_of(forward, call, tensors, group)
+    error = (
+        error_of(y.backward, tensors[5]) if backward else error_of(forward, call, tensors, group)
+    )
     seconds = time.monotonic() - start
     later = error_of(run_one, call, group)
     dist.barrier()
@@ -87,7 +95,9 @@ def test_a_peer_that_never_calls(ranks, backward):
 
 
 def _left_by_an_absent_peer(call):
-    """Backward, as on a GPU, where the error comes with the next call: what rank 0 is left with, and bytes that it sent."""
+    """Backward, as on a GPU, where the error comes with the next call: what rank 0 is left with,
+    and bytes that it sent.
+    """
     process_group, rank = dist.new_group(), dist.get_rank()
     group = interlace.group_of(process_group)
     run_one(call, process_group)
@@ -122,11 +132,20 @@ def _mismatch(call, changed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": 8}, "the shape of x must be the same on every rank; got [7, 24] on rank 0, [8, 24] on rank 1."),
+        (
+            {"tokens": 8},
+            (
+                "the shape of x must be the same on every rank; got [7, 24] on rank 0, [8, 24] on "
+                "rank 1."
+            ),
+        ),
         ({"factor": 1.0}, "capacity must be the same on every rank; got 7 on rank 0, 4 on rank 1."),
     ],
 )
 def test_ranks_that_differ(ranks, change, message):
     call = Call(2)
     for kind, found, _ in ranks(2).run(_mismatch, call, dataclasses.replace(call, **change)):
-        assert (kind, found) == ("RankMismatchError", f"mixture_of_experts: {message} Nothing was computed.")
+        assert (kind, found) == (
+            "RankMismatchError",
+            f"mixture_of_experts: {message} Nothing was computed.",
+        )

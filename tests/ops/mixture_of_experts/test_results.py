@@ -1,4 +1,6 @@
-"""What ``mixture_of_experts`` returns, forward and backward, against float64; and what it sends, against ``costs``."""
+"""What ``mixture_of_experts`` returns, forward and backward, against float64; and what it sends,
+against ``costs``.
+"""
 
 import dataclasses
 
@@ -16,10 +18,15 @@ from tests.ops.mixture_of_experts.calls import DTYPES, SMALL, Call, check_all, r
 
 
 def _example(impl):
-    """Experts 0 and 1, one on each rank: expert e makes 10 (e + 1) silu(1) of 1. Rank 0's token has both, rank 1's one only."""
+    """Experts 0 and 1, one on each rank: expert e makes 10 (e + 1) silu(1) of 1. Rank 0's token has
+    both, rank 1's one only.
+    """
     rank = dist.get_rank()
     x = torch.ones(1, 1)
-    experts, weights = torch.tensor([[1, 0]] if rank == 0 else [[0, -1]]), torch.tensor([[0.75, 0.25]])
+    experts, weights = (
+        torch.tensor([[1, 0]] if rank == 0 else [[0, -1]]),
+        torch.tensor([[0.75, 0.25]]),
+    )
     w_in, w_out = torch.tensor([1.0, rank + 1.0]).view(1, 1, 2, 1), torch.tensor([[[10.0]]])
     return interlace.mixture_of_experts(x, experts, weights, w_in, w_out, impl=impl)
 
@@ -33,7 +40,9 @@ def test_worked_example(ranks, impl):
 
 
 def _calls(world_size):
-    """Each dtype, k, kind of routing and size that no tile divides, with and without capacity; on other than two ranks, some."""
+    """Each dtype, k, kind of routing and size that no tile divides, with and without capacity; on
+    other than two ranks, some.
+    """
     base = Call(world_size)
     changes = [
         {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
@@ -65,13 +74,28 @@ def _with_tiles(call):
 
 
 def test_tiles_of_descriptors(ranks):
-    """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows to spare."""
-    call = Call(2, tokens=37, hidden=48, ffn=64, config=dataclasses.replace(SMALL, block_n=32, block_k=16), seed=1)
+    """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows
+    to spare.
+    """
+    call = Call(
+        2,
+        tokens=37,
+        hidden=48,
+        ffn=64,
+        config=dataclasses.replace(SMALL, block_n=32, block_k=16),
+        seed=1,
+    )
     check_all([call], ranks(2).run(_with_tiles, call))
 
 
 def test_reference_and_kernels_drop_the_same_slots():
-    assert [capacity_of(100, 2, 8, factor) for factor in (None, 1.0, 1.25, 0.01, 9.0)] == [100, 25, 32, 1, 100]
+    assert [capacity_of(100, 2, 8, factor) for factor in (None, 1.0, 1.25, 0.01, 9.0)] == [
+        100,
+        25,
+        32,
+        1,
+        100,
+    ]
 
 
 def _traffic(call):
@@ -86,15 +110,20 @@ def _traffic(call):
         found.append((traffic.message_bytes, traffic.messages, traffic.signals))
         return result
 
-    y = measured(lambda: interlace.mixture_of_experts(*tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config))
+    y = measured(
+        lambda: interlace.mixture_of_experts(
+            *tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config
+        )
+    )
     grads = measured(lambda: torch.autograd.grad(y, leaves, tensors[5]))
     return found, [y.detach(), *grads]
 
 
 @settings(max_examples=4)
 @given(
-    tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3), hidden=st.integers(1, 70), ffn=st.integers(1, 40),
-    factor=st.sampled_from([None, 0.6]), routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
+    tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3),
+    hidden=st.integers(1, 70), ffn=st.integers(1, 40), factor=st.sampled_from([None, 0.6]),
+    routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
 )  # fmt: skip
 def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
     """For any call: bytes, messages and signals of each rank, both ways; and the results are right."""
@@ -111,7 +140,9 @@ def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, fac
         there = costs.forward(rank=rank, **sizes)
         back = costs.backward(rank=rank, number_rows=layout.activation_tile(ffn)[0], **sizes)
         assert found == [(cost.link_bytes, cost.messages, cost.signals) for cost in (there, back)]
-        least = costs.floor_link_bytes(counts=call.counts, rank=rank, hidden=hidden, itemsize=itemsize)
+        least = costs.floor_link_bytes(
+            counts=call.counts, rank=rank, hidden=hidden, itemsize=itemsize
+        )
         assert there.link_bytes - least == costs.NUMBER_BYTES * (call.experts + 1)
         assert back.flops == 2 * there.flops
     call.check([results for _, results in outcomes])

@@ -1,4 +1,6 @@
-"""T3's model against closed forms, physics and its own identities; what overflows, what is refused, what is written."""
+"""T3's model against closed forms, physics and its own identities; what overflows, what is refused,
+what is written.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def small() -> dict[str, SubLayer]:
 
 
 def test_compute_bound_product() -> None:
-    """Stages x steps x 128 x 128 x 64 multiply-adds on a compute unit; memory so fast that only the clock is left."""
+    """Stages x steps x 128 x 128 x 64 multiply-adds on a compute unit; memory so fast that only the
+    clock is left.
+    """
     machine = load_t3_machine("t3-paper", {**IDEAL, "memory.bytes_per_s": 1e16})
     part = simulate(machine, SMALL, 8, "sequential").parts[0]
     stages, steps = -(-16 * 16 // 80), 512 // 64
@@ -77,18 +81,26 @@ def _input_bytes(product: Product) -> int:
 
 
 def test_memory_bound_product() -> None:
-    """Inputs once at the DRAM's bandwidth, or all that the 80 tiles load and store at the cache's; computing takes nothing."""
+    """Inputs once at the DRAM's bandwidth, or all that the 80 tiles load and store at the cache's;
+    computing takes nothing.
+    """
     product = Product("a stage", rows=1024, columns=1280, depth=4096)
     machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14})
-    assert simulate(machine, product, 8, "sequential").parts[0].time_ns == pytest.approx(_input_bytes(product) / 1000, rel=0.03)
-    machine = load_t3_machine("t3-paper", {**IDEAL, "gpu.clock_hz": 1e14, "memory.cache_bytes_per_s": 1e12})
+    assert simulate(machine, product, 8, "sequential").parts[0].time_ns == pytest.approx(
+        _input_bytes(product) / 1000, rel=0.03
+    )
+    machine = load_t3_machine(
+        "t3-paper", {**IDEAL, "gpu.clock_hz": 1e14, "memory.cache_bytes_per_s": 1e12}
+    )
     loaded = 80 * 2 * 128 * 4096 * 2
     part = simulate(machine, product, 8, "sequential").parts[0]
     assert part.time_ns == pytest.approx((loaded + product.output_bytes) / 1000, rel=0.02)
 
 
 def test_collectives_of_fast_memory() -> None:
-    """A ring: n - 1 steps of a chunk and a latency each; on a mesh and a switch one step, over the same bandwidth."""
+    """A ring: n - 1 steps of a chunk and a latency each; on a mesh and a switch one step, over the
+    same bandwidth.
+    """
     machine = load_t3_machine("t3-paper", {**IDEAL, "memory.bytes_per_s": 1e16})
     for network, steps in (("ring", 7), ("full", 1), ("switch", 1)):
         _, scatter, gather = simulate(machine, SMALL, 8, "sequential", network=network).parts  # type: ignore[arg-type]
@@ -101,9 +113,14 @@ def test_inputs_are_read_once_where_they_fit_and_outputs_may_take_their_place() 
     small_cache = load_t3_machine("t3-paper", {"memory.cache_bytes": 4 << 20})
     product = Product("wide", rows=2048, columns=4096, depth=256)
     assert _input_bytes(product) < 4 << 20 < product.output_bytes
-    kept, lost = (simulate(small_cache, product, 8, name).moved("product", "read") for name in ("t3", "sequential"))
+    kept, lost = (
+        simulate(small_cache, product, 8, name).moved("product", "read")
+        for name in ("t3", "sequential")
+    )
     assert kept == _input_bytes(product) < lost
-    assert simulate(load_t3_machine(), product, 8, "sequential").moved("product", "read") == _input_bytes(product)
+    assert simulate(load_t3_machine(), product, 8, "sequential").moved(
+        "product", "read"
+    ) == _input_bytes(product)
 
 
 # Configurations.
@@ -118,14 +135,25 @@ def test_sequential_is_the_sum_and_ideal_the_larger(small: dict[str, SubLayer]) 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
 def test_traffic_of_the_ring(ranks: int) -> None:
-    """In chunks: reduce-scatter reads 2N - 1 -> N - 2, writes of product and reduce-scatter 2N -> 2N - 2; all-gather the same."""
-    before, after = (simulate(load_t3_machine(), ODD, ranks, name, network="ring") for name in ("sequential", "t3-mca"))
+    """In chunks: reduce-scatter reads 2N - 1 -> N - 2, writes of product and reduce-scatter 2N ->
+    2N - 2; all-gather the same.
+    """
+    before, after = (
+        simulate(load_t3_machine(), ODD, ranks, name, network="ring")
+        for name in ("sequential", "t3-mca")
+    )
     chunk = ODD.output_bytes / ranks
     assert before.moved("reduce-scatter", "read") / chunk == pytest.approx(2 * ranks - 1)
     assert after.moved("reduce-scatter", "read") / chunk == pytest.approx(ranks - 2)
-    assert [_written(one) / chunk for one in (before, after)] == pytest.approx([2 * ranks, 2 * ranks - 2])
+    assert [_written(one) / chunk for one in (before, after)] == pytest.approx(
+        [2 * ranks, 2 * ranks - 2]
+    )
     for one in (before, after):
-        assert one.moved("all-gather", "read") == one.moved("all-gather", "write") == pytest.approx((ranks - 1) * chunk)
+        assert (
+            one.moved("all-gather", "read")
+            == one.moved("all-gather", "write")
+            == pytest.approx((ranks - 1) * chunk)
+        )
         assert sum(one.result.sent_bytes.values()) == pytest.approx(2 * (ranks - 1) * chunk)
 
 
@@ -135,25 +163,42 @@ def _written(one: SubLayer) -> float:
 
 @pytest.mark.parametrize("network", ["full", "switch"])
 def test_traffic_of_direct_collectives(network: Any) -> None:
-    """In chunks, on 4 GPUs: stores to their owners leave the collective no reads, and N writes with the product's."""
+    """In chunks, on 4 GPUs: stores to their owners leave the collective no reads, and N writes with
+    the product's.
+    """
     chunk = ODD.output_bytes / 4
-    for collective, reads, writes in (("reduce-scatter", 3 + 4, 4 + 3 + 1), ("all-to-all", 3, 4 + 3)):
+    for collective, reads, writes in (
+        ("reduce-scatter", 3 + 4, 4 + 3 + 1),
+        ("all-to-all", 3, 4 + 3),
+    ):
         before, after = (
             simulate(load_t3_machine(), ODD, 4, name, collective, network=network)  # type: ignore[arg-type]
             for name in ("sequential", "t3")
         )
-        assert [before.moved(collective, "read") / chunk, _written(before) / chunk] == pytest.approx([reads, writes])
-        assert [after.moved(collective, "read") / chunk, _written(after) / chunk] == pytest.approx([0, 4])
+        assert [
+            before.moved(collective, "read") / chunk,
+            _written(before) / chunk,
+        ] == pytest.approx([reads, writes])
+        assert [after.moved(collective, "read") / chunk, _written(after) / chunk] == pytest.approx(
+            [0, 4]
+        )
         assert after.result.traffic_bytes == pytest.approx(before.result.traffic_bytes)
         assert after.fused.tracker_entries == 0
 
 
 @pytest.mark.parametrize("network", ["ring", "switch"])
 def test_traffic_of_a_gathered_input(network: Any) -> None:
-    """Each GPU's rows cross 3 links and are written by 3 GPUs; a ring reads before each, a library's switch reads once."""
+    """Each GPU's rows cross 3 links and are written by 3 GPUs; a ring reads before each, a
+    library's switch reads once.
+    """
     shard = ODD.gathered_bytes / 4
-    before, after = (simulate(load_t3_machine(), ODD, 4, name, "all-gather", network=network) for name in ("sequential", "t3"))
-    assert before.moved("all-gather", "read") / shard == pytest.approx(3 if network == "ring" else 1)
+    before, after = (
+        simulate(load_t3_machine(), ODD, 4, name, "all-gather", network=network)
+        for name in ("sequential", "t3")
+    )
+    assert before.moved("all-gather", "read") / shard == pytest.approx(
+        3 if network == "ring" else 1
+    )
     assert after.moved("all-gather", "read") / shard == pytest.approx(3)
     for one in (before, after):
         assert one.moved("all-gather", "write") / shard == pytest.approx(3)
@@ -162,7 +207,9 @@ def test_traffic_of_a_gathered_input(network: Any) -> None:
 
 @pytest.mark.parametrize("collective", ["reduce-scatter", "all-to-all", "all-gather"])
 def test_one_gpu_stands_for_all(collective: Any) -> None:
-    """All four in detail take the same time and move the same; one that computes half as fast holds up all."""
+    """All four in detail take the same time and move the same; one that computes half as fast holds
+    up all.
+    """
     product = Product("square", rows=1024, columns=1024, depth=256)
     runs = [
         simulate(load_t3_machine(), product, 4, "t3-mca", collective, slowness=slowness)
@@ -193,7 +240,9 @@ def test_runs_are_repeatable(small: dict[str, SubLayer]) -> None:
 
 
 def test_maps_say_what_arrives() -> None:
-    """Ring of 4: chunk 0 leaves, 1 and 2 wait for two updates, 3 is the sum of all; direct: all but 3 leave for it."""
+    """Ring of 4: chunk 0 leaves, 1 and 2 wait for two updates, 3 is the sum of all; direct: all but
+    3 leave for it.
+    """
     ring, direct, exchange = ring_reduce_scatter(4), direct_reduce_scatter(4), all_to_all(4)
     assert [ring.expected(chunk) for chunk in range(4)] == [0, 2, 2, 2]
     assert [ring.addends(3), direct.addends(3), exchange.addends(3)] == [4, 4, 1]
@@ -220,15 +269,21 @@ def _ended(changes: dict[str, Any], first: int, threshold: float | None) -> int:
     done: list[int] = []
     for _ in range(first):
         memory.request("compute", "product", "read", 16384, lambda: None)
-    memory.request("communication", "reduce-scatter", "read", 16384, lambda: done.append(engine.now))
+    memory.request(
+        "communication", "reduce-scatter", "read", 16384, lambda: done.append(engine.now)
+    )
     engine.run()
     return done[0]
 
 
 def test_arbitration_serves_the_product_first_but_starves_nobody() -> None:
-    """200 requests of the product are waiting when communication asks: in turn, first come; first, all of them, up to a limit."""
+    """200 requests of the product are waiting when communication asks: in turn, first come; first,
+    all of them, up to a limit.
+    """
     burst = 16384 / 1000
-    ended = {limit: _ended({"arbitration.starvation_ns": limit}, 200, 5) for limit in (0, 1000, 10**9)}
+    ended = {
+        limit: _ended({"arbitration.starvation_ns": limit}, 200, 5) for limit in (0, 1000, 10**9)
+    }
     assert ended[0] < ended[1000] < ended[10**9] == pytest.approx(201 * burst, rel=0.01)
     assert ended[1000] == pytest.approx(1000, rel=0.1)
     assert _ended({}, 200, None) < ended[1000]
@@ -237,13 +292,23 @@ def test_arbitration_serves_the_product_first_but_starves_nobody() -> None:
 
 def test_threshold_falls_with_intensity() -> None:
     rule = load_t3_machine().arbitration
-    assert [rule.threshold(intensity) for intensity in (0.9, 0.5, 0.3, 0.07, 0.01)] == [5, 5, 10, 30, float("inf")]
+    assert [rule.threshold(intensity) for intensity in (0.9, 0.5, 0.3, 0.07, 0.01)] == [
+        5,
+        5,
+        10,
+        30,
+        float("inf"),
+    ]
 
 
 def _busy(kinds: tuple[Kind, ...], run: float, **changes: float) -> int:
     """Until all of some requests of 16 KB are done, of nothing but what is given in ``changes``."""
     engine = Engine()
-    memory = Memory(engine, load_t3_machine("t3-paper", {**IDEAL, **{f"memory.{k}": v for k, v in changes.items()}}), None)
+    memory = Memory(
+        engine,
+        load_t3_machine("t3-paper", {**IDEAL, **{f"memory.{k}": v for k, v in changes.items()}}),
+        None,
+    )
     for kind in kinds:
         memory.request("compute", "x", kind, 16384, lambda: None, run)
     return engine.run()
@@ -254,13 +319,17 @@ def test_memory_times() -> None:
     burst = 16384 / 1000
     assert _busy(("read",), 0) == pytest.approx(burst, abs=1)
     assert _busy(("read", "write"), 0, read_to_write_ns=14) == pytest.approx(2 * burst + 14, abs=2)
-    assert _busy(("read",), 0, row_open_ns=28) == pytest.approx(28 + burst, abs=2)  # two banks, opened together
+    assert _busy(("read",), 0, row_open_ns=28) == pytest.approx(
+        28 + burst, abs=2
+    )  # two banks, opened together
     # Two of the four bank groups at a time, and a queue too short to look ahead to the others.
     columns = {"group_column_ns": 2, "update_column_ns": 4, "queue_entries": 16}
     assert _busy(("read",) * 64, 0, **columns) == pytest.approx(64 * burst, rel=0.05)
     assert _busy(("update",) * 64, 0, **columns) == pytest.approx(2 * 64 * burst, rel=0.1)
     # 128 bytes of each row in 16 banks every 200 ns; those that run on find their rows open.
-    scattered, running = (_busy(("read",) * 64, run, row_open_ns=28, row_cycle_ns=200) for run in (128, 0))
+    scattered, running = (
+        _busy(("read",) * 64, run, row_open_ns=28, row_cycle_ns=200) for run in (128, 0)
+    )
     assert running < 1.2 * 64 * burst < 64 * 16384 / (32 * 16 * 128 / 200) < scattered
 
 
@@ -268,7 +337,9 @@ def test_memory_times() -> None:
 
 
 def test_tracker_counts_and_overflows() -> None:
-    """Blocks 0, 2 and 4 share a set of two counters: 4 is counted elsewhere, and completes all the same."""
+    """Blocks 0, 2 and 4 share a set of two counters: 4 is counted elsewhere, and completes all the
+    same.
+    """
     complete: list[int] = []
     spilled: list[int] = []
 
@@ -299,7 +370,9 @@ def test_no_tracker_costs_traffic_and_loses_nothing(small: dict[str, SubLayer]) 
 
 
 def test_a_layer_adds_up() -> None:
-    """Times are given: 100 ns of product in 200 of sub-layer; a quarter of all in what is not sliced."""
+    """Times are given: 100 ns of product in 200 of sub-layer; a quarter of all in what is not
+    sliced.
+    """
     model = load_t3_model("t-nlg")
     times = {"sequential": 200, "t3": 150, "t3-mca": 140, "ideal": 120, "product": 100}
     known = {model.product(name, 8).depth: times for name in ("op", "fc2", "ip")}
@@ -322,7 +395,9 @@ def test_study_compares_every_figure_that_it_can() -> None:
     assert done.cases[1].total_ns == done.cases[2].total_ns
     assert all(source and confidence for _, _, confidence, source in done.assumptions)
     (mean,) = figures([*_named(done.cases, "palm"), *_named(done.cases, "mt-nlg")])
-    assert mean.ours == pytest.approx(100 * (statistics.geometric_mean([case.speed_up("t3-mca") for case in done.cases]) - 1))
+    assert mean.ours == pytest.approx(
+        100 * (statistics.geometric_mean([case.speed_up("t3-mca") for case in done.cases]) - 1)
+    )
     assert mean.met == (abs(mean.ours - 29) <= 3)
     assert len(figures(_named(done.cases, "t-nlg"))) > 15
 
@@ -338,21 +413,33 @@ def _named(cases: list[Case], model: str) -> list[Case]:
 def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     """Its sequential time lies within 6 % of cuBLAS + NCCL; few rows are left out."""
     machine = load_t3_machine("t3-h200")
-    found, left_out = compare(machine, [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))])
+    found, left_out = compare(
+        machine,
+        [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))],
+    )
     (one,) = found
     assert left_out == ["gemm_reduce_scatter 256 x 8192 x 7168"]
     assert abs(one.error) < 0.06
-    assert one.measured_ns["product"] < one.corrected_ns("t3-mca") < one.measured_ns["fused"] < one.measured_ns["unfused"]
+    assert (
+        one.measured_ns["product"]
+        < one.corrected_ns("t3-mca")
+        < one.measured_ns["fused"]
+        < one.measured_ns["unfused"]
+    )
     assert one.gain == pytest.approx(one.software_ns / one.corrected_ns("t3-mca"))
     (tmp_path / "empty.json").write_text('{"results": []}')
-    with pytest.raises(ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"):
+    with pytest.raises(
+        ConfigError, match="must have times of gemm_reduce_scatter or gemm_all_to_all"
+    ):
         compare(machine, [tmp_path / "empty.json"])
     with pytest.raises(ConfigError, match="must be a document of interlace bench"):
         compare(machine, [tmp_path / "none.json"])
 
 
 @pytest.mark.parametrize("fastest", ["fused", "mapped", "split", "triggered"])
-def test_t3_is_compared_with_the_fastest_of_our_implementations(fastest: str, tmp_path: Path) -> None:
+def test_t3_is_compared_with_the_fastest_of_our_implementations(
+    fastest: str, tmp_path: Path
+) -> None:
     """Whatever ``auto`` took in that run, and whatever was measured beside them."""
     file = _some_shapes(tmp_path / "bench.json", ("1024 x 8192 x 7168",))
     document = json.loads(file.read_text())
@@ -383,41 +470,104 @@ def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
     ("call", "message"),
     [
         (lambda machine: simulate(machine, SMALL, 8, "t4"), "a configuration must be one of"),
-        (lambda machine: simulate(machine, SMALL, 8, "t3", "broadcast"), "a collective must be one of"),
-        (lambda machine: simulate(machine, SMALL, 8, "t3", network="torus"), "a network must be one of"),
-        (lambda machine: simulate(machine, SMALL, 1, "t3"), "at least 2 ranks; got 1"),
-        (lambda machine: simulate(machine, SMALL, 1, "t3", "all-gather"), "at least 2 ranks, and rows that divide evenly"),
-        (lambda machine: simulate(machine, ODD, 3, "t3", "all-gather"), "got 1000 rows and 3 ranks"),
-        (lambda machine: simulate(machine, SMALL, 4, "t3", slowness=(1, 1)), "a factor of at least 1 for each of 4 GPUs"),
-        (lambda machine: simulate(machine, SMALL, 8, "t3", address_map=ring_reduce_scatter(4)), "for each of 8 GPUs; got 4"),
-        (lambda machine: simulate(machine, SMALL, 4, "t3", address_map=all_to_all(4)), "chunk 3 is that of 1"),
         (
-            lambda machine: simulate(machine, SMALL, 4, "t3", "all-gather", address_map=ring_reduce_scatter(4)),
+            lambda machine: simulate(machine, SMALL, 8, "t3", "broadcast"),
+            "a collective must be one of",
+        ),
+        (
+            lambda machine: simulate(machine, SMALL, 8, "t3", network="torus"),
+            "a network must be one of",
+        ),
+        (lambda machine: simulate(machine, SMALL, 1, "t3"), "at least 2 ranks; got 1"),
+        (
+            lambda machine: simulate(machine, SMALL, 1, "t3", "all-gather"),
+            "at least 2 ranks, and rows that divide evenly",
+        ),
+        (
+            lambda machine: simulate(machine, ODD, 3, "t3", "all-gather"),
+            "got 1000 rows and 3 ranks",
+        ),
+        (
+            lambda machine: simulate(machine, SMALL, 4, "t3", slowness=(1, 1)),
+            "a factor of at least 1 for each of 4 GPUs",
+        ),
+        (
+            lambda machine: simulate(machine, SMALL, 8, "t3", address_map=ring_reduce_scatter(4)),
+            "for each of 8 GPUs; got 4",
+        ),
+        (
+            lambda machine: simulate(machine, SMALL, 4, "t3", address_map=all_to_all(4)),
+            "chunk 3 is that of 1",
+        ),
+        (
+            lambda machine: simulate(
+                machine, SMALL, 4, "t3", "all-gather", address_map=ring_reduce_scatter(4)
+            ),
             "got one for an all-gather",
         ),
         (
-            lambda _: simulate(load_t3_machine("t3-paper", {"gpu.compute_units": 8}), SMALL, 4, "split-8"),
+            lambda _: simulate(
+                load_t3_machine("t3-paper", {"gpu.compute_units": 8}), SMALL, 4, "split-8"
+            ),
             "more than 8 compute units",
         ),
-        (lambda _: Product("none", 0, 1, 1), "sizes of a product must be at least 1; got 0 x 1 x 1"),
-        (lambda _: load_t3_model("t-nlg").product("fc3", 8), "a sub-layer must be one of op, fc2, fc1, ip; got 'fc3'"),
+        (
+            lambda _: Product("none", 0, 1, 1),
+            "sizes of a product must be at least 1; got 0 x 1 x 1",
+        ),
+        (
+            lambda _: load_t3_model("t-nlg").product("fc3", 8),
+            "a sub-layer must be one of op, fc2, fc1, ip; got 'fc3'",
+        ),
         (lambda _: load_t3_model("t-nlg").product("op", 5), "must be at least 2 and divide"),
         (lambda _: load_t3_model("gpt-5"), "must be a YAML file or one of"),
         (lambda _: load_t3_machine("t3-paper", {"tracker.bytes": 1}), "must be a known key"),
-        (lambda _: load_t3_machine("t3-paper", {"memory.bytes_per_s": 0}), "bytes_per_s must be above 0"),
-        (lambda _: load_t3_machine("t3-paper", {"gpu.efficiency": 2}), "efficiency must not be above 1"),
-        (lambda _: load_t3_machine("t3-paper", {"memory.update_column_ns": 1}), "update_column_ns must be at least"),
-        (lambda _: load_t3_machine("t3-paper", {"arbitration.intensities": [0.1, 0.5, 0.9]}), "intensities must fall"),
-        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "sleep"), "a phase must be one of"),
-        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "generation"), "must have the number of sequences"),
-        (lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "prompt", rest_share=1), "from 0 to below 1"),
+        (
+            lambda _: load_t3_machine("t3-paper", {"memory.bytes_per_s": 0}),
+            "bytes_per_s must be above 0",
+        ),
+        (
+            lambda _: load_t3_machine("t3-paper", {"gpu.efficiency": 2}),
+            "efficiency must not be above 1",
+        ),
+        (
+            lambda _: load_t3_machine("t3-paper", {"memory.update_column_ns": 1}),
+            "update_column_ns must be at least",
+        ),
+        (
+            lambda _: load_t3_machine("t3-paper", {"arbitration.intensities": [0.1, 0.5, 0.9]}),
+            "intensities must fall",
+        ),
+        (
+            lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "sleep"),
+            "a phase must be one of",
+        ),
+        (
+            lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "generation"),
+            "must have the number of sequences",
+        ),
+        (
+            lambda machine: estimate(machine, load_t3_model("t-nlg"), 8, "prompt", rest_share=1),
+            "from 0 to below 1",
+        ),
         (lambda _: ring_reduce_scatter(1), "at least 2 ranks; got 1"),
-        (lambda _: AddressMap(4, {0: Target(1, 1), 1: Target(1, 2)}, {1: DmaMap(2, Target(1, 2))}), "one map only"),
+        (
+            lambda _: AddressMap(
+                4, {0: Target(1, 1), 1: Target(1, 2)}, {1: DmaMap(2, Target(1, 2))}
+            ),
+            "one map only",
+        ),
         (lambda _: AddressMap(4, {4: Target(1, 1)}, {}), "one of 0 to 3"),
         (lambda _: AddressMap(4, {0: Target(0, 1)}, {}), "must go to another GPU"),
         (lambda _: AddressMap(2, {0: Target(1, 1), 1: Target(1, 0)}, {}), "go round for ever"),
-        (lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(3, Target(1, 2))}), "It would never start"),
-        (lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(1, Target(1, 2))}), "It would send a part"),
+        (
+            lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(3, Target(1, 2))}),
+            "It would never start",
+        ),
+        (
+            lambda _: AddressMap(4, {0: Target(1, 1)}, {1: DmaMap(1, Target(1, 2))}),
+            "It would send a part",
+        ),
     ],
 )
 def test_rejected_inputs(call: Callable[[Any], Any], message: str) -> None:
@@ -437,7 +587,9 @@ def _run(*arguments: object) -> str:
 def test_command_prints_and_writes(tmp_path: Path) -> None:
     files = {name: tmp_path / f"t3.{name}" for name in ("json", "png", "trace")}
     shape = ("--shape", "1024x1024x256", "--tp", 4, "--set", "tracker.sets=64")
-    output = _run("t3", *shape, "--json", files["json"], "--plot", files["png"], "--trace", files["trace"])
+    output = _run(
+        "t3", *shape, "--json", files["json"], "--plot", files["png"], "--trace", files["trace"]
+    )
     assert "t3-mca" in output
     document = json.loads(files["json"].read_text())
     assert document.keys() == set(CONFIGURATIONS)
@@ -451,9 +603,25 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["sim", "t3", "--shape", "12x"]).exit_code != 0
 
 
-@pytest.mark.parametrize(("collective", "network"), [("all-to-all", "switch"), ("all-gather", "full"), ("reduce-scatter", "full")])
-def test_command_of_what_the_paper_only_discusses(collective: str, network: str, tmp_path: Path) -> None:
-    arguments = ("--shape", "512x512x128", "--tp", 4, "--collective", collective, "--network", network, "--slowest", 1.5)
+@pytest.mark.parametrize(
+    ("collective", "network"),
+    [("all-to-all", "switch"), ("all-gather", "full"), ("reduce-scatter", "full")],
+)
+def test_command_of_what_the_paper_only_discusses(
+    collective: str, network: str, tmp_path: Path
+) -> None:
+    arguments = (
+        "--shape",
+        "512x512x128",
+        "--tp",
+        4,
+        "--collective",
+        collective,
+        "--network",
+        network,
+        "--slowest",
+        1.5,
+    )
     output = _run("t3", *arguments, "--plot", tmp_path / "a.png", "--trace", tmp_path / "a.json")
     assert f"{network} of 4" in output
     assert collective.replace("reduce-scatter", "product update") in output

@@ -13,10 +13,12 @@ IMPLS = ("auto", "fused", "mapped", "split", "unfused")
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherGemmConfig(ProductConfig):
-    """One way to run the fused kernel of ``all_gather_gemm``; see :class:`ProductConfig` for the other fields.
+    """One way to run the fused kernel of ``all_gather_gemm``; see :class:`ProductConfig` for the
+    other fields.
 
     Attributes:
-        stage_first: 1 to give staging this rank's rows for the others priority over the product; 0 to let it share.
+        stage_first: 1 to give staging this rank's rows for the others priority over the product; 0
+            to let it share.
     """
 
     group_m: int = 16
@@ -25,4 +27,6 @@ class AllGatherGemmConfig(ProductConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stage_first not in (0, 1):
-            raise ArgumentError(f"AllGatherGemmConfig: stage_first must be 0 or 1; got {self.stage_first}.")
+            raise ArgumentError(
+                f"AllGatherGemmConfig: stage_first must be 0 or 1; got {self.stage_first}."
+            )

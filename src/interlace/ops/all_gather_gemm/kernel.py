@@ -15,20 +15,21 @@ _ROUTE = tl.constexpr(record.ROUTE)
 
 @triton.jit
 def _multiply(
-    start, end, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group, most_rows,
-    N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
-    OWN: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
-    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    start, end, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group,
+    most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
+    OWN: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    TILES: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of this program from ``start`` to ``end``: of this rank's own x (``OWN``), or of the gathered one, each after its
-    source's rows have come.
+    """Every tile of this program from ``start`` to ``end``: of this rank's own x (``OWN``), or of
+    the gathered one, each after its source's rows have come.
     """
     me = il.rank(group)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
     arrived = 1
-    # Loaded when the source changes: a tile that begins with a trip to memory begins a microsecond later.
+    # Loaded when the source changes: a tile that begins with a trip to memory begins a microsecond
+    # later.
     known_source = me
     first = tl.load(routes + me * _ROUTE + _FIRST_ROW).to(tl.int32)
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
@@ -68,24 +69,26 @@ def _multiply(
 
 @triton.jit(
     do_not_specialize=[
-        "y_address", "signals", "call", "most_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
-        "row_groups", "inner_groups",
+        "y_address", "signals", "call", "most_rows", "N", "K", "x_stride", "w_stride",
+        "x_scale_stride", "w_scale_stride", "row_groups", "inner_groups",
     ]
 )
 def all_gather_gemm(
-    x, w, bias, x_scale, w_scale, scales, whole, result, y_address, signals, epochs, ctx, routes, call, most_rows, N, K,
-    x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, inner_groups,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, INNER_ALIGN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, scales, whole, result, y_address, signals, epochs, ctx, routes,
+    call, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
+    inner_groups, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    TILES: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    INNER_ALIGN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 
-    Protocol: programs go round over tiles: of this rank's own rows, straight from x; then of the neighbour's and so on, each after
-    its source's signal, which a copy sets behind the rows themselves.
+    Protocol: programs go round over tiles: of this rank's own rows, straight from x; then of the
+    neighbour's and so on, each after its source's signal, which a copy sets behind the rows
+    themselves.
 
-    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 computes a @ w0.T and, once b is in row 1 of its
-    gathered x, b @ w0.T.
+    Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 computes a @ w0.T and,
+    once b is in row 1 of its gathered x, b @ w0.T.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -94,18 +97,20 @@ def all_gather_gemm(
     flags = il.pointer(signals, tl.int32)
     row_stride, K_padded = row_groups * ALIGN, inner_groups * INNER_ALIGN
     each = ((most_rows + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
-    # This rank's own rows are read where they are, and the others' where they arrive: two loops, one after the other, since two
-    # in the branches of one would need the shared memory of both.
+    # This rank's own rows are read where they are, and the others' where they arrive: two loops,
+    # one after the other, since two in the branches of one would need the shared memory of both.
     _multiply(
-        program, each, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group, most_rows,
-        N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
-        True, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+        program, each, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group,
+        most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each, True,
+        WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N,
+        BLOCK_K,
     )  # fmt: skip
     if WORLD_SIZE > 1:
         following = program + tl.maximum(each - program + programs - 1, 0) // programs * programs
         _multiply(
-            following, each * WORLD_SIZE, whole, w, bias, scales, w_scale, result, y_address, routes, flags, stamp, group,
-            most_rows, N, K, K_padded, w_stride, 1, w_scale_stride, row_stride, each,
-            False, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+            following, each * WORLD_SIZE, whole, w, bias, scales, w_scale, result, y_address,
+            routes, flags, stamp, group, most_rows, N, K, K_padded, w_stride, 1, w_scale_stride,
+            row_stride, each, False, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION,
+            GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     il.advance_epoch(epochs, epoch)

@@ -1,4 +1,6 @@
-"""``torch.ops.interlace.all_gather_gemm``: schema, shape inference, gradient. Triton is imported by the first call."""
+"""``torch.ops.interlace.all_gather_gemm``: schema, shape inference, gradient. Triton is imported by
+the first call.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from interlace.products.splits import place
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
-    "all_gather_gemm(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, SymInt[]? splits, "
+    "all_gather_gemm(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, "
+    "SymInt[]? splits, "
     "ScalarType out_dtype, bool gather, str group_name, str impl, str config) -> (Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
@@ -35,7 +38,9 @@ def _run(
     from interlace.ops.all_gather_gemm.launch import run
     from interlace.products.operands import Operands
 
-    return run(Operands(x, w, bias, x_scale, w_scale, out_dtype), splits, gather, group_name, impl, config)
+    return run(
+        Operands(x, w, bias, x_scale, w_scale, out_dtype), splits, gather, group_name, impl, config
+    )
 
 
 def _fake(
@@ -51,28 +56,40 @@ def _fake(
     *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = x.shape[0] * place(group_name)[1] if splits is None else sum(splits)
-    return x.new_empty([rows, w.shape[0]], dtype=out_dtype), x.new_empty([rows if gather else 0, x.shape[1]])
+    return x.new_empty([rows, w.shape[0]], dtype=out_dtype), x.new_empty(
+        [rows if gather else 0, x.shape[1]]
+    )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     x, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
     # What the gradient's operator cannot do for these rows, it was not asked for.
     uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
     ctx.impl = "auto" if impl == "mapped" or (impl == "split" and uneven) else impl
     gathered = output[1]
     if ctx.needs_input_grad[1] and not gather:
-        raise ArgumentError("all_gather_gemm: gather must be True where w requires a gradient; got False.")
+        raise ArgumentError(
+            "all_gather_gemm: gather must be True where w requires a gradient; got False."
+        )
     if not gather:
         ctx.mark_non_differentiable(gathered)  # it has no rows
     ctx.set_materialize_grads(False)
     ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-    ctx.save_for_backward(gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+    ctx.save_for_backward(
+        gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+    )
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None) -> tuple[Any, ...]:
-    """Each rank's part of N gives a part of every row's gradient: they are summed while they are computed.
+def _backward(
+    ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Each rank's part of N gives a part of every row's gradient: they are summed while they are
+    computed.
 
-    The gathered x has a gradient in second derivatives only, where grad_w, which is a product with it, is differentiated.
+    The gathered x has a gradient in second derivatives only, where grad_w, which is a product with
+    it, is differentiated.
     """
     gathered, w = ctx.saved_tensors
     grad_x = grad_w = grad_bias = None
@@ -87,7 +104,11 @@ def _backward(ctx: Any, grad: torch.Tensor | None, grad_gathered: torch.Tensor |
         identity = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
         summands.append((grad_gathered, identity))
     if summands:
-        left, right = summands[0] if len(summands) == 1 else (torch.cat(each, 1) for each in zip(*summands, strict=True))
+        left, right = (
+            summands[0]
+            if len(summands) == 1
+            else (torch.cat(each, 1) for each in zip(*summands, strict=True))
+        )
         grad_x = torch.ops.interlace.gemm_reduce_scatter(
             left, right, None, None, None, ctx.splits, ctx.dtype, ctx.group_name, ctx.impl, ""
         )

@@ -1,4 +1,6 @@
-"""``all_gather_gemm`` as two steps of torch: the unfused pair that the fused kernel is checked against."""
+"""``all_gather_gemm`` as two steps of torch: the unfused pair that the fused kernel is checked
+against.
+"""
 
 from __future__ import annotations
 

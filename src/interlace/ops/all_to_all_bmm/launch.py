@@ -22,25 +22,31 @@ from interlace.products.spread import spread
 
 
 def choose(**call: Any) -> Choice[ProductConfig]:
-    """Which implementation is faster than the pair, if one is; see :func:`interlace.products.choice.choose_product`.
+    """Which implementation is faster than the pair, if one is; see
+    :func:`interlace.products.choice.choose_product`.
 
     Its configuration means nothing here. ``rows`` are those of all products.
     """
     return choose_product(OPERATOR, ProductConfig, **call)
 
 
-def run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``[B, R C, N]`` and ``[B, R C, K]`` of ``x [R B C, K]`` and ``w [B, K, N]``; see README.md.
 
     Args:
         impl: of :data:`IMPLS`.
 
     Raises:
-        ArgumentError: x and w do not fit each other, x's rows do not divide evenly, or there is no such implementation.
+        ArgumentError: x and w do not fit each other, x's rows do not divide evenly, or there is no
+            such implementation.
         RankMismatchError: ranks differ in shapes, dtypes or impl.
     """
     group = group_for(OPERATOR, group_name, x.device)
-    mark, how = group.once((OPERATOR, x.shape, w.shape, x.dtype, w.dtype, impl), lambda: _decide(x, w, group, impl))
+    mark, how = group.once(
+        (OPERATOR, x.shape, w.shape, x.dtype, w.dtype, impl), lambda: _decide(x, w, group, impl)
+    )
     count, inner, columns = w.shape
     rows = x.shape[0] // count
     if group.world_size == 1:
@@ -48,7 +54,10 @@ def run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> tuple[t
         return torch.bmm(received, w), received
     require(group.backend)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y, whole = x.new_empty([count, rows, columns]), x.new_empty([count, rows, padded_columns(inner, x.dtype)])
+    y, whole = (
+        x.new_empty([count, rows, columns]),
+        x.new_empty([count, rows, padded_columns(inner, x.dtype)]),
+    )
     # Before anything is enqueued: memory may have to grow.
     if how == "mapped":
         enqueue = _spread(x, w, y, whole, group, mark)
@@ -64,18 +73,27 @@ def run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> tuple[t
 def _decide(x: torch.Tensor, w: torch.Tensor, group: Group, impl: str) -> tuple[int, str]:
     """Check a call on all ranks: its mark, and how it runs."""
     mark = group.agree(
-        OPERATOR, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtypes=(str(x.dtype), str(w.dtype)), impl=impl
+        OPERATOR, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape),
+        dtypes=(str(x.dtype), str(w.dtype)), impl=impl
     )  # fmt: skip
     if impl not in IMPLS:
         raise ArgumentError(f"{OPERATOR}: impl must be one of {', '.join(IMPLS)}; got {impl!r}.")
-    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or not (x.numel() and w.numel()):
+    if (
+        x.dim() != 2
+        or w.dim() != 3
+        or x.shape[1] != w.shape[1]
+        or x.dtype != w.dtype
+        or not (x.numel() and w.numel())
+    ):
         raise ArgumentError(
-            f"{OPERATOR}: x must be [R B C, K] and w [B, K, N] of the same dtype, not empty; got {list(x.shape)} of {x.dtype} and "
+            f"{OPERATOR}: x must be [R B C, K] and w [B, K, N] of the same dtype, not empty; got "
+            f"{list(x.shape)} of {x.dtype} and "
             f"{list(w.shape)} of {w.dtype}."
         )
     if x.shape[0] % (group.world_size * w.shape[0]):
         raise ArgumentError(
-            f"{OPERATOR}: rows of x must divide evenly over {group.world_size} ranks and {w.shape[0]} products; "
+            f"{OPERATOR}: rows of x must divide evenly over {group.world_size} ranks and "
+            f"{w.shape[0]} products; "
             f"got {x.shape[0]}. Pad x."
         )
     if impl != "auto":
@@ -88,7 +106,9 @@ def _decide(x: torch.Tensor, w: torch.Tensor, group: Group, impl: str) -> tuple[
 def _spread(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, whole: torch.Tensor, group: Group, mark: int
 ) -> Callable[[], None]:  # fmt: skip
-    """What enqueues one kernel that stores rows where they are multiplied, and the products into ``y``."""
+    """What enqueues one kernel that stores rows where they are multiplied, and the products into
+    ``y``.
+    """
     ranks, inner = group.world_size, x.shape[1]
     share = whole.shape[1] // ranks
     rows = [len(w) * share] * ranks
@@ -102,9 +122,12 @@ def _spread(
 
 
 def _fetch(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, whole: torch.Tensor, staging: Staging, group: Group, mark: int
+    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, whole: torch.Tensor, staging: Staging,
+    group: Group, mark: int
 ) -> None:  # fmt: skip
-    """The products into ``y``, of this rank's own rows while copies bring the peers' into ``whole [B, R C, padded K]``."""
+    """The products into ``y``, of this rank's own rows while copies bring the peers' into ``whole
+    [B, R C, padded K]``.
+    """
     ranks, me, count, inner = group.world_size, group.rank, len(w), x.shape[1]
     share = whole.shape[1] // ranks
     share_bytes = share * staging.row_bytes
@@ -114,14 +137,22 @@ def _fetch(
         return whole.data_ptr() + source * share_bytes
 
     pieces = {
-        source: [Piece(me * count * share_bytes, place(source), share_bytes, count, ranks * share_bytes)]
+        source: [
+            Piece(me * count * share_bytes, place(source), share_bytes, count, ranks * share_bytes)
+        ]
         for source in ((me + step) % ranks for step in range(1, ranks))
     }
     own = Own(me * count * share, count * share, place(me), share, ranks * share, staged=False)
-    fetching = fetch.begin(group, staging, x, None, whole, pieces, mark, own=own, first=True, signal=False)
-    arriving, results = whole.view(count, ranks, share, -1)[..., :inner], y.view(count, ranks, share, -1)
+    fetching = fetch.begin(
+        group, staging, x, None, whole, pieces, mark, own=own, first=True, signal=False
+    )
+    arriving, results = (
+        whole.view(count, ranks, share, -1)[..., :inner],
+        y.view(count, ranks, share, -1),
+    )
     torch.bmm(x.view(ranks, count, share, inner)[me], w, out=results[:, me])
-    # What lies side by side is one product: a product for each source would have a last wave of tiles for each.
+    # What lies side by side is one product: a product for each source would have a last wave of
+    # tiles for each.
     for sources in (slice(me + 1, ranks), slice(0, me)):
         for source in range(ranks)[sources]:
             copies.wait_for(group, fetching.arrived[source])

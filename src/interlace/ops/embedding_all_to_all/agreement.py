@@ -1,4 +1,6 @@
-"""What ranks tell each other about their tables: in every call, or once for each name, and then a constant of graphs."""
+"""What ranks tell each other about their tables: in every call, or once for each name, and then a
+constant of graphs.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from interlace.ops.embedding_all_to_all.config import OPERATOR
 from interlace.ops.embedding_all_to_all.record import MAX_RANKS
 
 anchors: dict[str, torch.Tensor] = {}
-"""By device, a tensor that requires a gradient, which is zero: the operator's output then requires one on every rank.
+"""By device, a tensor that requires a gradient, which is zero: the operator's output then requires
+one on every rank.
 
-A compiled function takes it as an input, like any tensor that is global. Made within, it would not count: on a rank whose
-own tables do not train, the graph would be one without a backward pass, in which the peers wait for this rank.
+A compiled function takes it as an input, like any tensor that is global. Made within, it would not
+count: on a rank whose own tables do not train, the graph would be one without a backward pass, in
+which the peers wait for this rank.
 """
 
 
@@ -66,7 +70,8 @@ class Question(NamedTuple):
 
 
 def ask(fields: tuple[Any, ...]) -> Agreed:
-    """What all ranks say of a call without a name: exchanged on the host in every call, between two compiled graphs.
+    """What all ranks say of a call without a name: exchanged on the host in every call, between two
+    compiled graphs.
 
     Args:
         fields: of the :class:`Question`.
@@ -76,7 +81,8 @@ def ask(fields: tuple[Any, ...]) -> Agreed:
         ArgumentError: no rank has a table, and nobody says what dtype the output has.
     """
     frames = torch._C._dynamo.eval_frame
-    before = frames.set_eval_frame(None)  # between two graphs, Dynamo would compile what is called from here
+    # Between two graphs, Dynamo would compile what is called from here
+    before = frames.set_eval_frame(None)
     try:
         question = Question(*fields)
         group = _group(question)
@@ -89,38 +95,45 @@ def ask(fields: tuple[Any, ...]) -> Agreed:
 # What torch.compiler.disable does, without importing the compiler, which takes seconds.
 ask._torchdynamo_disable = True  # type: ignore[attr-defined]
 ask._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    f"{OPERATOR} without a name asks the other ranks in every call; pass name=... to have the call in a graph"
+    f"{OPERATOR} without a name asks the other ranks in every call; pass name=... to have the "
+    "call in a graph"
 )
 
 
 def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
-    """What all ranks said of the calls with a name when the first one was made: a constant of compiled graphs.
+    """What all ranks said of the calls with a name when the first one was made: a constant of
+    compiled graphs.
 
-    The name, the output's dtype and whether gradients are recorded are the same on every rank, so every rank asks in
-    the same call, or none does. This rank's widths and dtype are no part of that key, and must not change. Whether a
-    rank trains its tables may change: once one did, every rank's backward pass takes part, also that of a rank which
-    has frozen its tables since. As long as no rank does, calls that record gradients ask again.
+    The name, the output's dtype and whether gradients are recorded are the same on every rank, so
+    every rank asks in the same call, or none does. This rank's widths and dtype are no part of that
+    key, and must not change. Whether a rank trains its tables may change: once one did, every
+    rank's backward pass takes part, also that of a rank which has frozen its tables since. As long
+    as no rank does, calls that record gradients ask again.
 
     Args:
         fields: of the :class:`Question`; a plain tuple, as tracing can evaluate no other.
-        traced: the call is traced into a graph. A graph is traced again when only this rank's arguments change, so
-            nothing is asked then: the answer to the first trace is final.
+        traced: the call is traced into a graph. A graph is traced again when only this rank's
+            arguments change, so nothing is asked then: the answer to the first trace is final.
 
     Raises:
         RankMismatchError: on every rank, if tables or outputs have different dtypes.
-        ArgumentError: no rank has a table, and nobody says what dtype the output has; or this rank's tables are not
-            those that had this name before.
+        ArgumentError: no rank has a table, and nobody says what dtype the output has; or this
+            rank's tables are not those that had this name before.
     """
     question = Question(*fields)
     group = _group(question)
     answers = _answers(group, question, {})
     trains = question.grad_enabled and group.any_rank(
-        f"{OPERATOR}: whether a rank trains tables named {question.name!r}", question.trains, final=traced
+        f"{OPERATOR}: whether a rank trains tables named {question.name!r}",
+        question.trains,
+        final=traced,
     )
     if question.trains and not trains:
         raise ArgumentError(
-            f"{OPERATOR}: tables named {question.name!r} must require gradients on some rank when a graph with them is first "
-            f"compiled, or never; got ones that do now. Unfreeze them before, or give the call another name on every rank."
+            f"{OPERATOR}: tables named {question.name!r} must require gradients on some rank when "
+            "a graph with them is first "
+            "compiled, or never; got ones that do now. Unfreeze them before, or give the call "
+            "another name on every rank."
         )
     return _agreed(group, question, answers, trains)
 
@@ -133,7 +146,9 @@ def _group(question: Question) -> Group:
     group = group_named(question.group_name, torch.device(question.device))
     group.check()
     if group.world_size > MAX_RANKS:
-        raise GroupError(f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}.")
+        raise GroupError(
+            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
+        )
     return group
 
 
@@ -154,10 +169,13 @@ def _require_outputs(answers: Answers) -> None:
     if len(held) > 1:
         got = ", ".join(f"{dtype!r} on rank {rank}" for rank, dtype in enumerate(dtypes))
         raise RankMismatchError(
-            f"{OPERATOR}: the dtype of weights must be the same on every rank; got {got}. Nothing was computed."
+            f"{OPERATOR}: the dtype of weights must be the same on every rank; got {got}. Nothing "
+            "was computed."
         )
     if not held and answers[0]["output_dtype"] is None:
-        raise ArgumentError(f"{OPERATOR}: some rank must have a table, or output_dtype must be given; got neither.")
+        raise ArgumentError(
+            f"{OPERATOR}: some rank must have a table, or output_dtype must be given; got neither."
+        )
 
 
 def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:

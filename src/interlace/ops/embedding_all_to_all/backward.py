@@ -1,4 +1,6 @@
-"""From a gradient to a kernel launch: lookups sorted by row, memory, grid, the launch; and the unfused way."""
+"""From a gradient to a kernel launch: lookups sorted by row, memory, grid, the launch; and the
+unfused way.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
-_APART = 32  # counters between that of tickets and the first segment's: another cache line, as well aligned
+# Counters between that of tickets and the first segment's: another cache line, as well aligned
+_APART = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """This rank's lookups in the order of tables and rows; every tensor has a size known without looking at the numbers.
+    """This rank's lookups in the order of tables and rows; every tensor has a size known without
+    looking at the numbers.
 
     Attributes:
         keys: of each lookup, its row's number among all rows of the rank; ascending.
@@ -61,8 +65,10 @@ class Sorted:
         scale: of each lookup, its factor, float32; None for 1.
         segment_of: of each lookup, the number of its distinct row.
         segments: where each distinct row's lookups begin; beyond the last, the number of lookups.
-        runs: where each run of at most ``run_lookups`` lookups of one row begins; beyond the last, the number of lookups.
-        run_bags, run_keys, run_segments: of each run, the bag of its first lookup, its row's key and its row's segment.
+        runs: where each run of at most ``run_lookups`` lookups of one row begins; beyond the last,
+            the number of lookups.
+        run_bags, run_keys, run_segments: of each run, the bag of its first lookup, its row's key
+            and its row's segment.
         run_count: how many runs there are, on the device.
     """
 
@@ -85,7 +91,16 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     if not count:
         none = torch.zeros(1, dtype=torch.int32, device=device)
         return Sorted(
-            none, none, None if call.scale is None else none.float(), none, none.repeat(2), none.repeat(2), none, none, none, none
+            none,
+            none,
+            None if call.scale is None else none.float(),
+            none,
+            none.repeat(2),
+            none.repeat(2),
+            none,
+            none,
+            none,
+            none,
         )
     small = sum(rows) < 2**31 - 1
     first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
@@ -105,12 +120,27 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
     run_of, runs = _starts(first, places)
     scale, bags = None if scale is None else scale[order], bags[order]
     openings = runs.clamp(max=count - 1)
-    run_bags, run_keys, run_segments = (each.index_select(0, openings) for each in (bags, keys, segment_of))
-    return Sorted(keys, bags, scale, segment_of, segments, runs, run_bags, run_keys, run_segments, run_of[-1:] + 1)
+    run_bags, run_keys, run_segments = (
+        each.index_select(0, openings) for each in (bags, keys, segment_of)
+    )
+    return Sorted(
+        keys,
+        bags,
+        scale,
+        segment_of,
+        segments,
+        runs,
+        run_bags,
+        run_keys,
+        run_segments,
+        run_of[-1:] + 1,
+    )
 
 
 def _starts(first: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of the group that each element is in, given which ones begin a group; and where each group begins."""
+    """Number of the group that each element is in, given which ones begin a group; and where each
+    group begins.
+    """
     group_of = first.cumsum(0, dtype=torch.int32) - 1
     return group_of, torch.searchsorted(group_of, places, out_int32=True)
 
@@ -119,21 +149,29 @@ def _starts(first: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def gradient(
-    call: Call, grad: torch.Tensor, rows: Sequence[int], trainable: Sequence[bool], table_dtype: torch.dtype, sparse: bool
+    call: Call,
+    grad: torch.Tensor,
+    rows: Sequence[int],
+    trainable: Sequence[bool],
+    table_dtype: torch.dtype,
+    sparse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's tables. Collective.
 
     Returns:
-        Dense: all gradients one after the other, each from a multiple of 64 elements on; two empty tensors.
-        Sparse: ``[lookups, widest]``, the sum of each distinct row, then its row number among all rows of the rank
-        ``[lookups]``, then where each table's begin, ``[tables + 1]``.
+        Dense: all gradients one after the other, each from a multiple of 64 elements on; two empty
+            tensors.
+        Sparse: ``[lookups, widest]``, the sum of each distinct row, then its row number among all
+        rows of the rank ``[lookups]``, then where each table's begin, ``[tables + 1]``.
     """
     widths, device = call.layout.widths[call.rank], call.indices.device
     none = torch.empty(0, dtype=torch.int64, device=device)
     config = call.chosen()
     if sparse:
         sorted_lookups = sort_lookups(call, rows, config.run_lookups)
-        values = torch.zeros(call.indices.shape[0], max(widths, default=1), dtype=table_dtype, device=device)
+        values = torch.zeros(
+            call.indices.shape[0], max(widths, default=1), dtype=table_dtype, device=device
+        )
         stride = values.shape[1]
         strides, places = [stride] * len(rows), [0] * len(rows)
     else:
@@ -148,7 +186,9 @@ def gradient(
             _store_dense(call, own, values, rows, trainable)
             return values, none, torch.empty_like(none)
         call, grad = _alone(call), own
-    target = Target("store", sparse, values.data_ptr(), places, strides, [0] * len(rows), rows, table_dtype)
+    target = Target(
+        "store", sparse, values.data_ptr(), places, strides, [0] * len(rows), rows, table_dtype
+    )
     _launch(call, grad, target, config, sorted_lookups)
     if sorted_lookups is None:
         return values, none, torch.empty_like(none)
@@ -171,7 +211,10 @@ def update(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,
         address=0,
-        places=[weight.data_ptr() if wanted else -1 for weight, wanted in zip(call.weights, trainable, strict=True)],
+        places=[
+            weight.data_ptr() if wanted else -1
+            for weight, wanted in zip(call.weights, trainable, strict=True)
+        ],
         strides=[weight.stride(0) for weight in call.weights],
         states=[state.data_ptr() for state in states] or [0] * len(call.weights),
         rows=[weight.shape[0] for weight in call.weights],
@@ -182,8 +225,12 @@ def update(
     _launch(call, grad, target, call.chosen(), None)
 
 
-def _distinct_rows(call: Call, found: Sorted, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row number of every distinct row, and how many of them come before each table; sizes do not depend on the numbers."""
+def _distinct_rows(
+    call: Call, found: Sorted, rows: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row number of every distinct row, and how many of them come before each table; sizes do not
+    depend on the numbers.
+    """
     count = call.indices.shape[0]
     first_keys = [sum(rows[:table]) for table in range(len(rows) + 1)]
     limits = on_device(call.group, [first_keys])[0]
@@ -197,7 +244,13 @@ def _distinct_rows(call: Call, found: Sorted, rows: Sequence[int]) -> tuple[torc
 # The launch
 
 
-def _launch(call: Call, grad: torch.Tensor, target: Target, config: EmbeddingAllToAllConfig, found: Sorted | None) -> None:
+def _launch(
+    call: Call,
+    grad: torch.Tensor,
+    target: Target,
+    config: EmbeddingAllToAllConfig,
+    found: Sorted | None,
+) -> None:
     group, layout = call.group, call.layout
     group.check()
     mark = agree(call)
@@ -223,9 +276,17 @@ def agree(call: Call) -> int:
 
 
 def prepare(
-    group: Group, call: Call, grad: torch.Tensor, target: Target, config: EmbeddingAllToAllConfig, found: Sorted, mark: int
+    group: Group,
+    call: Call,
+    grad: torch.Tensor,
+    target: Target,
+    config: EmbeddingAllToAllConfig,
+    found: Sorted,
+    mark: int,
 ) -> Launch:
-    """The backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``. Collective when memory must grow."""
+    """The backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``. Collective
+    when memory must grow.
+    """
     require(group.backend)
     from interlace.ops.embedding_all_to_all import kernel
 
@@ -247,14 +308,18 @@ def prepare(
     lookups = call.indices.shape[0]
     widths = widths_of(layout.widths[call.rank])
     slots = 2 * (lookups // config.run_lookups + 1)
-    takers = min(config.update_programs, MAX_PROGRAMS - pushers, max(1, ceil_div(lookups, config.block_runs * _TICKET)))
+    takers = min(
+        config.update_programs,
+        MAX_PROGRAMS - pushers,
+        max(1, ceil_div(lookups, config.block_runs * _TICKET)),
+    )
     partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
     counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
     arguments = (
-        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags, found.scale,
-        found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments, found.run_count,
-        counters, partials, counters[_APART:],
-        grad.data_ptr(), landing, landing_here, tiles, target.address, workspace.signals.address, workspace.epochs,
+        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags,
+        found.scale, found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments,
+        found.run_count, counters, partials, counters[_APART:], grad.data_ptr(), landing,
+        landing_here, tiles, target.address, workspace.signals.address, workspace.epochs,
         group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
         max(layout.rank_columns) // align, layout.most_tables, target.learning_rate, target.epsilon,
     )  # fmt: skip
@@ -278,48 +343,69 @@ def prepare(
     }
     if config.update_registers:
         options["maxnreg"] = config.update_registers
-    return Launch(kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found))
+    return Launch(
+        kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found)
+    )
 
 
 def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
-    """This rank's table records, and how all vectors that the kernel moves are aligned, in elements."""
+    """This rank's table records, and how all vectors that the kernel moves are aligned, in
+    elements.
+    """
     layout, rank = call.layout, call.rank
     first, widths = layout.first_column(rank), layout.widths[rank]
     rows = [
         entry(
-            width=width, column=first + column, own_column=column, first_key=sum(target.rows[:table]), target=place,
-            target_stride=stride, state=state,
+            width=width, column=first + column, own_column=column,
+            first_key=sum(target.rows[:table]), target=place, target_stride=stride, state=state,
         )
         for table, (width, column, place, stride, state) in enumerate(
             zip(widths, layout.table_columns(rank), target.places, target.strides, target.states, strict=True)
         )
     ]  # fmt: skip
-    starts = [(target.address + place) // target.dtype.itemsize for place in target.places if place >= 0]
+    starts = [
+        (target.address + place) // target.dtype.itemsize for place in target.places if place >= 0
+    ]
     every = [width for widths in layout.widths for width in widths]
     numbers = [*every, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
-    return rows or [entry(width=1, column=0, own_column=0)], alignment(numbers, min(target.dtype.itemsize, call.dtype.itemsize))
+    return rows or [entry(width=1, column=0, own_column=0)], alignment(
+        numbers, min(target.dtype.itemsize, call.dtype.itemsize)
+    )
 
 
-def _describe_landing(group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int) -> Any:
-    """A tensor descriptor of every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` by a table's columns.
+def _describe_landing(
+    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
+) -> Any:
+    """A tensor descriptor of every rank's landing, ``[rank, sample, column]``, in blocks of
+    ``rows`` by a table's columns.
 
-    None where it cannot describe the blocks: there, ordinary stores put the same bytes in the same places.
+    None where it cannot describe the blocks: there, ordinary stores put the same bytes in the same
+    places.
     """
     width = max(max(widths, default=1) for widths in layout.widths)
-    alike = all(each == width == next_power_of_2(width) for widths in layout.widths for each in widths)
+    alike = all(
+        each == width == next_power_of_2(width) for widths in layout.widths for each in widths
+    )
     if not alike or align * dtype.itemsize != 16 or rows * width * dtype.itemsize > MOST_TILE_BYTES:
         return None
     columns = max(layout.rank_columns)
-    return describe_ranks(group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width])
+    return describe_ranks(
+        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
+    )
 
 
 def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every owner: its number of tables; and of every table of every owner: ``[column, column there, width]``."""
+    """Of every owner: its number of tables; and of every table of every owner: ``[column, column
+    there, width]``.
+    """
     owners = [[len(widths)] for widths in layout.widths]
     spans = []
     for owner, widths in enumerate(layout.widths):
         first = layout.first_column(owner)
-        spans += [[first + there, there, width] for there, width in zip(layout.table_columns(owner), widths, strict=True)]
+        spans += [
+            [first + there, there, width]
+            for there, width in zip(layout.table_columns(owner), widths, strict=True)
+        ]
         spans += [[0, 0, 0]] * (layout.most_tables - len(widths))
     return owners, spans
 
@@ -328,15 +414,25 @@ def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _exchanged(call: Call, grad: torch.Tensor) -> torch.Tensor:
-    """The gradients of this rank's tables, ``[batch, columns of this rank]``, by an all-to-all of torch."""
+    """The gradients of this rank's tables, ``[batch, columns of this rank]``, by an all-to-all of
+    torch.
+    """
     call.group.check()
     layout = call.layout
     samples = [layout.samples(rank) for rank in range(layout.world_size)]
     process_group = process_group_named(call.group_name)
-    return reference.exchange_gradient(grad, samples, list(layout.rank_columns), call.rank, process_group)
+    return reference.exchange_gradient(
+        grad, samples, list(layout.rank_columns), call.rank, process_group
+    )
 
 
-def _store_dense(call: Call, own: torch.Tensor, values: torch.Tensor, rows: Sequence[int], trainable: Sequence[bool]) -> None:
+def _store_dense(
+    call: Call,
+    own: torch.Tensor,
+    values: torch.Tensor,
+    rows: Sequence[int],
+    trainable: Sequence[bool],
+) -> None:
     widths, batch = call.layout.widths[call.rank], call.layout.batch
     places = dense_places(rows, widths)
     for table, part in enumerate(own.split(list(widths), 1)):
@@ -346,7 +442,9 @@ def _store_dense(call: Call, own: torch.Tensor, values: torch.Tensor, rows: Sequ
         lookups = slice(int(bounds[0]), int(bounds[-1]))
         scale = None if call.scale is None else call.scale[lookups]
         total = torch.zeros(rows[table], widths[table], device=own.device)
-        total.index_add_(0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode))
+        total.index_add_(
+            0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
+        )
         values[places[table] :][: total.numel()].copy_(total.reshape(-1))
 
 

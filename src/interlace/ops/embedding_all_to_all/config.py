@@ -20,25 +20,32 @@ class EmbeddingAllToAllConfig:
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
-        protocol: ``"direct"`` (vectors go from registers straight to their final place), ``"tiles"`` (the same through tensor
-            descriptors, where a rank's tables are all as wide and that is a power of two), or ``"sliced"`` (slices are
-            staged, then put, fenced and flagged one by one, as a network wants it).
-        order: of destinations: ``"interleaved"`` (all in turn, so that links and memory are busy from beginning to end),
-            ``"remote_first"`` (the paper's; own samples last) or ``"local_first"``.
+        protocol: ``"direct"`` (vectors go from registers straight to their final place),
+            ``"tiles"`` (the same through tensor descriptors, where a rank's tables are all as wide
+            and that is a power of two), or ``"sliced"`` (slices are staged, then put, fenced and
+            flagged one by one, as a network wants it).
+        order: of destinations: ``"interleaved"`` (all in turn, so that links and memory are busy
+            from beginning to end), ``"remote_first"`` (the paper's; own samples last) or
+            ``"local_first"``.
         push: how the backward pass sends gradients: ``"direct"`` or ``"tiles"``, as above.
-        block_bags: bags of one table and destination that a program pools at a time; a power of two.
+        block_bags: bags of one table and destination that a program pools at a time; a power of
+            two.
         unroll: lookups of a bag whose rows are in flight together.
         num_warps: warps a program.
-        max_programs: programs at most, each taking several blocks; on a GPU, no more than fit at once.
-        max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
+        max_programs: programs at most, each taking several blocks; on a GPU, no more than fit at
+            once.
+        max_registers: registers a thread at most, so that more programs are resident; 0 for the
+            compiler's choice.
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
-        push_programs: programs of the backward pass that send gradients, beside ``update_programs`` that apply them.
+        push_programs: programs of the backward pass that send gradients, beside ``update_programs``
+            that apply them.
         push_rows: samples of one table that such a program sends at a time; a power of two.
         push_blocks: blocks of as many samples that it sends before it waits for their arrival.
         update_programs: programs that apply gradients; may be more than are resident.
         block_runs: runs of lookups of one row that a program adds at a time; a power of two.
         run_unroll: lookups of a run whose gradients are in flight together.
-        run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits of sums depend on it.
+        run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits
+            of sums depend on it.
         update_warps: warps a program of the backward pass.
         update_registers: registers a thread of it at most; 0 for the compiler's choice.
     """
@@ -65,11 +72,23 @@ class EmbeddingAllToAllConfig:
     def __post_init__(self) -> None:
         for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS), ("push", PUSHES)):
             if getattr(self, name) not in allowed:
-                raise ArgumentError(f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        for name, most in (("block_bags", 64), ("num_warps", 32), ("push_rows", 64), ("block_runs", 64), ("update_warps", 32)):
+                raise ArgumentError(
+                    f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got "
+                    f"{getattr(self, name)!r}."
+                )
+        for name, most in (
+            ("block_bags", 64),
+            ("num_warps", 32),
+            ("push_rows", 64),
+            ("block_runs", 64),
+            ("update_warps", 32),
+        ):
             value = getattr(self, name)
             if not 1 <= value <= most or value & (value - 1):
-                raise ArgumentError(f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {most}; got {value}.")
+                raise ArgumentError(
+                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {most}; got "
+                    f"{value}."
+                )
         for name, least, most in (
             ("unroll", 1, 32),
             ("max_programs", 1, MAX_PROGRAMS),
@@ -84,7 +103,8 @@ class EmbeddingAllToAllConfig:
         ):
             if not least <= getattr(self, name) <= most:
                 raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be between {least} and {most}; got {getattr(self, name)}."
+                    f"EmbeddingAllToAllConfig: {name} must be between {least} and {most}; got "
+                    f"{getattr(self, name)}."
                 )
 
     def __str__(self) -> str:
@@ -100,16 +120,20 @@ class EmbeddingAllToAllConfig:
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}.") from None
+            raise ArgumentError(
+                f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}."
+            ) from None
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:
-    """A sound choice where nothing has been measured: what was fastest on H200s for most pooling factors (decision 0006).
+    """A sound choice where nothing has been measured: what was fastest on H200s for most pooling
+    factors (decision 0006).
 
     Args:
         width: of the widest table.
         itemsize: bytes of a table's element.
-        processors: of the GPU: 32 warps each, the most at which one-warp programs may all be resident.
+        processors: of the GPU: 32 warps each, the most at which one-warp programs may all be
+            resident.
     """
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
@@ -117,6 +141,7 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     flying = max(1, min(4, 8 * warps // bags * 4 // itemsize))
     runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums a warp
     return EmbeddingAllToAllConfig(
-        block_bags=bags, unroll=flying, num_warps=warps, max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),
+        block_bags=bags, unroll=flying, num_warps=warps,
+        max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),
         push_rows=min(16, 2 * runs), block_runs=runs, update_warps=warps,
     )  # fmt: skip

@@ -22,7 +22,8 @@ _DONE = tl.constexpr(record.DONE)
 _COUNTER = tl.constexpr(record.COUNTER)
 _HEADER = tl.constexpr(record.HEADER)
 _MAX_TABLES = tl.constexpr(record.MAX_TABLES)
-_MAX_PIECES = tl.constexpr(MAX_PROGRAMS // _MAX_RANKS.value)  # of a table and owner: pieces of all owners are counted together
+# Of a table and owner: pieces of all owners are counted together
+_MAX_PIECES = tl.constexpr(MAX_PROGRAMS // _MAX_RANKS.value)
 
 
 # Forward
@@ -30,7 +31,9 @@ _MAX_PIECES = tl.constexpr(MAX_PROGRAMS // _MAX_RANKS.value)  # of a table and o
 
 @triton.jit
 def _vectors(address, dtype: tl.constexpr, ALIGN: tl.constexpr):
-    """Integer addresses, of one or several rows, as pointers; ``ALIGN`` elements from there are aligned."""
+    """Integer addresses, of one or several rows, as pointers; ``ALIGN`` elements from there are
+    aligned.
+    """
     BYTES: tl.constexpr = ALIGN * (dtype.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), BYTES)
 
@@ -47,12 +50,14 @@ def _lookups(indices, start, length, step, UNROLL: tl.constexpr):
 @triton.jit
 def pooled(
     tables, indices, offsets, weights, table, first, count, B,
-    MEAN: tl.constexpr, DTYPE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+    MEAN: tl.constexpr, DTYPE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[BAGS, WIDTH]``, rows in index order.
+    """Sums of the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[BAGS, WIDTH]``,
+    rows in index order.
 
-    Row numbers are a step ahead of rows, and the rows of a step are all under way before the first is added.
+    Row numbers are a step ahead of rows, and the rows of a step are all under way before the first
+    is added.
     """
     entry = tables + table * _FIELDS
     stride = tl.multiple_of(tl.load(entry + _STRIDE), ALIGN)
@@ -88,10 +93,12 @@ def pooled(
 
 @triton.jit
 def _place(
-    tables, table, first, count, columns, BAGS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
-    OWN: tl.constexpr,
+    tables, table, first, count, columns, BAGS: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGN: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of a block's elements in its owner's output (or in ``[samples, own columns]``), and their mask."""
+    """Offsets of a block's elements in its owner's output (or in ``[samples, own columns]``), and
+    their mask.
+    """
     entry = tables + table * _FIELDS
     bag, column = tl.arange(0, BAGS), tl.arange(0, WIDTH)
     corner = columns.to(tl.int64) * first + tl.load(entry + (_OWN_COLUMN if OWN else _COLUMN))
@@ -110,31 +117,36 @@ def _owned(dest, B, chunk):
 
 @triton.jit(do_not_specialize=["buffers", "buffer_bytes", "taken", "grants", "signals", "staging", "call", "B", "chunk", "T", "slots", "column_groups", "own_groups"])
 def embedding_all_to_all_forward(
-    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx, table_counts, call, buffer_bytes, taken, slots,
-    B, chunk, T, column_groups, own_groups,
-    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr, MEAN: tl.constexpr, DTYPE: tl.constexpr,
-    OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
-    SLICE_BLOCKS: tl.constexpr,
+    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx,
+    table_counts, call, buffer_bytes, taken, slots, B, chunk, T, column_groups, own_groups,
+    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr, MEAN: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr,
+    WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr, SLICE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Pool this rank's ``T`` tables for every sample of the batch, each result straight into its owner's output.
+    """Pool this rank's ``T`` tables for every sample of the batch, each result straight into its
+    owner's output.
 
-    Protocol: every rank takes a free buffer for its output. Program 0 *grants* it to every source: puts the buffer's number
-    into ``grants[me]`` there and signals; so a rank that is not in this call yet receives nothing. Programs go round over
-    blocks of ``BAGS`` bags of one table and destination, once all grants are here: destinations in turn from the neighbour
-    on, this rank being the last (``interleaved``), or those of the peers first, or this rank's own first. Under ``direct``
-    and ``tiles`` the last program to have finished these blocks signals every destination. Under ``sliced`` blocks go to ``staging``; the program that
-    completes a slice of ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag. The program of the highest
-    index waits, last of all, until all sources are done. A granted buffer is written by nobody after that: this rank's stream
-    goes on, and the next grant of the buffer comes when its tensor is gone.
+    Protocol: every rank takes a free buffer for its output. Program 0 *grants* it to every source:
+    puts the buffer's number into ``grants[me]`` there and signals; so a rank that is not in this
+    call yet receives nothing. Programs go round over blocks of ``BAGS`` bags of one table and
+    destination, once all grants are here: destinations in turn from the neighbour on, this rank
+    being the last (``interleaved``), or those of the peers first, or this rank's own first. Under
+    ``direct`` and ``tiles`` the last program to have finished these blocks signals every
+    destination. Under ``sliced`` blocks go to ``staging``; the program that completes a slice of
+    ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag. The program of the highest
+    index waits, last of all, until all sources are done. A granted buffer is written by nobody
+    after that: this rank's stream goes on, and the next grant of the buffer comes when its tensor
+    is gone.
 
-    A rank that has its slices may be one call ahead of a rank that has programs without any for it, so grants, their numbers and
-    DONE have two sets. A slice's flag has one: it is set again after the grant of its reader, whose last call is over then.
+    A rank that has its slices may be one call ahead of a rank that has programs without any for it,
+    so grants, their numbers and DONE have two sets. A slice's flag has one: it is set again after
+    the grant of its reader, whose last call is over then.
 
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
-    Example: two ranks with a table of width 1 each, batch 2. Rank 0 pools bags [a0, a1], rank 1 [b0, b1]. Rank 0 writes a1 to
-    column 0 of rank 1's output, then a0 to column 0 of its own; rank 1 b0 to column 1 of rank 0's, then b1. Outputs:
-    ``[[a0, b0]]`` and ``[[a1, b1]]``.
+    Example: two ranks with a table of width 1 each, batch 2. Rank 0 pools bags [a0, a1], rank 1
+    [b0, b1]. Rank 0 writes a1 to column 0 of rank 1's output, then a0 to column 0 of its own; rank
+    1 b0 to column 1 of rank 0's, then b1. Outputs: ``[[a0, b0]]`` and ``[[a1, b1]]``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -198,7 +210,8 @@ def embedding_all_to_all_forward(
                             il.fence(group)
                             il.signal(flags + _HEADER + (me - dest) * slots + slot, stamp, dest, group, ORDER="relaxed")
                 elif PROTOCOL == "tiles":
-                    # Whole blocks: what lies beyond the destination's samples is cut off, or is behind its output.
+                    # Whole blocks: what lies beyond the destination's samples is cut off, or is
+                    # behind its output.
                     column = tl.load(tables + table * _FIELDS + _COLUMN).to(tl.int32)
                     corner = [dest, tl.sum(tl.where(peers == dest, number, 0)), block * BAGS, column]
                     il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, WIDTH]))
@@ -245,8 +258,8 @@ def embedding_all_to_all_forward(
 @triton.jit
 def _pool_local(
     tables, indices, offsets, weights, own, tasks, blocks, me, B, chunk, columns,
-    MEAN: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, WHOLE: tl.constexpr, BAGS: tl.constexpr, WIDTH: tl.constexpr,
-    UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+    MEAN: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr, WHOLE: tl.constexpr,
+    BAGS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the blocks whose samples are this rank's own."""
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -275,8 +288,9 @@ def _gradient_of(
     bag, mask, gradient, landing, entry, B, chunk, me, columns, own_columns,
     OUT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The pooled vectors' gradients of some bags: where they arrived, or, for this rank's own samples, where autograd left
-    them."""
+    """The pooled vectors' gradients of some bags: where they arrived, or, for this rank's own
+    samples, where autograd left them.
+    """
     BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     column = tl.arange(0, WIDTH)
     sample = bag % B
@@ -291,15 +305,19 @@ def _gradient_of(
 
 @triton.jit
 def _gradients(
-    first_bag, gradient, landing, entry, scale, bags, start, length, B, chunk, me, columns, own_columns,
-    OUT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
+    first_bag, gradient, landing, entry, scale, bags, start, length, B, chunk, me, columns,
+    own_columns, OUT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, UNROLL: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of runs of lookups, each of one row: float32 ``[runs, WIDTH]``, in the order of the lookups.
+    """Sums of runs of lookups, each of one row: float32 ``[runs, WIDTH]``, in the order of the
+    lookups.
 
-    The first lookup's bag is known beforehand: most rows are looked up once, and then nothing else must be waited for.
+    The first lookup's bag is known beforehand: most rows are looked up once, and then nothing else
+    must be waited for.
     """
     total = _gradient_of(
-        first_bag, length > 0, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT, WIDTH, WHOLE, ALIGN
+        first_bag, length > 0, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT,
+        WIDTH, WHOLE, ALIGN
     ).to(tl.float32)  # fmt: skip
     if scale is not None:
         total = total * tl.load(scale + start, mask=length > 0, other=0.0)[:, None]
@@ -309,7 +327,8 @@ def _gradients(
             held = step + ahead < length
             bag = tl.load(bags + start + step + ahead, mask=held, other=0)
             vector = _gradient_of(
-                bag, held, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT, WIDTH, WHOLE, ALIGN
+                bag, held, gradient, landing, entry, B, chunk, me, columns, own_columns, OUT, WIDTH,
+                WHOLE, ALIGN
             )
             vectors = vectors + (vector,)
         for ahead in tl.static_range(UNROLL):
@@ -323,9 +342,12 @@ def _gradients(
 
 @triton.jit
 def _current(
-    entry, row, mask, target, UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr
+    entry, row, mask, target, UPDATE: tl.constexpr, DTYPE: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr
 ):  # fmt: skip
-    """What an update changes: rows, and Adagrad's state of each. Asked for before the gradients are here."""
+    """What an update changes: rows, and Adagrad's state of each. Asked for before the gradients are
+    here.
+    """
     column = tl.arange(0, WIDTH)
     width = tl.multiple_of(tl.load(entry + _WIDTH), ALIGN)
     stride = tl.multiple_of(tl.load(entry + _TARGET_STRIDE), ALIGN)
@@ -370,13 +392,15 @@ def _apply(
 
 @triton.jit
 def _push(
-    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_columns, tables_most, PUSHERS,
-    OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_columns,
+    tables_most, PUSHERS, OUT: tl.constexpr, WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Send every owner this rank's samples' gradients, table by table, and tell when a table's are complete.
+    """Send every owner this rank's samples' gradients, table by table, and tell when a table's are
+    complete.
 
-    A program waits for the arrival of what it sent once for every ``BLOCKS`` blocks of ``ROWS`` samples.
+    A program waits for the arrival of what it sent once for every ``BLOCKS`` blocks of ``ROWS``
+    samples.
     """
     program = tl.program_id(0)
     me = il.rank(group)
@@ -431,38 +455,46 @@ def _await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "gradient", "landing", "landing_here", "target", "signals", "call", "B", "chunk", "T", "column_groups", "most_groups", "tables_most",
-        "learning_rate", "epsilon",
+        "gradient", "landing", "landing_here", "target", "signals", "call", "B", "chunk", "T",
+        "column_groups", "most_groups", "tables_most", "learning_rate", "epsilon",
     ]
 )
 def embedding_all_to_all_backward(
-    tables, owners, spans, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count, tickets, partials, arrivals,
-    gradient, landing, landing_here, tiles, target, signals, epochs, ctx, call, B, chunk, T, column_groups, most_groups, tables_most,
-    learning_rate, epsilon,
-    WORLD_SIZE: tl.constexpr, PUSHERS: tl.constexpr, UPDATE: tl.constexpr, BY_SEGMENT: tl.constexpr, DTYPE: tl.constexpr,
-    OUT: tl.constexpr, WHOLE: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr, RUN_LOOKUPS: tl.constexpr, TICKET: tl.constexpr,
+    tables, owners, spans, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count,
+    tickets, partials, arrivals, gradient, landing, landing_here, tiles, target, signals, epochs,
+    ctx, call, B, chunk, T, column_groups, most_groups, tables_most, learning_rate, epsilon,
+    WORLD_SIZE: tl.constexpr, PUSHERS: tl.constexpr, UPDATE: tl.constexpr, BY_SEGMENT: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, WHOLE: tl.constexpr, RUNS: tl.constexpr,
+    WIDTH: tl.constexpr, UNROLL: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, PIECE: tl.constexpr, RUN_LOOKUPS: tl.constexpr, TICKET: tl.constexpr,
 ):  # fmt: skip
-    """Send the gradients of this rank's samples to their tables' owners; sum those of this rank's tables by row, and apply.
+    """Send the gradients of this rank's samples to their tables' owners; sum those of this rank's
+    tables by row, and apply.
 
-    The host has sorted this rank's lookups by row (a *key* is a row's number among all rows of the rank), stably. A *segment*
-    is all lookups of one row; it is cut into *runs* of at most ``RUN_LOOKUPS``. Which program takes which runs is left to
-    chance (``tickets``), but a run's sum is in the order of its lookups, and a segment's in the order of its runs: the result
-    is the same bit by bit. The program that completes a segment of several runs adds their ``partials`` and applies the sum.
+    The host has sorted this rank's lookups by row (a *key* is a row's number among all rows of the
+    rank), stably. A *segment* is all lookups of one row; it is cut into *runs* of at most
+    ``RUN_LOOKUPS``. Which program takes which runs is left to chance (``tickets``), but a run's sum
+    is in the order of its lookups, and a segment's in the order of its runs: the result is the same
+    bit by bit. The program that completes a segment of several runs adds their ``partials`` and
+    applies the sum.
 
-    Protocol: program 0 grants its landing to every source, with a signal. The first ``PUSHERS`` programs wait for all grants
-    and put each owner's columns of this rank's gradients, table by table, at this rank's samples' rows of the owner's landing
-    ``[B, columns of the rank that has most]``; the last one done with a table signals its owners: ``[table][source]``. The other programs
-    take runs in the order of tables, and wait for a table's signals from all sources before its first run. The program of
-    the highest index waits for all tables, last of all: then nobody writes into the landing any more. A rank without tables waits
-    for grants only, and may be one call ahead of a late pusher: grants have two sets. A table's signal has one, which is set again
-    after the grant of its owner, whose last call is over then.
+    Protocol: program 0 grants its landing to every source, with a signal. The first ``PUSHERS``
+    programs wait for all grants and put each owner's columns of this rank's gradients, table by
+    table, at this rank's samples' rows of the owner's landing ``[B, columns of the rank that has
+    most]``; the last one done with a table signals its owners: ``[table][source]``. The other
+    programs take runs in the order of tables, and wait for a table's signals from all sources
+    before its first run. The program of the highest index waits for all tables, last of all: then
+    nobody writes into the landing any more. A rank without tables waits for grants only, and may be
+    one call ahead of a late pusher: grants have two sets. A table's signal has one, which is set
+    again after the grant of its owner, whose last call is over then.
 
-    No program waits for one of a higher index: pushers for program 0's grants, the others for pushers.
+    No program waits for one of a higher index: pushers for program 0's grants, the others for
+    pushers.
 
-    Example: two ranks with a table each, batch 2; gradients ``[[g0, h0]]`` on rank 0 and ``[[g1, h1]]`` on rank 1. Rank 0 keeps
-    g0 where it is and puts h0 to row 0 of rank 1's landing; rank 1 puts g1 to row 1 of rank 0's. If both samples look up
-    row 5 of rank 0's table, its gradient is g0 + g1.
+    Example: two ranks with a table each, batch 2; gradients ``[[g0, h0]]`` on rank 0 and ``[[g1,
+    h1]]`` on rank 1. Rank 0 keeps g0 where it is and puts h0 to row 0 of rank 1's landing; rank 1
+    puts g1 to row 1 of rank 0's. If both samples look up row 5 of rank 0's table, its gradient is
+    g0 + g1.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -481,8 +513,9 @@ def embedding_all_to_all_backward(
             granted = il.wait(granting + peers, stamp, peers, 0, group, others)
             if granted:
                 _push(
-                    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns, most_groups * ALIGN,
-                    tables_most, PUSHERS, OUT, WORLD_SIZE, ROWS, BLOCKS, PIECE, ALIGN,
+                    gradient, landing, tiles, owners, spans, flags, stamp, group, B, chunk, columns,
+                    most_groups * ALIGN, tables_most, PUSHERS, OUT, WORLD_SIZE, ROWS, BLOCKS, PIECE,
+                    ALIGN,
                 )  # fmt: skip
     if program >= PUSHERS:
         count = tl.load(run_count).to(tl.int32)
@@ -516,13 +549,14 @@ def embedding_all_to_all_backward(
                         arrived = arrived * _await_tables(flags, stamp, group, ready, last, WORLD_SIZE)
                         ready = last + 1
                 total = _gradients(
-                    bag, gradient, landing_here, entry, scale, bags, start, length, B, chunk, me, columns, most_groups * ALIGN,
-                    OUT, WIDTH, WHOLE, UNROLL, ALIGN,
+                    bag, gradient, landing_here, entry, scale, bags, start, length, B, chunk, me,
+                    columns, most_groups * ALIGN, OUT, WIDTH, WHOLE, UNROLL, ALIGN,
                 )  # fmt: skip
                 whole = size <= RUN_LOOKUPS
                 _apply(entry, current, total, held & whole, arrived, learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN)
                 if tl.max((held & (size > RUN_LOOKUPS)).to(tl.int32), 0) > 0:
-                    # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's last, another's first.
+                    # Two runs of long segments begin within RUN_LOOKUPS lookups at most: one's
+                    # last, another's first.
                     parts = (size + RUN_LOOKUPS - 1) // RUN_LOOKUPS
                     slot = 2 * (start // RUN_LOOKUPS) + (start == opening).to(tl.int64)
                     long = (held & (size > RUN_LOOKUPS))[:, None] & (columns_at >= 0)[None, :]
@@ -548,8 +582,8 @@ def embedding_all_to_all_backward(
                                 entry_of_it = tables + which * _FIELDS
                                 current_of_it = _current(entry_of_it, where, which >= 0, target, UPDATE, DTYPE, WIDTH, ALIGN)
                                 _apply(
-                                    entry_of_it, current_of_it, sum_of_runs, which >= 0, arrived, learning_rate, epsilon,
-                                    UPDATE, DTYPE, WIDTH, ALIGN,
+                                    entry_of_it, current_of_it, sum_of_runs, which >= 0, arrived,
+                                    learning_rate, epsilon, UPDATE, DTYPE, WIDTH, ALIGN,
                                 )  # fmt: skip
             first = tl.atomic_add(tickets, TICKET * RUNS, sem="relaxed", scope="gpu")
         if WORLD_SIZE > 1:

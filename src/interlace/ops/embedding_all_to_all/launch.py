@@ -1,4 +1,6 @@
-"""From a call to a kernel launch: which implementation, which configuration, which memory, which grid."""
+"""From a call to a kernel launch: which implementation, which configuration, which memory, which
+grid.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dt
 from interlace.comm.outputs import BUFFERS
 from interlace.errors import ArgumentError
 from interlace.ops.embedding_all_to_all import record, reference
-from interlace.ops.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig, default_config
+from interlace.ops.embedding_all_to_all.config import (
+    OPERATOR,
+    EmbeddingAllToAllConfig,
+    default_config,
+)
 from interlace.ops.embedding_all_to_all.layout import Layout
 from interlace.ops.embedding_all_to_all.tables import alignment, entry
 from interlace.ops.embedding_all_to_all.validate import check_values
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_TILE_BYTES = 1 << 16
-"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two programs of this."""
+"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two
+programs of this.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,26 +46,48 @@ class Choice:
 
 @functools.cache
 def choose(
-    *, tables: int, width: int, batch: int, pooling_factor: int, dtype: torch.dtype, world_size: int, device: torch.device
+    *,
+    tables: int,
+    width: int,
+    batch: int,
+    pooling_factor: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
 ) -> Choice:
-    """The fastest configuration by the tuned table of this GPU; on the CPU backend one of few programs.
+    """The fastest configuration by the tuned table of this GPU; on the CPU backend one of few
+    programs.
 
     Args:
         tables, width: of the rank that has most, and of the widest table.
-        pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a kernel.
+        pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a
+            kernel.
     """
     here = processors(device) if device.type == "cuda" else 1
     config = default_config(width=width, itemsize=dtype.itemsize, processors=here)
     if device.type == "cpu":
         small = dataclasses.replace(
-            config, max_programs=8, block_bags=8, push_programs=2, push_rows=16, update_programs=4, block_runs=8
+            config,
+            max_programs=8,
+            block_bags=8,
+            push_programs=2,
+            push_rows=16,
+            update_programs=4,
+            block_runs=8,
         )
-        return Choice(small, "the cpu backend exists to run the kernels; no time measured on it means anything")
+        return Choice(
+            small,
+            "the cpu backend exists to run the kernels; no time measured on it means anything",
+        )
     sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
-    point = tuning.Point(world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes)
+    point = tuning.Point(
+        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    )
     found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
     if found is None:
-        return Choice(config, "nothing was measured on this GPU near these sizes; the default configuration")
+        return Choice(
+            config, "nothing was measured on this GPU near these sizes; the default configuration"
+        )
     return Choice(EmbeddingAllToAllConfig.parse(found.config), found.reason)
 
 
@@ -134,9 +164,19 @@ def run(call: Call, check: bool) -> torch.Tensor:
         return call.indices.new_empty(shape, dtype=call.dtype)
     if call.impl == "unfused":
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
-        pooled = reference.pool(call.weights, call.indices, call.offsets, call.scale, call.mode, layout.batch, call.dtype)
+        pooled = reference.pool(
+            call.weights,
+            call.indices,
+            call.offsets,
+            call.scale,
+            call.mode,
+            layout.batch,
+            call.dtype,
+        )
         process_group = process_group_named(call.group_name)
-        return reference.exchange(pooled, samples, list(layout.rank_columns), call.rank, process_group)
+        return reference.exchange(
+            pooled, samples, list(layout.rank_columns), call.rank, process_group
+        )
     config = call.chosen()
     if layout.world_size == 1:
         y = call.indices.new_empty(shape, dtype=call.dtype)
@@ -165,7 +205,13 @@ def refuse_bad_values(call: Call) -> None:
 
 
 def prepare(
-    group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int, buffers: int, buffer_bytes: int, taken: int
+    group: Group,
+    call: Call,
+    config: EmbeddingAllToAllConfig,
+    mark: int,
+    buffers: int,
+    buffer_bytes: int,
+    taken: int,
 ) -> Launch:
     """The forward launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy).
 
@@ -184,27 +230,42 @@ def prepare(
         slices = layout.most_tables * ceil_div(blocks, config.slice_blocks)
         workspace = group.workspace(operator, 4096, record.HEADER + 2 * ranks * slices)
         slots = (workspace.signal_count - record.HEADER) // (2 * ranks)
-        staging = call.indices.new_empty(ranks * layout.chunk * layout.rank_columns[call.rank], dtype=call.dtype)
+        staging = call.indices.new_empty(
+            ranks * layout.chunk * layout.rank_columns[call.rank], dtype=call.dtype
+        )
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
     widths = widths_of(layout.widths[call.rank])
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
-        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the same places.
-        fits = widths["WHOLE"] and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the
+        # same places.
+        fits = (
+            widths["WHOLE"]
+            and align * call.dtype.itemsize == 16
+            and bool(call.weights)
+            and ranks > 1
+        )
         fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
-        sizes = [(BUFFERS + 1, buffer_bytes // call.dtype.itemsize), (layout.chunk, layout.columns), (layout.columns, 1)]
-        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]])
+        sizes = [
+            (BUFFERS + 1, buffer_bytes // call.dtype.itemsize),
+            (layout.chunk, layout.columns),
+            (layout.columns, 1),
+        ]
+        tiles = describe_ranks(
+            group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]]
+        )
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = (
         on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
-        None if call.scale is None else call.scale.contiguous(), tiles, buffers, workspace.data.address, workspace.signals.address,
-        0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator), counts, mark, buffer_bytes,
-        taken, slots, layout.batch, layout.chunk, len(call.weights), layout.columns // align,
-        layout.rank_columns[call.rank] // align,
+        None if call.scale is None else call.scale.contiguous(), tiles, buffers,
+        workspace.data.address, workspace.signals.address,
+        0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator),
+        counts, mark, buffer_bytes, taken, slots, layout.batch, layout.chunk, len(call.weights),
+        layout.columns // align, layout.rank_columns[call.rank] // align,
     )  # fmt: skip
     options = {
         "WORLD_SIZE": ranks,
@@ -228,21 +289,31 @@ def prepare(
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
     """This rank's table records, and how its vectors are aligned, in elements."""
     places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
-    return _forward_records(places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize)
+    return _forward_records(
+        places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _forward_records(
-    places: tuple[tuple[int, int], ...], layout: Layout, rank: int, itemsize: int, output_itemsize: int
+    places: tuple[tuple[int, int], ...],
+    layout: Layout,
+    rank: int,
+    itemsize: int,
+    output_itemsize: int,
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     first, widths = layout.first_column(rank), layout.widths[rank]
     rows = tuple(
         entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
-        for (address, stride), width, column in zip(places, widths, layout.table_columns(rank), strict=True)
+        for (address, stride), width, column in zip(
+            places, widths, layout.table_columns(rank), strict=True
+        )
     )
     starts = [address // itemsize for address, _ in places]
     numbers = [layout.columns, first, *widths, *(stride for _, stride in places), *starts]
-    return rows or (entry(width=1, column=0, own_column=0),), alignment(numbers, min(itemsize, output_itemsize))
+    return rows or (entry(width=1, column=0, own_column=0),), alignment(
+        numbers, min(itemsize, output_itemsize)
+    )
 
 
 def widths_of(widths: Sequence[int]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from interlace.units import ceil_div, round_up
 class Layout:
     """The output of one call, ``[samples of a rank, columns]``.
 
-    Columns are those of rank 0's tables in order, then rank 1's, and so on. Samples are cut into equal chunks by rank, the
-    last ones smaller or empty where the ranks do not divide the batch.
+    Columns are those of rank 0's tables in order, then rank 1's, and so on. Samples are cut into
+    equal chunks by rank, the last ones smaller or empty where the ranks do not divide the batch.
 
     Attributes:
         widths: of every table, by rank.
@@ -63,7 +63,9 @@ class Layout:
 
     @classmethod
     def of(cls, counts: Sequence[int], widths: Sequence[int], batch: int) -> Layout:
-        """From each rank's number of tables and all widths in one list: how operators carry it through graphs."""
+        """From each rank's number of tables and all widths in one list: how operators carry it
+        through graphs.
+        """
         return cls(_by_rank(tuple(counts), tuple(widths)), batch)
 
 
@@ -74,7 +76,9 @@ def _by_rank(counts: tuple[int, ...], widths: tuple[int, ...]) -> tuple[tuple[in
 
 
 def dense_places(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
-    """Where each table's dense gradient begins in one tensor of all, in elements, and where the last one ends."""
+    """Where each table's dense gradient begins in one tensor of all, in elements, and where the
+    last one ends.
+    """
     places = [0]
     for count, width in zip(rows, widths, strict=True):
         places.append(places[-1] + round_up(count * width, 64))

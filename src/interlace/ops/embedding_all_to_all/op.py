@@ -1,8 +1,10 @@
-"""``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
+"""``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is
+imported by the first call.
 
-Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks; ``counts``, each rank's number of
-tables, and ``widths``, of all of them in rank order; ``rank``, this one; ``pooling``, the mode (torch's functionalisation has an
-argument of that name); ``dtype``, of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
+Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks;
+``counts``, each rank's number of tables, and ``widths``, of all of them in rank order; ``rank``,
+this one; ``pooling``, the mode (torch's functionalisation has an argument of that name); ``dtype``,
+of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
 _HOW = "str group_name, str impl, str config"
 _library.define(
-    "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, Tensor? anchor, "
-    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_HOW}, bool check) -> Tensor",
+    "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? "
+    "per_sample_weights, Tensor? anchor, "
+    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_HOW}, bool "
+    "check) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 _library.define(
-    "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? per_sample_weights, "
-    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? "
+    "per_sample_weights, "
+    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
 _library.define(
-    "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor indices, Tensor offsets, "
-    f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, float epsilon, {_HOW}) -> Tensor",
+    "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor "
+    "indices, Tensor offsets, "
+    f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, "
+    f"float epsilon, {_HOW}) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 
@@ -79,7 +87,10 @@ def _run(
     from interlace.ops.embedding_all_to_all.launch import run
 
     how = group_name, impl, config
-    return run(_call(weights, indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how), check)
+    return run(
+        _call(weights, indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how),
+        check,
+    )
 
 
 def _fake(
@@ -145,16 +156,27 @@ def _fake_gradient(
     lookups, nothing = indices.shape[0], _for_anchor(grad, trainable)
     if not sparse:
         values = grad.new_empty(dense_places(rows, mine)[-1], dtype=table_dtype)
-        return values, grad.new_empty(0, dtype=torch.int64), grad.new_empty(0, dtype=torch.int64), nothing
+        return (
+            values,
+            grad.new_empty(0, dtype=torch.int64),
+            grad.new_empty(0, dtype=torch.int64),
+            nothing,
+        )
     values = grad.new_empty(lookups, max(mine, default=1), dtype=table_dtype)
-    return values, grad.new_empty(lookups, dtype=torch.int64), grad.new_empty(len(rows) + 1, dtype=torch.int64), nothing
+    return (
+        values,
+        grad.new_empty(lookups, dtype=torch.int64),
+        grad.new_empty(len(rows) + 1, dtype=torch.int64),
+        nothing,
+    )
 
 
 def _for_anchor(grad: torch.Tensor, trainable: Sequence[bool]) -> torch.Tensor:
-    """The anchor's gradient: zero. Of no elements on a rank that trains tables, where nobody asks for it.
+    """The anchor's gradient: zero. Of no elements on a rank that trains tables, where nobody asks
+    for it.
 
-    On a rank that trains none, it is all that depends on the backward half. Without it a compiler would leave the call
-    out, and peers would wait for this rank's gradients.
+    On a rank that trains none, it is all that depends on the backward half. Without it a compiler
+    would leave the call out, and peers would wait for this rank's gradients.
     """
     return grad.new_zeros((0,) if any(trainable) else (), dtype=torch.float32)
 
@@ -228,7 +250,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *kept = ctx.saved_tensors
     scale = kept.pop(0) if ctx.scaled else None
     nothing: list[Any] = [None] * _INPUTS
-    nothing[0], nothing[5] = [None] * ctx.tables, [None] * (len(kept) - ctx.tables if ctx.updates else 0)
+    nothing[0], nothing[5] = (
+        [None] * ctx.tables,
+        [None] * (len(kept) - ctx.tables if ctx.updates else 0),
+    )
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
         for_anchor = torch.ops.interlace.embedding_all_to_all_update(
@@ -239,12 +264,25 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return tuple(nothing)
     sparse = ctx.gradient == "sparse"
     values, keys, bounds, for_anchor = torch.ops.interlace.embedding_all_to_all_gradient(
-        grad, indices, offsets, scale, *ctx.layout, ctx.rows, ctx.trainable, ctx.table_dtype, sparse, *ctx.how
+        grad,
+        indices,
+        offsets,
+        scale,
+        *ctx.layout,
+        ctx.rows,
+        ctx.trainable,
+        ctx.table_dtype,
+        sparse,
+        *ctx.how,
     )
     _, counts, widths, rank, *_ = ctx.layout
     mine = _widths_of(counts, widths, rank)
-    tables = _sparse(values, keys, bounds, ctx.rows, mine) if sparse else _dense(values, ctx.rows, mine)
-    nothing[0] = [table if wanted else None for table, wanted in zip(tables, ctx.trainable, strict=True)]
+    tables = (
+        _sparse(values, keys, bounds, ctx.rows, mine) if sparse else _dense(values, ctx.rows, mine)
+    )
+    nothing[0] = [
+        table if wanted else None for table, wanted in zip(tables, ctx.trainable, strict=True)
+    ]
     nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
     return tuple(nothing)
 
@@ -258,15 +296,24 @@ def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> 
 
 
 def _sparse(
-    values: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor, rows: Sequence[int], widths: Sequence[int]
+    values: torch.Tensor,
+    keys: torch.Tensor,
+    bounds: torch.Tensor,
+    rows: Sequence[int],
+    widths: Sequence[int],
 ) -> list[torch.Tensor]:
-    ends: list[int] = bounds.tolist()  # sizes of COO tensors live on the host: this waits for the device
+    # Sizes of COO tensors live on the host: this waits for the device
+    ends: list[int] = bounds.tolist()
     found, first = [], 0
     for table, (count, width) in enumerate(zip(rows, widths, strict=True)):
         part = slice(ends[table], ends[table + 1])
         numbers = (keys[part] - first)[None]
         size = (count, width)
-        found.append(torch.sparse_coo_tensor(numbers, values[part, :width], size, is_coalesced=True, check_invariants=False))
+        found.append(
+            torch.sparse_coo_tensor(
+                numbers, values[part, :width], size, is_coalesced=True, check_invariants=False
+            )
+        )
         first += count
     return found
 
@@ -276,6 +323,8 @@ def _widths_of(counts: Sequence[int], widths: Sequence[int], rank: int) -> Seque
     return widths[first : first + counts[rank]]
 
 
-register(_library, "embedding_all_to_all", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(
+    _library, "embedding_all_to_all", _run, _fake, backward=_backward, setup_context=_setup_context
+)
 register(_library, "embedding_all_to_all_gradient", _run_gradient, _fake_gradient)
 register(_library, "embedding_all_to_all_update", _run_update, _fake_update)

@@ -1,4 +1,6 @@
-"""What kernels read about each table and where signals lie: numbers that host and device must agree on."""
+"""What kernels read about each table and where signals lie: numbers that host and device must agree
+on.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ STRIDE: Final = 1  # elements between two rows
 WIDTH: Final = 2
 COLUMN: Final = 3  # of the output, where the table's columns start
 OWN_COLUMN: Final = 4  # the same among this rank's columns
-FIRST_KEY: Final = 5  # rows of the tables before this one: a row's number among all rows of this rank
-TARGET: Final = 6  # bytes from the call's target (0 in updates) to what the backward pass writes; -1 for nothing
+# Rows of the tables before this one: a row's number among all rows of this rank
+FIRST_KEY: Final = 5
+# Bytes from the call's target (0 in updates) to what the backward pass writes; -1 for nothing
+TARGET: Final = 6
 TARGET_STRIDE: Final = 7
 STATE: Final = 8  # address of Adagrad's state
 FIELDS: Final = 9
@@ -26,5 +30,6 @@ COUNTER: Final = 4 * MAX_RANKS  # programs that have finished their remote work;
 HEADER: Final = 8 * MAX_RANKS
 
 MAX_TABLES: Final = 4096
-"""Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table, then by a signal for each
-table and source."""
+"""Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table,
+then by a signal for each table and source.
+"""

@@ -1,4 +1,6 @@
-"""``embedding_all_to_all`` in steps of torch: the unfused operator that the fused kernels are checked against."""
+"""``embedding_all_to_all`` in steps of torch: the unfused operator that the fused kernels are
+checked against.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +27,69 @@ def pool(
         part = slice(int(bounds[0]), int(bounds[-1]))
         scales = None if scale is None else scale[part].to(weight.dtype)
         bags = (bounds - bounds[0]).to(indices.dtype)
-        pooled.append(F.embedding_bag(indices[part], weight, bags, None, 2.0, False, mode, False, scales, True).to(dtype))
+        pooled.append(
+            F.embedding_bag(
+                indices[part], weight, bags, None, 2.0, False, mode, False, scales, True
+            ).to(dtype)
+        )
     return torch.cat(pooled, 1)
 
 
 def exchange(
-    pooled: torch.Tensor, samples: list[int], columns: list[int], rank: int, group: dist.ProcessGroup | None
+    pooled: torch.Tensor,
+    samples: list[int],
+    columns: list[int],
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """All-to-all and unpack: ``[batch, columns[rank]]`` -> ``[samples[rank], sum of columns]``."""
-    to_each, from_each = [count * columns[rank] for count in samples], [samples[rank] * width for width in columns]
+    to_each, from_each = (
+        [count * columns[rank] for count in samples],
+        [samples[rank] * width for width in columns],
+    )
     received = _all_to_all(pooled.reshape(-1), from_each, to_each, group)
-    pieces = [part.view(samples[rank], width) for part, width in zip(received.split(from_each), columns, strict=True)]
+    pieces = [
+        part.view(samples[rank], width)
+        for part, width in zip(received.split(from_each), columns, strict=True)
+    ]
     return torch.cat(pieces, 1)
 
 
 def exchange_gradient(
-    gradient: torch.Tensor, samples: list[int], columns: list[int], rank: int, group: dist.ProcessGroup | None
+    gradient: torch.Tensor,
+    samples: list[int],
+    columns: list[int],
+    rank: int,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The transpose of :func:`exchange`: ``[samples[rank], sum of columns]`` -> ``[batch, columns[rank]]``."""
+    """The transpose of :func:`exchange`: ``[samples[rank], sum of columns]`` -> ``[batch,
+    columns[rank]]``.
+    """
     packed = torch.cat([part.reshape(-1) for part in gradient.split(columns, 1)])
-    to_each, from_each = [samples[rank] * width for width in columns], [count * columns[rank] for count in samples]
+    to_each, from_each = (
+        [samples[rank] * width for width in columns],
+        [count * columns[rank] for count in samples],
+    )
     return _all_to_all(packed, from_each, to_each, group).view(sum(samples), columns[rank])
 
 
-def row_gradients(gradient: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor | None, mode: str) -> torch.Tensor:
-    """Of one table: ``gradient [batch, width]``, ``offsets [batch + 1]`` -> float32 ``[lookups, width]``, one row a lookup."""
+def row_gradients(
+    gradient: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor | None, mode: str
+) -> torch.Tensor:
+    """Of one table: ``gradient [batch, width]``, ``offsets [batch + 1]`` -> float32 ``[lookups,
+    width]``, one row a lookup.
+    """
     lengths = offsets.diff()
-    per_bag = gradient.float() / lengths.clamp(min=1)[:, None] if mode == "mean" else gradient.float()
+    per_bag = (
+        gradient.float() / lengths.clamp(min=1)[:, None] if mode == "mean" else gradient.float()
+    )
     per_lookup = per_bag.repeat_interleave(lengths, 0)
     return per_lookup if scale is None else per_lookup * scale.float()[:, None]
 
 
-def _all_to_all(packed: torch.Tensor, from_each: list[int], to_each: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def _all_to_all(
+    packed: torch.Tensor, from_each: list[int], to_each: list[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return packed
     received = packed.new_empty(sum(from_each))

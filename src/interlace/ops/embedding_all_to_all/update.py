@@ -19,12 +19,14 @@ def _require(name: str, what: str, value: float, *, positive: bool) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SGD:
-    """``row -= learning_rate * gradient of the row``, applied by the backward pass; no gradient is stored.
+    """``row -= learning_rate * gradient of the row``, applied by the backward pass; no gradient is
+    stored.
 
     The arithmetic is float32; the row is rounded to the table's dtype, to nearest.
 
     Args:
-        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph keeps it.
+        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph
+            keeps it.
     """
 
     learning_rate: float
@@ -35,16 +37,18 @@ class SGD:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWiseAdagrad:
-    """Adagrad with one number of state a row, applied by the backward pass; the standard for DLRM, as in FBGEMM::
+    """Adagrad with one number of state a row, applied by the backward pass; the standard for DLRM,
+    as in FBGEMM::
 
         state[row] += mean over the row of gradient**2
         row -= learning_rate * gradient / (sqrt(state[row]) + epsilon)
 
-    where ``gradient`` is the row's, summed over all its lookups. Rows that were not looked up do not change. The arithmetic
-    is float32; the row is rounded to the table's dtype, to nearest.
+    where ``gradient`` is the row's, summed over all its lookups. Rows that were not looked up do
+    not change. The arithmetic is float32; the row is rounded to the table's dtype, to nearest.
 
     Args:
-        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph keeps it.
+        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph
+            keeps it.
         epsilon: keeps the division finite.
         states: of each of this rank's tables, float32 ``[rows]``, contiguous; updated in place.
     """

@@ -11,7 +11,8 @@ OPERATOR = "gemm_all_reduce"
 
 @dataclasses.dataclass(frozen=True)
 class GemmAllReduceConfig(ProductConfig):
-    """One way to run the fused kernel of ``gemm_all_reduce``; see :class:`ProductConfig` for the fields.
+    """One way to run the fused kernel of ``gemm_all_reduce``; see :class:`ProductConfig` for the
+    fields.
 
     ``interleave`` counts programs that begin a round of tiles with the same rank.
     """

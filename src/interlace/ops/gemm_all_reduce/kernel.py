@@ -17,27 +17,31 @@ _HEADER = tl.constexpr(record.HEADER)
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "half_bytes", "outputs", "buffer_bytes", "taken", "signals", "call", "per_source", "most_rows", "M", "N",
-        "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride", "row_groups", "spread_ns",
+        "slot_address", "half_bytes", "outputs", "buffer_bytes", "taken", "signals", "call",
+        "per_source", "most_rows", "M", "N", "K", "x_stride", "w_stride", "x_scale_stride",
+        "w_scale_stride", "row_groups", "spread_ns",
     ]
 )
 def gemm_all_reduce(
-    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, outputs, signals, epochs, ctx, routes, call,
-    buffer_bytes, taken, per_source, most_rows, M, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, outputs, signals,
+    epochs, ctx, routes, call, buffer_bytes, taken, per_source, most_rows, M, N, K, x_stride,
+    w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr,
+    OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply, send every rank its rows' parts, add up this rank's own, and send the sums to all.
 
-    Protocol: program 0 grants this rank's output buffer to every source, with a signal. Parts go into slots and are added as in
-    ``gemm_reduce_scatter`` (see :func:`send_and_sum`); each summed tile goes into every rank's output, straight to its place.
-    The last program to have sent everything sets DONE at every peer, and the program of the highest index waits for all of
-    them: then the output is whole, and no peer reads or writes anything of this call any more. Grants and DONE have two sets; a
-    tile's signal has one, which is set again after DONE of its reader.
+    Protocol: program 0 grants this rank's output buffer to every source, with a signal. Parts go
+    into slots and are added as in ``gemm_reduce_scatter`` (see :func:`send_and_sum`); each summed
+    tile goes into every rank's output, straight to its place. The last program to have sent
+    everything sets DONE at every peer, and the program of the highest index waits for all of them:
+    then the output is whole, and no peer reads or writes anything of this call any more. Grants and
+    DONE have two sets; a tile's signal has one, which is set again after DONE of its reader.
 
-    Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 puts a1 into rank 1's slot, adds
-    b0 from its own slot to a0, and puts a0 + b0 into row 0 of both outputs; rank 1 does the same with row 1.
+    Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0
+    puts a1 into rank 1's slot, adds b0 from its own slot to a0, and puts a0 + b0 into row 0 of both
+    outputs; rank 1 does the same with row 1.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -58,10 +62,11 @@ def gemm_all_reduce(
     buffers = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
     if arrived > 0:
         arrived = send_and_sum(
-            x, w, bias, x_scale, w_scale, slots, slot_address, results, outputs, buffers, buffer_bytes, routes, flags + _HEADER, per_source,
-            stamp, group, epoch & 1, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride,
-            row_groups * ALIGN, WORLD_SIZE, OUT, True, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE, BLOCK_M, BLOCK_N,
-            BLOCK_K,
+            x, w, bias, x_scale, w_scale, slots, slot_address, results, outputs, buffers,
+            buffer_bytes, routes, flags + _HEADER, per_source, stamp, group, epoch & 1, half_bytes,
+            most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN,
+            WORLD_SIZE, OUT, True, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE,
+            BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if TILES:
             il.complete_tiles()

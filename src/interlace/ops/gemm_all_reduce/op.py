@@ -1,4 +1,6 @@
-"""``torch.ops.interlace.gemm_all_reduce``: schema, shape inference, gradient. Triton is imported by the first call."""
+"""``torch.ops.interlace.gemm_all_reduce``: schema, shape inference, gradient. Triton is imported by
+the first call.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from interlace.products.replicated import replicated
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
-    "gemm_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, ScalarType out_dtype, "
+    "gemm_all_reduce(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, "
+    "ScalarType out_dtype, "
     "str group_name, str impl, str config) -> Tensor",
     tags=OPERATOR_TAGS,
 )
@@ -49,15 +52,20 @@ def _fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, w, bias, *_, ctx.group_name, _, _ = inputs
     ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+    ctx.save_for_backward(
+        x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+    )
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The output is the same on every rank, and so is its gradient: nothing needs to be communicated."""
+    """The output is the same on every rank, and so is its gradient: nothing needs to be
+    communicated.
+    """
     x, w = ctx.saved_tensors
     grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     rows = grad.to(ctx.dtype)
-    if torch.is_grad_enabled():  # each rank's operands are others, so a second derivative is a sum over the ranks
+    # Each rank's operands are others, so a second derivative is a sum over the ranks
+    if torch.is_grad_enabled():
         rows = replicated(rows, ctx.group_name)
     grad_x = rows @ w if w is not None else None
     grad_w = rows.mT @ x if x is not None else None

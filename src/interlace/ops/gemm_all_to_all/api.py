@@ -31,50 +31,61 @@ def gemm_all_to_all(
 ) -> torch.Tensor:
     """Matrix product and the all-to-all of its rows, in one kernel.
 
-    ``all_to_all_single(x @ w.T + bias)``: an expert's second product and the combine that sends each row back to its token's
-    owner. While some programs still multiply, others' tiles are on their way, straight to their place in the owner's result.
+    ``all_to_all_single(x @ w.T + bias)``: an expert's second product and the combine that sends
+    each row back to its token's owner. While some programs still multiply, others' tiles are on
+    their way, straight to their place in the owner's result.
 
     Dimensions: M rows of x on this rank, K inner, N columns, R ranks.
 
-    Products are summed in float32 and rounded once. Runs on the current stream, without synchronising the host; calls of one
-    group on several streams are put in order.
+    Products are summed in float32 and rounded once. Runs on the current stream, without
+    synchronising the host; calls of one group on several streams are put in order.
 
     Args:
-        x: ``[M, K]``: float16, bfloat16, float32 or float8_e4m3fn. Rows for rank 0 first, then those for rank 1, and so on.
-            Other than contiguous rows are copied.
-        w: ``[N, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T`` of a contiguous ``[K, N]``).
-            An address or a stride that is no multiple of 16 bytes costs the fused kernel a copy in each call.
+        x: ``[M, K]``: float16, bfloat16, float32 or float8_e4m3fn. Rows for rank 0 first, then
+            those for rank 1, and so on. Other than contiguous rows are copied.
+        w: ``[N, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T`` of
+            a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes costs
+            the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype; added by the rank that computes a row.
-        input_splits: rows of x for each rank; they sum to M. Default: M split evenly, and then R must divide M.
-        output_splits: rows from each rank. Both lists are given or neither, and ``input_splits[d]`` on rank s must be
-            ``output_splits[s]`` on rank d. Lists are compared on the host in each call; even splits, once.
-        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused without. ``[]`` or ``[1]``, or
-            one a row: ``[M]`` or ``[M, 1]``.
+        input_splits: rows of x for each rank; they sum to M. Default: M split evenly, and then R
+            must divide M.
+        output_splits: rows from each rank. Both lists are given or neither, and ``input_splits[d]``
+            on rank s must be ``output_splits[s]`` on rank d. Lists are compared on the host in each
+            call; even splits, once.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
-        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for float8.
+        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
+            float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows split evenly, no bias),
-            ``"split"`` (``torch.mm`` for each rank's rows, and copy engines that take them; rows split evenly),
-            ``"triggered"`` (a kernel that counts its tiles, and copy engines; rows split evenly),
-            ``"unfused"`` (``F.linear``, then ``all_to_all_single``), or ``"auto"``: which of these was measured to be the fastest;
+        impl: ``"fused"``, ``"mapped"`` (``torch.mm``, with the peers' memory as its output; rows
+            split evenly, no bias), ``"split"`` (``torch.mm`` for each rank's rows, and copy engines
+            that take them; rows split evenly), ``"triggered"`` (a kernel that counts its tiles, and
+            copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then
+            ``all_to_all_single``), or ``"auto"``: which of these was measured to be the fastest;
             :func:`interlace.explain` says which and why. An explicit choice is never replaced.
-        config: how the fused kernel cuts its work; default: from the tuned table. The same on every rank.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
 
     Returns:
-        ``[sum(output_splits), N]`` of ``out_dtype``: rows in the order of the ranks that they come from. Where any rank's
-        result requires a gradient every rank must run the backward pass: its gradient goes back by an all-to-all.
+        ``[sum(output_splits), N]`` of ``out_dtype``: rows in the order of the ranks that they come
+        from. Where any rank's result requires a gradient every rank must run the backward pass: its
+        gradient goes back by an all-to-all.
 
-        The fused kernel's result lies in the group's symmetric memory. If another stream reads it, keep it until
-        this one has waited for that; ``record_stream`` does nothing here, as the memory is not torch's.
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it,
+        keep it until this one has waited for that; ``record_stream`` does nothing here, as the
+        memory is not torch's.
 
     Raises:
-        ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands require gradients.
-        RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what they send and expect;
-            raised on every rank.
+        ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
+            require gradients.
+        RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what
+            they send and expect; raised on every rank.
         GroupError: the group is too large or spans machines.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
-        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the kernel ends,
-            fills its output with NaN, and the next call on the group, or :func:`interlace.synchronize`, raises.
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
 
     Example:
         >>> # four ranks, 1024 rows each
@@ -82,7 +93,9 @@ def gemm_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
-    validate(OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllToAllConfig, IMPLS)
+    validate(
+        OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllToAllConfig, IMPLS
+    )
     validate_splits(input_splits, output_splits)
     y: torch.Tensor = torch.ops.interlace.gemm_all_to_all(
         x,
@@ -111,6 +124,7 @@ def validate_splits(input_splits: object, output_splits: object) -> None:
     if (input_splits is None) != (output_splits is None):
         given, missing = ("input", "output") if output_splits is None else ("output", "input")
         raise ArgumentError(
-            f"{OPERATOR}: input_splits and output_splits must be given together; got {given}_splits only. "
+            f"{OPERATOR}: input_splits and output_splits must be given together; got "
+            f"{given}_splits only. "
             f"Pass {missing}_splits too, or neither for an even split."
         )

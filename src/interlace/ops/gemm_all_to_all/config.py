@@ -13,4 +13,6 @@ BATCH = "bmm_all_to_all"
 
 @dataclasses.dataclass(frozen=True)
 class GemmAllToAllConfig(ProductConfig):
-    """One way to run the fused kernel of ``gemm_all_to_all``; see :class:`ProductConfig` for the fields."""
+    """One way to run the fused kernel of ``gemm_all_to_all``; see :class:`ProductConfig` for the
+    fields.
+    """

@@ -19,34 +19,39 @@ _ROUTE = tl.constexpr(record.ROUTE)
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows", "product_rows", "N", "K", "x_stride",
-        "w_stride", "x_scale_stride", "w_scale_stride", "row_groups", "spread_ns",
+        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows",
+        "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
+        "row_groups", "spread_ns",
     ]
 )
 def gemm_all_to_all(
-    x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes, taken, most_rows, own_rows,
-    product_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
-    BATCH: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
+    taken, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
+    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
+    BATCH: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr,
+    INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
 
-    Protocol: every rank takes a free buffer for its output; program 0 *grants* it to every source: puts the buffer's number into
-    ``GRANTS[me]`` there and signals. So a rank that is not in this call yet receives nothing. Once all grants are here, programs
-    go round over tiles, ``INTERLEAVE`` for one destination and then for the next, from the neighbour on, this rank being the
-    last: links are busy from beginning to end, and nobody's are crowded. A tile's copy runs while the next tile is computed.
-    The last program to have sent all its tiles signals every destination. The program of the highest index waits, last of
-    all, until all sources are done. A granted buffer is written by nobody after that. All signals have two sets.
+    Protocol: every rank takes a free buffer for its output; program 0 *grants* it to every source:
+    puts the buffer's number into ``GRANTS[me]`` there and signals. So a rank that is not in this
+    call yet receives nothing. Once all grants are here, programs go round over tiles,
+    ``INTERLEAVE`` for one destination and then for the next, from the neighbour on, this rank being
+    the last: links are busy from beginning to end, and nobody's are crowded. A tile's copy runs
+    while the next tile is computed. The last program to have sent all its tiles signals every
+    destination. The program of the highest index waits, last of all, until all sources are done. A
+    granted buffer is written by nobody after that. All signals have two sets.
 
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
-    Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the other; routes are of the first
-    product's rows, and what a destination gets of the others' follows.
+    Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the
+    other; routes are of the first product's rows, and what a destination gets of the others'
+    follows.
 
-    Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 writes a1 to row
-    0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes b0 to row 1 of rank 0's, then b1 to row 1 of its own.
-    Outputs: [a0, b0] and [a1, b1].
+    Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
+    rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes
+    b0 to row 1 of rank 0's, then b1 to row 1 of its own. Outputs: [a0, b0] and [a1, b1].
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -84,7 +89,8 @@ def gemm_all_to_all(
         if BATCH > 1:
             first += which * product_rows
             place += which * rows
-            tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)  # there are no rows beyond the last product's
+            # There are no rows beyond the last product's
+            tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             if BATCH > 1:

@@ -1,4 +1,6 @@
-"""From a call to a kernel launch: agreement and splits, which implementation, which configuration, the launch."""
+"""From a call to a kernel launch: agreement and splits, which implementation, which configuration,
+the launch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from interlace.ops.gemm_all_to_all import reference
 from interlace.ops.gemm_all_to_all.config import BATCH, OPERATOR, GemmAllToAllConfig
 from interlace.products import record
 from interlace.products.choice import Choice, Decision, choose_product, group_for, resolve
-from interlace.products.launch import has_descriptors, operand_arguments, options, padded_columns, programs, spread_ns
+from interlace.products.launch import (
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    spread_ns,
+)
 from interlace.products.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.products.outputs import multiply_batch_into, run_batch_into_output, run_into_output
 from interlace.products.splits import balanced, check_sum
@@ -32,7 +41,9 @@ def choose(**call: Any) -> Choice[GemmAllToAllConfig]:
 
 
 def choose_batch(**call: Any) -> Choice[GemmAllToAllConfig]:
-    """Whether the fused kernel of a batch is faster than the pair, and its configuration; ``rows`` are those of all products."""
+    """Whether the fused kernel of a batch is faster than the pair, and its configuration; ``rows``
+    are those of all products.
+    """
     return choose_product(BATCH, GemmAllToAllConfig, **call)
 
 
@@ -57,7 +68,8 @@ def run(
     how = decision.how
     if how in tuning.CARRIED:
         y = run_into_output(
-            how, "all_to_all", operands, group, process_group_named(group_name), decision.config, replace=impl != "auto"
+            how, "all_to_all", operands, group, process_group_named(group_name), decision.config,
+            replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
@@ -66,8 +78,8 @@ def run(
         return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark)
     group.check()
     return reference.gemm_all_to_all(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
-        sent[group.rank], received, process_group_named(group_name),
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale,
+        operands.out_dtype, sent[group.rank], received, process_group_named(group_name),
     )  # fmt: skip
 
 
@@ -91,15 +103,21 @@ def _decide(
     sent = _sent(group, operands.rows, input_splits, output_splits)
     # Rows of the rank that has most: the same choice on every rank.
     choice = choose(**operands.sizes(max(map(sum, sent))), world_size=group.world_size)
-    how = resolve(OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1)
-    return sent, Decision(mark, how, choice.otherwise, GemmAllToAllConfig.parse(config) if config else choice.config)
+    how = resolve(
+        OPERATOR, impl, choice, operands, even=len(set(itertools.chain.from_iterable(sent))) == 1
+    )
+    return sent, Decision(
+        mark, how, choice.otherwise, GemmAllToAllConfig.parse(config) if config else choice.config
+    )
 
 
 def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.Tensor:
-    """Run one call of several products, ``x [B, M, K] @ w [B, K, N]``, rows split evenly; ``[B M, N]``.
+    """Run one call of several products, ``x [B, M, K] @ w [B, K, N]``, rows split evenly; ``[B M,
+    N]``.
 
     Args:
-        impl: ``"fused"``, ``"split"`` (``torch.bmm`` for each rank's rows, and copy engines that take them) or ``"auto"``.
+        impl: ``"fused"``, ``"split"`` (``torch.bmm`` for each rank's rows, and copy engines that
+            take them) or ``"auto"``.
 
     Raises:
         ArgumentError: rows do not divide evenly, dtypes differ, or impl is none of these.
@@ -111,12 +129,19 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
 
     def decide() -> Decision[GemmAllToAllConfig]:
         check_dtypes([x, w])
-        mark = group.agree(BATCH, the_shape_of_x=tuple(x.shape), the_shape_of_w=tuple(w.shape), dtype=str(x.dtype), impl=impl)
+        mark = group.agree(
+            BATCH,
+            the_shape_of_x=tuple(x.shape),
+            the_shape_of_w=tuple(w.shape),
+            dtype=str(x.dtype),
+            impl=impl,
+        )
         if impl not in ("auto", "fused", "split"):
             raise ArgumentError(f"{BATCH}: impl must be one of auto, fused, split; got {impl!r}.")
         check_even(rows, group.world_size)
         choice = choose_batch(
-            rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device, world_size=group.world_size
+            rows=count * rows, columns=columns, inner=inner, dtype=x.dtype, device=x.device,
+            world_size=group.world_size
         )  # fmt: skip
         wanted = choice.impl if impl == "auto" else impl
         return Decision(mark, wanted if wanted == "split" else "fused", "fused", choice.config)
@@ -125,15 +150,26 @@ def run_batch(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> t
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
     if decision.how == "split" and group.world_size > 1:
-        y = run_batch_into_output([x], [w], group, process_group_named(group_name), replace=impl != "auto")
+        y = run_batch_into_output(
+            [x], [w], group, process_group_named(group_name), replace=impl != "auto"
+        )
         if y is not None:
             return y
     along_k = contiguous_dimension(w[0]) == 0
     # Views, where products lie one behind the other.
-    weights = w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
+    weights = (
+        w.mT.reshape(count * columns, inner) if along_k else w.reshape(count * inner, columns).T
+    )
     operands = Operands(x.reshape(count * rows, inner), weights, None, None, None, x.dtype)
     sent = [[rows // group.world_size] * group.world_size] * group.world_size
-    return _fused(operands.for_kernel(), sent, group, decision.config, decision.mark, Batch(count, rows, columns))
+    return _fused(
+        operands.for_kernel(),
+        sent,
+        group,
+        decision.config,
+        decision.mark,
+        Batch(count, rows, columns),
+    )
 
 
 def run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: str) -> torch.Tensor:
@@ -160,9 +196,14 @@ def run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: st
 
 
 def run_gradient(
-    grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
 ) -> torch.Tensor:
-    """The rows of the product's gradient, back where the product was computed. Its forward pass has checked the splits."""
+    """The rows of the product's gradient, back where the product was computed. Its forward pass has
+    checked the splits.
+    """
     return reference.send_back(grad, input_splits, output_splits, process_group_named(group_name))
 
 
@@ -174,7 +215,9 @@ def check_dtypes(matrices: Sequence[torch.Tensor]) -> None:
     """
     dtypes = [matrix.dtype for matrix in matrices]
     if len(set(dtypes)) > 1:
-        raise ArgumentError(f"{BATCH}: all operands must have the same dtype; got {dtypes}. Convert them.")
+        raise ArgumentError(
+            f"{BATCH}: all operands must have the same dtype; got {dtypes}. Convert them."
+        )
 
 
 def check_even(rows: int, ranks: int) -> None:
@@ -185,16 +228,21 @@ def check_even(rows: int, ranks: int) -> None:
     """
     if rows % ranks:
         raise ArgumentError(
-            f"{OPERATOR}: rows of x must divide evenly over {ranks} ranks unless splits are given; got {rows}. "
-            f"Pass input_splits and output_splits, or pad x to {balanced(rows, ranks)[0] * ranks} rows."
+            f"{OPERATOR}: rows of x must divide evenly over {ranks} ranks unless splits are "
+            f"given; got {rows}. "
+            f"Pass input_splits and output_splits, or pad x to {balanced(rows, ranks)[0] * ranks} "
+            "rows."
         )
 
 
-def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None) -> list[list[int]]:
+def _sent(
+    group: Group, rows: int, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None
+) -> list[list[int]]:
     """``sent[s][d]``: rows from rank s to rank d, checked.
 
-    Lists that were given are exchanged in every call: those of one rank may change while another's stay as they were, and a rank
-    that remembered its answer would not come to the exchange that the others need.
+    Lists that were given are exchanged in every call: those of one rank may change while another's
+    stay as they were, and a rank that remembered its answer would not come to the exchange that the
+    others need.
 
     Raises:
         ArgumentError, RankMismatchError: on every rank, naming the one whose list is wrong.
@@ -203,16 +251,22 @@ def _sent(group: Group, rows: int, input_splits: Sequence[int] | None, output_sp
     if input_splits is None or output_splits is None:
         check_even(rows, ranks)
         return [[rows // ranks] * ranks] * ranks
-    answers = group.exchange(f"{OPERATOR} (splits)", [rows, list(input_splits), list(output_splits)])
+    answers = group.exchange(
+        f"{OPERATOR} (splits)", [rows, list(input_splits), list(output_splits)]
+    )
     for rank, (its_rows, sends, receives) in enumerate(answers):
-        check_sum(f"{OPERATOR}: input_splits on rank {rank}", sends, ranks, its_rows, "its rows of x")
+        check_sum(
+            f"{OPERATOR}: input_splits on rank {rank}", sends, ranks, its_rows, "its rows of x"
+        )
         check_sum(f"{OPERATOR}: output_splits on rank {rank}", receives, ranks, None, "")
     for source, (_, sends, _) in enumerate(answers):
         for destination, (_, _, receives) in enumerate(answers):
             if sends[destination] != receives[source]:
                 raise RankMismatchError(
-                    f"{OPERATOR}: input_splits[{destination}] on rank {source} and output_splits[{source}] on rank {destination} "
-                    f"must be equal; got {sends[destination]} and {receives[source]}. Nothing was computed."
+                    f"{OPERATOR}: input_splits[{destination}] on rank {source} and "
+                    f"output_splits[{source}] on rank {destination} "
+                    f"must be equal; got {sends[destination]} and {receives[source]}. Nothing was "
+                    "computed."
                 )
     return [sends for _, sends, _ in answers]
 
@@ -239,11 +293,15 @@ def _fused(
     mark: int,
     batch: Batch | None = None,
 ) -> torch.Tensor:
-    """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d, of a batch of each product."""
+    """``[rows for this rank, N]`` by one kernel; ``sent[s][d]`` rows go from rank s to rank d, of a
+    batch of each product.
+    """
     batch = batch or Batch(1, operands.rows, operands.columns)
     columns = batch.columns
     rows = batch.count * sum(counts[group.rank] for counts in sent)
-    most = batch.count * max(sum(counts[dest] for counts in sent) for dest in range(group.world_size))
+    most = batch.count * max(
+        sum(counts[dest] for counts in sent) for dest in range(group.world_size)
+    )
     stride = padded_columns(columns, operands.out_dtype)
     shape = [rows, stride]
     if group.world_size == 1:
@@ -257,7 +315,9 @@ def _fused(
     place = output.address, output.buffer_bytes, output.index
     with group.running():
         key = (OPERATOR, config, mark, tuple(map(tuple, sent)), batch, place, operands.place())
-        group.replays.run(key, lambda: prepare(group, operands, sent, config, mark, *place, batch=batch)())
+        group.replays.run(
+            key, lambda: prepare(group, operands, sent, config, mark, *place, batch=batch)()
+        )
     y = y[:, :columns]
     return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
 
@@ -275,11 +335,13 @@ def prepare(
     batch: Batch | None = None,
     tile_stores: bool = True,
 ) -> Launch:
-    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective when the workspace must grow.
+    """The launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy). Collective
+    when the workspace must grow.
 
     Args:
         batch: what the operands are of; default: of one product.
-        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by ordinary stores.
+        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by
+            ordinary stores.
     """
     require(group.backend)
     from interlace.ops.gemm_all_to_all import kernel
@@ -289,25 +351,40 @@ def prepare(
     workspace = group.workspace(OPERATOR, 4096, record.HEADER)
     routes, first = [], 0
     for dest in range(ranks):
-        routes.append((first, sent[me][dest], batch.count * sum(sent[source][dest] for source in range(me))))
+        routes.append(
+            (first, sent[me][dest], batch.count * sum(sent[source][dest] for source in range(me)))
+        )
         first += sent[me][dest]
     dtype = operands.out_dtype
     stride = padded_columns(batch.columns, dtype)
     received = [batch.count * sum(counts[dest] for counts in sent) for dest in range(ranks)]
-    # Every rank must take the same branch only for speed: both put the same bytes in the same places.
+    # Every rank must take the same branch only for speed: both put the same bytes in the same
+    # places.
     even = tile_stores and all(count % config.block_m == 0 for count in sent[me])
     descriptors = has_descriptors(group) and group.stride % 16 == 0
     tiles = None
     if descriptors and even and ranks > 1:
-        sizes = [(BUFFERS + 1, buffer_bytes // dtype.itemsize), (max(received), stride), (batch.columns, 1)]
+        sizes = [
+            (BUFFERS + 1, buffer_bytes // dtype.itemsize),
+            (max(received), stride),
+            (batch.columns, 1),
+        ]
         tiles = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     arguments = (
         x, w, bias, x_scale, w_scale, tiles, buffers, workspace.signals.address, workspace.epochs,
-        group.context(OPERATOR), on_device(group, routes), mark, buffer_bytes, taken, max(max(counts) for counts in sent),
-        received[me], batch.rows, batch.columns, operands.inner, *strides, stride // align, spread_ns(config, operands.inner),
+        group.context(OPERATOR), on_device(group, routes), mark, buffer_bytes, taken,
+        max(max(counts) for counts in sent), received[me], batch.rows, batch.columns,
+        operands.inner, *strides, stride // align, spread_ns(config, operands.inner),
     )  # fmt: skip
     constants = options(operands, config, group, descriptors)
-    constants |= {"BATCH": batch.count, "ALIGN": align, "EVEN": tiles is not None, "INTERLEAVE": config.interleave}
-    return Launch(kernel.gemm_all_to_all, (programs(group, config),), arguments, constants, (operands,))
+    constants |= {
+        "BATCH": batch.count,
+        "ALIGN": align,
+        "EVEN": tiles is not None,
+        "INTERLEAVE": config.interleave,
+    }
+    return Launch(
+        kernel.gemm_all_to_all, (programs(group, config),), arguments, constants, (operands,)
+    )

@@ -1,8 +1,9 @@
-"""``torch.ops.interlace.gemm_all_to_all``: schema, shape inference, gradient. Triton is imported by the first call.
+"""``torch.ops.interlace.gemm_all_to_all``: schema, shape inference, gradient. Triton is imported by
+the first call.
 
-The gradient travels by an operator of its own, ``gemm_all_to_all_gradient``, so that compilers see it. ``bmm_all_to_all`` is the
-same for a batch of products, ``bmm_sum_all_to_all`` for a sum of batches; the pass for ``torch.compile`` makes them, after
-autograd, so they have no gradient.
+The gradient travels by an operator of its own, ``gemm_all_to_all_gradient``, so that compilers see
+it. ``bmm_all_to_all`` is the same for a batch of products, ``bmm_sum_all_to_all`` for a sum of
+batches; the pass for ``torch.compile`` makes them, after autograd, so they have no gradient.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from interlace.comm.registration import OPERATOR_TAGS, register
 _library = torch.library.Library("interlace", "FRAGMENT")
 _SPLITS = "SymInt[]? input_splits, SymInt[]? output_splits"
 _library.define(
-    f"gemm_all_to_all(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, {_SPLITS}, ScalarType out_dtype, "
+    "gemm_all_to_all(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, "
+    f"{_SPLITS}, ScalarType out_dtype, "
     "str group_name, str impl, str config) -> Tensor",
     tags=OPERATOR_TAGS,
 )
-_library.define("bmm_all_to_all(Tensor x, Tensor w, str group_name, str impl) -> Tensor", tags=OPERATOR_TAGS)
-_library.define("bmm_sum_all_to_all(Tensor[] x, Tensor[] w, str group_name) -> Tensor", tags=OPERATOR_TAGS)
-_library.define(f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor", tags=OPERATOR_TAGS)
+_library.define(
+    "bmm_all_to_all(Tensor x, Tensor w, str group_name, str impl) -> Tensor", tags=OPERATOR_TAGS
+)
+_library.define(
+    "bmm_sum_all_to_all(Tensor[] x, Tensor[] w, str group_name) -> Tensor", tags=OPERATOR_TAGS
+)
+_library.define(
+    f"gemm_all_to_all_gradient(Tensor grad, {_SPLITS}, str group_name) -> Tensor",
+    tags=OPERATOR_TAGS,
+)
 
 
 def _run(
@@ -42,7 +51,14 @@ def _run(
     from interlace.ops.gemm_all_to_all.launch import run
     from interlace.products.operands import Operands
 
-    return run(Operands(x, w, bias, x_scale, w_scale, out_dtype), input_splits, output_splits, group_name, impl, config)
+    return run(
+        Operands(x, w, bias, x_scale, w_scale, out_dtype),
+        input_splits,
+        output_splits,
+        group_name,
+        impl,
+        config,
+    )
 
 
 def _fake(
@@ -81,7 +97,10 @@ def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> 
 
 
 def _run_gradient(
-    grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
 ) -> torch.Tensor:
     from interlace.ops.gemm_all_to_all.launch import run_gradient
 
@@ -89,7 +108,10 @@ def _run_gradient(
 
 
 def _fake_gradient(
-    grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group_name: str
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
 ) -> torch.Tensor:
     rows = grad.shape[0] if input_splits is None else sum(input_splits)
     return grad.new_empty([rows, grad.shape[1]])
@@ -101,7 +123,9 @@ def _setup_gradient_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Ten
 
 def _backward_of_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Rows that came back from their owners go to them once more."""
-    rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, ctx.output_splits, ctx.input_splits, ctx.group_name)
+    rows = torch.ops.interlace.gemm_all_to_all_gradient(
+        grad, ctx.output_splits, ctx.input_splits, ctx.group_name
+    )
     return rows, None, None, None
 
 
@@ -109,7 +133,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     x, w, bias, _, _, *splits, _, ctx.group_name, _, _ = inputs
     ctx.splits, ctx.has_bias = tuple(splits), bias is not None
     ctx.dtype = x.dtype
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None)
+    ctx.save_for_backward(
+        x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+    )
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

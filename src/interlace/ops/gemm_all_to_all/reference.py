@@ -1,4 +1,6 @@
-"""``gemm_all_to_all`` as two steps of torch: the unfused pair that the fused kernel is checked against."""
+"""``gemm_all_to_all`` as two steps of torch: the unfused pair that the fused kernel is checked
+against.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ def gemm_all_to_all(
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """``all_to_all_single(x @ w.T + bias)``."""
-    return exchange_rows(product(x, w, bias, x_scale, w_scale, out_dtype), input_splits, output_splits, group)
+    return exchange_rows(
+        product(x, w, bias, x_scale, w_scale, out_dtype), input_splits, output_splits, group
+    )
 
 
 def send_back(
-    grad: torch.Tensor, input_splits: Sequence[int] | None, output_splits: Sequence[int] | None, group: dist.ProcessGroup | None
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """The transpose of the all-to-all: every row to the rank that it came from."""
     if input_splits is None or output_splits is None:

@@ -11,7 +11,8 @@ OPERATOR = "gemm_reduce_scatter"
 
 @dataclasses.dataclass(frozen=True)
 class GemmReduceScatterConfig(ProductConfig):
-    """One way to run the fused kernel of ``gemm_reduce_scatter``; see :class:`ProductConfig` for the fields.
+    """One way to run the fused kernel of ``gemm_reduce_scatter``; see :class:`ProductConfig` for
+    the fields.
 
     ``interleave`` counts programs that begin a round of tiles with the same rank.
     """

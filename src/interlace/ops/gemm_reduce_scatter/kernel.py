@@ -16,28 +16,32 @@ _HEADER = tl.constexpr(record.HEADER)
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "half_bytes", "y_address", "signals", "call", "per_source", "most_rows", "N", "K", "x_stride", "w_stride",
-        "x_scale_stride", "w_scale_stride", "row_groups", "spread_ns",
+        "slot_address", "half_bytes", "y_address", "signals", "call", "per_source", "most_rows",
+        "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride", "row_groups",
+        "spread_ns",
     ]
 )
 def gemm_reduce_scatter(
-    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals, epochs, ctx, routes, call, per_source,
-    most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals,
+    epochs, ctx, routes, call, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride,
+    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
 
-    Protocol: a tile of rank d's rows goes into the slot ``[half][me]`` on d, then its signal ``[me][tile]`` is set there. d adds the
-    slots' tiles to its own when these signals are all there; see :func:`send_and_sum`. The last program to have sent
-    everything sets DONE at every peer, and the program of the highest index waits for all peers' DONE: so a rank is never two
-    calls ahead of another one, and the epoch's parity chooses a half that nobody reads any more. It may be one call ahead (a rank
-    without rows waits for nothing else), so DONE has two sets. A tile's signal has one: it is set again only after DONE of its
-    reader, which has seen it then.
+    Protocol: a tile of rank d's rows goes into the slot ``[half][me]`` on d, then its signal
+    ``[me][tile]`` is set there. d adds the slots' tiles to its own when these signals are all
+    there; see :func:`send_and_sum`. The last program to have sent everything sets DONE at every
+    peer, and the program of the highest index waits for all peers' DONE: so a rank is never two
+    calls ahead of another one, and the epoch's parity chooses a half that nobody reads any more. It
+    may be one call ahead (a rank without rows waits for nothing else), so DONE has two sets. A
+    tile's signal has one: it is set again only after DONE of its reader, which has seen it then.
 
-    Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0 puts a1 into rank 1's slot and
-    adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to b1. Outputs: [a0 + b0] and [a1 + b1].
+    Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0
+    puts a1 into rank 1's slot and adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to
+    b1. Outputs: [a0 + b0] and [a1 + b1].
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -51,9 +55,10 @@ def gemm_reduce_scatter(
     if spread_ns > 0:
         start_in_turn(spread_ns)
     send_and_sum(
-        x, w, bias, x_scale, w_scale, slots, slot_address, results, y_address, peers * 0, 0, routes, flags + _HEADER, per_source, stamp,
-        group, epoch & 1, half_bytes, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN,
-        WORLD_SIZE, OUT, False, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE, BLOCK_M, BLOCK_N, BLOCK_K,
+        x, w, bias, x_scale, w_scale, slots, slot_address, results, y_address, peers * 0, 0, routes,
+        flags + _HEADER, per_source, stamp, group, epoch & 1, half_bytes, most_rows, N, K, x_stride,
+        w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN, WORLD_SIZE, OUT, False,
+        DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if WORLD_SIZE > 1:
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
@@ -71,10 +76,12 @@ def gemm_reduce_scatter(
 def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """Wait until parts may be sent: every peer has read those of the last call. One program.
 
-    Protocol: a peer's signal ``[DONE]`` here, of the set of the last call, is then the last call's epoch. ``notes``, for what follows:
-    this call's epoch, and its stamp, which copies set as the parts' signals; or what nobody waits for, if a peer is missing.
+    Protocol: a peer's signal ``[DONE]`` here, of the set of the last call, is then the last call's
+    epoch. ``notes``, for what follows: this call's epoch, and its stamp, which copies set as the
+    parts' signals; or what nobody waits for, if a peer is missing.
 
-    Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its stamp.
+    Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its
+    stamp.
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
@@ -91,23 +98,27 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "y_address", "signals", "call", "most_rows", "rows", "piece_rows", "N", "K", "x_stride", "w_stride", "row_groups",
+        "slot_address", "y_address", "signals", "call", "most_rows", "rows", "piece_rows", "N", "K",
+        "x_stride", "w_stride", "row_groups",
     ]
 )
 def multiply_and_sum(
-    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows, piece_rows, N, K, x_stride,
-    w_stride, row_groups,
-    WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, OWN_PART: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows,
+    piece_rows, N, K, x_stride, w_stride, row_groups, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have come.
+    """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have
+    come.
 
-    Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and this call's stamp into
-    the signal ``[source][piece]`` behind each. A tile is added up when all peers' pieces of its rows are here. The last program to
-    have read everything sets DONE at every peer. Of a sum of products (``OWN_PART``) the others' own rows are in this rank's slot.
+    Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and
+    this call's stamp into the signal ``[source][piece]`` behind each. A tile is added up when all
+    peers' pieces of its rows are here. The last program to have read everything sets DONE at every
+    peer. Of a sum of products (``OWN_PART``) the others' own rows are in this rank's slot.
 
-    Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other rank's first piece only.
+    Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other
+    rank's first piece only.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     group = il.join(ctx)
@@ -127,7 +138,8 @@ def multiply_and_sum(
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = multiply_tile(
-            x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+            x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K
         )
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > here:
@@ -137,8 +149,8 @@ def multiply_and_sum(
             if TILES:
                 il.accept_tiles()
         total = add_parts(
-            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride, row_stride, group, WORLD_SIZE, TILES,
-            OWN_PART,
+            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride,
+            row_stride, group, WORLD_SIZE, TILES, OWN_PART,
         )  # fmt: skip
         total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
         if bias is not None:

@@ -35,7 +35,9 @@ def choose(**call: Any) -> Choice[GemmReduceScatterConfig]:
     return choose_product(OPERATOR, GemmReduceScatterConfig, **call)
 
 
-def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl: str, config: str) -> torch.Tensor:
+def run(
+    operands: Operands, splits: Sequence[int] | None, group_name: str, impl: str, config: str
+) -> torch.Tensor:
     """Run one call whose arguments ``api`` has validated."""
     group = group_for(OPERATOR, group_name, operands.x.device)
     key = (OPERATOR, *operands.signature(), None if splits is None else tuple(splits), impl, config)
@@ -47,7 +49,8 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
         return split.run([operands], rows, group, chosen, mark)
     if how in tuning.CARRIED:
         y = run_into_output(
-            how, "reduce_scatter", operands, group, process_group_named(group_name), chosen, replace=impl != "auto"
+            how, "reduce_scatter", operands, group, process_group_named(group_name), chosen,
+            replace=impl != "auto"
         )  # fmt: skip
         if y is not None:
             return y
@@ -56,8 +59,8 @@ def run(operands: Operands, splits: Sequence[int] | None, group_name: str, impl:
         return _fused(operands.for_kernel(), rows, group, chosen, mark)
     group.check()
     return reference.gemm_reduce_scatter(
-        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale, operands.out_dtype,
-        rows, process_group_named(group_name),
+        operands.x, operands.w, operands.bias, operands.x_scale, operands.w_scale,
+        operands.out_dtype, rows, process_group_named(group_name),
     )  # fmt: skip
 
 
@@ -95,12 +98,26 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
 
 def _decide_sum(products: Sequence[Operands], group: Group) -> Decision[GemmReduceScatterConfig]:
     first, ranks = products[0], group.world_size
-    mark = group.agree(f"{OPERATOR}, sum", products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products))
-    choice = choose(**first.sizes(first.rows) | {"inner": sum(each.inner for each in products)}, world_size=ranks)
-    return Decision(mark, "split", choice.otherwise, choice.config, tuple(balanced(first.rows, ranks)))
+    mark = group.agree(
+        f"{OPERATOR}, sum",
+        products=tuple((tuple(each.x.shape), *each.agreed().items()) for each in products),
+    )
+    choice = choose(
+        **first.sizes(first.rows) | {"inner": sum(each.inner for each in products)},
+        world_size=ranks,
+    )
+    return Decision(
+        mark, "split", choice.otherwise, choice.config, tuple(balanced(first.rows, ranks))
+    )
 
 
-def _fused(operands: Operands, splits: Sequence[int], group: Group, config: GemmReduceScatterConfig, mark: int) -> torch.Tensor:
+def _fused(
+    operands: Operands,
+    splits: Sequence[int],
+    group: Group,
+    config: GemmReduceScatterConfig,
+    mark: int,
+) -> torch.Tensor:
     """``[splits[rank], N]`` by one kernel."""
     stride = padded_columns(operands.columns, operands.out_dtype)
     y = operands.x.new_empty([splits[group.rank], stride], dtype=operands.out_dtype)
@@ -111,13 +128,15 @@ def _fused(operands: Operands, splits: Sequence[int], group: Group, config: Gemm
 
 
 def prepare(
-    group: Group, operands: Operands, splits: Sequence[int], y: torch.Tensor, config: GemmReduceScatterConfig, mark: int = 0,
-    *, tile_stores: bool = True,
+    group: Group, operands: Operands, splits: Sequence[int], y: torch.Tensor,
+    config: GemmReduceScatterConfig, mark: int = 0, *, tile_stores: bool = True,
 ) -> Launch:  # fmt: skip
-    """The launch; ``y`` is ``[splits[rank], padded columns]``. Collective when the workspace must grow.
+    """The launch; ``y`` is ``[splits[rank], padded columns]``. Collective when the workspace must
+    grow.
 
     Args:
-        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by ordinary stores.
+        tile_stores: let tiles travel by copies out of shared memory where the GPU has them; else by
+            ordinary stores.
     """
     require(group.backend)
     from interlace.ops.gemm_reduce_scatter import kernel
@@ -130,10 +149,14 @@ def prepare(
     align = ALIGNMENT_BYTES // dtype.itemsize
     x, w, bias, x_scale, w_scale, *strides = operand_arguments(operands, config, descriptors)
     arguments = (
-        x, w, bias, x_scale, w_scale, slots.tiles, results, slots.workspace.data.address, slots.workspace.half_bytes, y.data_ptr(),
-        slots.workspace.signals.address, slots.workspace.epochs, group.context(OPERATOR), slots.routes, mark, slots.per_source,
-        max(splits), operands.columns, operands.inner, *strides, y.stride(0) // align, spread_ns(config, operands.inner),
+        x, w, bias, x_scale, w_scale, slots.tiles, results, slots.workspace.data.address,
+        slots.workspace.half_bytes, y.data_ptr(), slots.workspace.signals.address,
+        slots.workspace.epochs, group.context(OPERATOR), slots.routes, mark, slots.per_source,
+        max(splits), operands.columns, operands.inner, *strides, y.stride(0) // align,
+        spread_ns(config, operands.inner),
     )  # fmt: skip
     constants = options(operands, config, group, descriptors)
     constants |= {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
-    return Launch(kernel.gemm_reduce_scatter, (programs(group, config),), arguments, constants, (operands, y))
+    return Launch(
+        kernel.gemm_reduce_scatter, (programs(group, config),), arguments, constants, (operands, y)
+    )

@@ -1,4 +1,6 @@
-"""``gemm_reduce_scatter`` as two steps of torch: the unfused pair that the fused kernel is checked against."""
+"""``gemm_reduce_scatter`` as two steps of torch: the unfused pair that the fused kernel is checked
+against.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``impl="split"``: cuBLAS for the peers' rows, copy engines that take them there, a product that adds what came."""
+"""``impl="split"``: cuBLAS for the peers' rows, copy engines that take them there, a product that
+adds what came.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.replays import places
 from interlace.ops.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
 from interlace.products import record
-from interlace.products.launch import describe_own, has_descriptors, operand_arguments, options, padded_columns, programs, tile_ns
+from interlace.products.launch import (
+    describe_own,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    tile_ns,
+)
 from interlace.products.operands import ALIGNMENT_BYTES, Operands
 from interlace.products.outputs import multiply_into
 from interlace.units import ceil_div, round_up
@@ -26,9 +36,11 @@ _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
 def run(
-    products: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmReduceScatterConfig, mark: int
+    products: Sequence[Operands], splits: Sequence[int], group: Group,
+    config: GemmReduceScatterConfig, mark: int
 ) -> torch.Tensor:  # fmt: skip
-    """``[splits[rank], N]`` of x's dtype, of a product or the sum of several. Collective when the workspace must grow.
+    """``[splits[rank], N]`` of x's dtype, of a product or the sum of several. Collective when the
+    workspace must grow.
 
     Args:
         products: of the same rows, columns and dtypes; only the first one may have a bias.
@@ -47,11 +59,20 @@ def run(
 
     row_bytes = stride * dtype.itemsize
     piece_rows = _piece_rows(rows, row_bytes, operands.inner, config)
-    # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves of the workspace.
-    workspace = group.workspace(f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), record.HEADER + ranks * _PIECES)
-    context, signals, address = group.context(OPERATOR), workspace.signals.address, workspace.data.address
+    # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves
+    # of the workspace.
+    workspace = group.workspace(
+        f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), record.HEADER + ranks * _PIECES
+    )
+    context, signals, address = (
+        group.context(OPERATOR),
+        workspace.signals.address,
+        workspace.data.address,
+    )
     key = (f"{OPERATOR}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
-    pieces = group.once(key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals))
+    pieces = group.once(
+        key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals)
+    )
     sent = operands.x.new_empty([sum(pieces.sent), stride])
     notes = workspace.notes
     own = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
@@ -66,13 +87,22 @@ def run(
             admitted = copies.so_far(group)
         for piece in pieces.order:
             _multiply(parts[piece.part], inputs[piece.input], weights)
-            part_there = copies.Transfer(piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to)
-            copies.push(group, [part_there, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)])
+            part_there = copies.Transfer(
+                piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to
+            )
+            copies.push(
+                group,
+                [part_there, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
+            )
         if others and len(y):  # in the place of a peer's part, which is added like it
             here = address + rank * group.stride + rank * rows * row_bytes
-            part = view_as(bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype)
+            part = view_as(
+                bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype
+            )
             _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
-        last = _multiply_and_sum(group, workspace, own, y, rows, piece_rows, config, mark, own_part=bool(others))
+        last = _multiply_and_sum(
+            group, workspace, own, y, rows, piece_rows, config, mark, own_part=bool(others)
+        )
         copies.wait_for(group, admitted)
         last()
         copies.join(group)
@@ -95,7 +125,8 @@ def _multiply_and_sum(
     *,
     own_part: bool,
 ) -> Launch:
-    """The launch that multiplies this rank's own rows and adds what came, into ``y [its rows, padded columns]``.
+    """The launch that multiplies this rank's own rows and adds what came, into ``y [its rows,
+    padded columns]``.
 
     Args:
         rows: between two sources' slots.
@@ -109,12 +140,15 @@ def _multiply_and_sum(
     if tiles:
         whole = 2 * workspace.half_bytes // dtype.itemsize
         sizes = [(1, whole), (group.world_size, rows * stride), (rows, stride), (own.columns, 1)]
-        slots = describe_ranks(group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n])
+        slots = describe_ranks(
+            group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
+        )
         results = describe_own(y, own.columns, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
     arguments = (
-        x, w, bias, slots, results, workspace.data.address, y.data_ptr(), workspace.signals.address, group.context(OPERATOR),
-        workspace.notes, mark, rows, len(y), piece_rows, own.columns, own.inner, x_stride, w_stride, stride // align,
+        x, w, bias, slots, results, workspace.data.address, y.data_ptr(), workspace.signals.address,
+        group.context(OPERATOR), workspace.notes, mark, rows, len(y), piece_rows, own.columns,
+        own.inner, x_stride, w_stride, stride // align,
     )  # fmt: skip
     constants = options(own, config, group, tiles)
     constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
@@ -122,7 +156,10 @@ def _multiply_and_sum(
 
 
 def _multiply(
-    out: torch.Tensor, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> None:
     """The sum of products into ``out``."""
     multiply_into(out, inputs[0], weights[0], bias)
@@ -131,7 +168,9 @@ def _multiply(
 
 
 class _Piece(NamedTuple):
-    """Rows for a peer: which of the inputs' and the products' pieces, where they lie among the products, where they go."""
+    """Rows for a peer: which of the inputs' and the products' pieces, where they lie among the
+    products, where they go.
+    """
 
     input: int
     part: int
@@ -151,7 +190,8 @@ class _Pieces:
         own: which one that is.
         own_rows: and where.
         sent: of each piece of what is sent.
-        order: the pieces in the order of their products: first ones of all peers, from the neighbour on, then second ones.
+        order: the pieces in the order of their products: first ones of all peers, from the
+            neighbour on, then second ones.
     """
 
     rows: list[int]
@@ -161,7 +201,14 @@ class _Pieces:
     order: list[_Piece]
 
     @staticmethod
-    def of(group: Group, splits: Sequence[int], piece_rows: int, row_bytes: int, slots: int, signals: int) -> _Pieces:
+    def of(
+        group: Group,
+        splits: Sequence[int],
+        piece_rows: int,
+        row_bytes: int,
+        slots: int,
+        signals: int,
+    ) -> _Pieces:
         """For slots and signals at these addresses (rank 0's copies)."""
         rank, ranks, most = group.rank, group.world_size, max(splits)
         rows: list[int] = []
@@ -177,18 +224,26 @@ class _Pieces:
                 slot = slots + there + (rank * most + first) * row_bytes
                 signal = signals + there + 4 * (record.HEADER + rank * _PIECES + index)
                 offset, nbytes = sum(sent) * row_bytes, size * row_bytes
-                found[index, (to - rank) % ranks] = _Piece(len(rows), len(sent), offset, nbytes, slot, signal, to)
+                found[index, (to - rank) % ranks] = _Piece(
+                    len(rows), len(sent), offset, nbytes, slot, signal, to
+                )
                 rows.append(size)
                 sent.append(size)
         start = sum(rows[:own])
-        return _Pieces(rows, own, slice(start, start + splits[rank]), sent, [piece for _, piece in sorted(found.items())])
+        return _Pieces(
+            rows,
+            own,
+            slice(start, start + splits[rank]),
+            sent,
+            [piece for _, piece in sorted(found.items())],
+        )
 
 
 def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:
     """Rows that are multiplied and copied at a time.
 
-    The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make it shorter; else they would only
-    make cuBLAS's products smaller.
+    The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make
+    it shorter; else they would only make cuBLAS's products smaller.
     """
     if rows * row_bytes < tile_ns(config.block_m, config.block_n, inner) * _LINK_BYTES_PER_NS:
         return rows

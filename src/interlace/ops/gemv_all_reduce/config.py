@@ -11,10 +11,12 @@ from interlace.units import next_power_of_2
 OPERATOR = "gemv_all_reduce"
 PROTOCOLS = ("one_shot", "two_phase")
 FEW_TOKENS = 128
-"""Below this many tokens, reading the weight takes the time, and ``gemv_all_reduce`` is the operator (measured on H200s)."""
+"""Below this many tokens, reading the weight takes the time, and ``gemv_all_reduce`` is the
+operator (measured on H200s).
+"""
 
-# Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two signals (8 tokens of
-# 8192 rows on four H200s).
+# Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two
+# signals (8 tokens of 8192 rows on four H200s).
 _ONE_SHOT_WORDS = 8 * 8192 * 3
 
 
@@ -23,13 +25,15 @@ class GemvAllReduceConfig:
     """One way to run the fused kernel. Every rank of a call must use the same one.
 
     Attributes:
-        protocol: ``"one_shot"`` (packed words to every peer) or ``"two_phase"`` (owner reduces, then broadcasts).
+        protocol: ``"one_shot"`` (packed words to every peer) or ``"two_phase"`` (owner reduces,
+            then broadcasts).
         block_n: rows of the weight that a tile covers; a power of two.
         block_k: columns of the weight that a program loads at a time; a power of two.
         num_warps: warps a program.
         num_stages: loads in flight in the software pipeline (with several tokens).
         max_programs: programs at most, each taking several tiles; 0 for a program a tile.
-        max_registers: registers a thread at most, so that more programs are resident; 0 for the compiler's choice.
+        max_registers: registers a thread at most, so that more programs are resident; 0 for the
+            compiler's choice.
     """
 
     protocol: str = "one_shot"
@@ -42,17 +46,27 @@ class GemvAllReduceConfig:
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
-            raise ArgumentError(f"GemvAllReduceConfig: protocol must be one of {PROTOCOLS}; got {self.protocol!r}.")
+            raise ArgumentError(
+                f"GemvAllReduceConfig: protocol must be one of {PROTOCOLS}; got {self.protocol!r}."
+            )
         for name in ("block_n", "block_k", "num_warps"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
-                raise ArgumentError(f"GemvAllReduceConfig: {name} must be a power of two; got {value}.")
+                raise ArgumentError(
+                    f"GemvAllReduceConfig: {name} must be a power of two; got {value}."
+                )
         if self.num_warps > 32:
-            raise ArgumentError(f"GemvAllReduceConfig: num_warps must be at most 32; got {self.num_warps}.")
+            raise ArgumentError(
+                f"GemvAllReduceConfig: num_warps must be at most 32; got {self.num_warps}."
+            )
         if self.block_k < 16:
-            raise ArgumentError(f"GemvAllReduceConfig: block_k must be at least 16; got {self.block_k}.")
+            raise ArgumentError(
+                f"GemvAllReduceConfig: block_k must be at least 16; got {self.block_k}."
+            )
         if self.num_stages < 1:
-            raise ArgumentError(f"GemvAllReduceConfig: num_stages must be at least 1; got {self.num_stages}.")
+            raise ArgumentError(
+                f"GemvAllReduceConfig: num_stages must be at least 1; got {self.num_stages}."
+            )
         if self.max_programs < 0 or self.max_registers < 0:
             raise ArgumentError(
                 f"GemvAllReduceConfig: max_programs and max_registers must not be negative; "
@@ -75,7 +89,9 @@ class GemvAllReduceConfig:
         except (TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"GemvAllReduceConfig: text must be str() of a configuration; got {text!r}.") from None
+            raise ArgumentError(
+                f"GemvAllReduceConfig: text must be str() of a configuration; got {text!r}."
+            ) from None
 
 
 def block_tokens(tokens: int) -> int:
@@ -83,13 +99,19 @@ def block_tokens(tokens: int) -> int:
     return min(64, next_power_of_2(tokens))
 
 
-def default_config(*, tokens: int, rows: int, world_size: int, itemsize: int) -> GemvAllReduceConfig:
-    """A sound choice where nothing has been measured; its tiles fit the shared memory of small GPUs too."""
+def default_config(
+    *, tokens: int, rows: int, world_size: int, itemsize: int
+) -> GemvAllReduceConfig:
+    """A sound choice where nothing has been measured; its tiles fit the shared memory of small GPUs
+    too.
+    """
     if tokens <= 1:
         block_n = 4
         while rows > block_n * MAX_PROGRAMS:
             block_n *= 2
-        return GemvAllReduceConfig("one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1)
+        return GemvAllReduceConfig(
+            "one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1
+        )
     block_k = 256 // itemsize
     if tokens * rows * max(1, world_size - 1) <= _ONE_SHOT_WORDS:
         return GemvAllReduceConfig("one_shot", block_n=32, block_k=block_k, num_stages=3)

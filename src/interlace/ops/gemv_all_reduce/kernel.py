@@ -17,7 +17,9 @@ def _load_weight(pointers, k, K, MASKED: tl.constexpr):
 
 @triton.jit
 def _multiply(weight, value):
-    """Products of one token, eight neighbours added up: within a thread, so that sums take few registers."""
+    """Products of one token, eight neighbours added up: within a thread, so that sums take few
+    registers.
+    """
     products = weight.to(tl.float32) * value.to(tl.float32)[None, :]
     return tl.sum(products.reshape([products.shape[0], products.shape[1] // 8, 8]), 2)
 
@@ -32,9 +34,10 @@ def _load_last(x, w, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _one_token(x, w, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """``sum over k of w[:, k] * x[k]``, without the matrix unit; w is a tile of pointers to rows."""
-    # What is left over is used last: kept in registers, it costs no trip to memory of its own. A whole block would take
-    # registers that other programs need.
+    """``sum over k of w[:, k] * x[k]``, without the matrix unit; w is a tile of pointers to rows.
+    """
+    # What is left over is used last: kept in registers, it costs no trip to memory of its own. A
+    # whole block would take registers that other programs need.
     if EVEN_K:
         accumulator = _multiply(last[0], last[1])
     else:
@@ -61,9 +64,12 @@ def _add_product(accumulator, x, w, k, K, PRECISION: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _several_tokens(
-    x, w, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
+    x, w, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """``sum over k of w[:, k] * x[:, k]``, by the matrix unit; x and w are tiles of pointers to rows."""
+    """``sum over k of w[:, k] * x[:, k]``, by the matrix unit; x and w are tiles of pointers to
+    rows.
+    """
     k = tl.arange(0, BLOCK_K)
     whole = K if EVEN_K else K // BLOCK_K * BLOCK_K
     accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
@@ -77,9 +83,11 @@ def _several_tokens(
 @triton.jit
 def _operands(
     tile, x, w, N, B, K, stride_x, stride_w,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a tile's tokens and rows of weights; and, with one token, the columns that are loaded first.
+    """Pointers to a tile's tokens and rows of weights; and, with one token, the columns that are
+    loaded first.
 
     Rows and tokens outside the matrix repeat the last one; whoever stores the tile masks them.
     """
@@ -89,14 +97,18 @@ def _operands(
         x = x + tl.minimum(tl.sum(tokens), B - 1).to(tl.int64) * stride_x
         return x, w, _load_last(x, w, K, BLOCK_K, EVEN_K)
     else:
-        return x + tl.minimum(tokens, B - 1).to(tl.int64) * stride_x, w, 0  # nothing; Triton 3.6 cannot return None in a tuple
+        # Nothing; Triton 3.6 cannot return None in a tuple
+        return x + tl.minimum(tokens, B - 1).to(tl.int64) * stride_x, w, 0
 
 
 @triton.jit
 def _part(
-    operands, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
+    operands, K, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """This rank's part of one tile, ``sum over k of w[rows, k] * x[tokens, k]``, float32 ``[BLOCK_N, BLOCK_B]``."""
+    """This rank's part of one tile, ``sum over k of w[rows, k] * x[tokens, k]``, float32
+    ``[BLOCK_N, BLOCK_B]``.
+    """
     x, w, last = operands
     if BLOCK_B == 1:
         return _one_token(x, w, last, K, BLOCK_N, BLOCK_K, EVEN_K)
@@ -106,7 +118,9 @@ def _part(
 
 @triton.jit
 def _tile(tile, N, B, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, EVEN: tl.constexpr):
-    """Rows and tokens of a tile, and its mask; tiles of the same rows follow one another, so that weights stay in the L2."""
+    """Rows and tokens of a tile, and its mask; tiles of the same rows follow one another, so that
+    weights stay in the L2.
+    """
     token_tiles = (B + BLOCK_B - 1) // BLOCK_B
     rows = tile // token_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tile % token_tiles * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -121,7 +135,8 @@ def _mask(rows, tokens, N, B, EVEN: tl.constexpr):
         return (rows[:, None] < N) & (tokens[None, :] < B)
 
 
-# Words. Two tokens of a row share one where VALUES is 2; the halves of a pair are then the last dimension.
+# Words. Two tokens of a row share one where VALUES is 2; the halves of a pair are then the last
+# dimension.
 
 
 @triton.jit
@@ -148,7 +163,9 @@ def _out_of_words(values, VALUES: tl.constexpr):
 
 @triton.jit
 def _announce(calls, stamp, group, WORLD_SIZE: tl.constexpr):
-    """Tell all peers which call this is. Pairs carry the epoch without its mark; this word carries both."""
+    """Tell all peers which call this is. Pairs carry the epoch without its mark; this word carries
+    both.
+    """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[None, :]
     nothing = tl.zeros(peers.shape, tl.float32)
     il.put_packed(calls + il.rank(group) + peers * 0, nothing, stamp, peers, group, peers < WORLD_SIZE)
@@ -156,7 +173,9 @@ def _announce(calls, stamp, group, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def _agree(calls, stamp, group, WORLD_SIZE: tl.constexpr):
-    """Whether all peers are in this call (0 or 1), by what :func:`_announce` of theirs said; after this program's own puts."""
+    """Whether all peers are in this call (0 or 1), by what :func:`_announce` of theirs said; after
+    this program's own puts.
+    """
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))[None, :]
     nothing = tl.sum(tl.ravel(il.get_packed(calls + peers, stamp, peers, 0, group, peers < WORLD_SIZE)))
     return (nothing == 0).to(tl.int32)  # else NaN
@@ -172,24 +191,29 @@ def _store_output(y, bias, total, rows, tokens, mask, N):
 @triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles"])
 def gemv_all_reduce_one_shot(
     x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
-    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr, VALUES: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    VALUES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``y = sum over ranks of x @ w.T, + bias``: every rank sends its part of every output to every peer.
+    """``y = sum over ranks of x @ w.T, + bias``: every rank sends its part of every output to every
+    peer.
 
-    Protocol: a program computes its tiles' partial sums and puts them as packed words into slot ``[epoch % 2][rank]``
-    of every peer; then it waits, word by word, for the same tiles of the other ranks and adds them in rank order.
-    A half is written again two calls later: by then its reader has sent the words of the call in between, which it did
-    after reading. Pairs carry no mark: the last program waits for the word of every peer's program 0 that does, while its own sums
-    are on their way, and makes y NaN if one is of another call.
+    Protocol: a program computes its tiles' partial sums and puts them as packed words into slot
+    ``[epoch % 2][rank]`` of every peer; then it waits, word by word, for the same tiles of the
+    other ranks and adds them in rank order. A half is written again two calls later: by then its
+    reader has sent the words of the call in between, which it did after reading. Pairs carry no
+    mark: the last program waits for the word of every peer's program 0 that does, while its own
+    sums are on their way, and makes y NaN if one is of another call.
 
-    Example: two ranks, N = 2, partial sums ``[1, 2]`` on rank 0 and ``[10, 20]`` on rank 1. Rank 0's slot 1 receives
-    ``(10, e) (20, e)``, rank 1's slot 0 ``(1, e) (2, e)``; both compute ``[11, 22]``.
+    Example: two ranks, N = 2, partial sums ``[1, 2]`` on rank 0 and ``[10, 20]`` on rank 1. Rank
+    0's slot 1 receives ``(10, e) (20, e)``, rank 1's slot 0 ``(1, e) (2, e)``; both compute ``[11,
+    22]``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ONE_TILE:
         operands = _operands(program, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
-    # Asked for once the first weights are under way: the compiler waits at once for what all threads share.
+    # Asked for once the first weights are under way: the compiler waits at once for what all
+    # threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
         part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
@@ -238,26 +262,29 @@ def gemv_all_reduce_one_shot(
 @triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles"])
 def gemv_all_reduce_two_phase(
     x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
-    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr, VALUES: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr,
-    OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr,
+    VALUES: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr, OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
 ):  # fmt: skip
     """The same sum, each rank reducing and broadcasting ``OWNED`` rows of every tile.
 
-    Protocol: a program puts each row of its partial tiles as packed words at the row's owner (one store, whose peer is a
-    tile), in slot ``[epoch % 2][rank]``. It waits for the words of the rows that it owns, adds them in rank order, adds the
-    bias, rounds, and puts the results as packed words at every peer, behind the slots. Then it waits for its tiles'
-    results. Partial sums of a half are written again two calls later: the writer has then had the results of the call in
-    between, which their owner sent after it had read; and results are sent only to those who have sent their parts. Pairs as in
-    :func:`gemv_all_reduce_one_shot`.
+    Protocol: a program puts each row of its partial tiles as packed words at the row's owner (one
+    store, whose peer is a tile), in slot ``[epoch % 2][rank]``. It waits for the words of the rows
+    that it owns, adds them in rank order, adds the bias, rounds, and puts the results as packed
+    words at every peer, behind the slots. Then it waits for its tiles' results. Partial sums of a
+    half are written again two calls later: the writer has then had the results of the call in
+    between, which their owner sent after it had read; and results are sent only to those who have
+    sent their parts. Pairs as in :func:`gemv_all_reduce_one_shot`.
 
-    Example: two ranks, BLOCK_N = 2: rank 0 owns row 0 and rank 1 row 1 of every tile. With parts ``[1, 2]`` and
-    ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back; rank 0 sends 2 and gets 22.
+    Example: two ranks, BLOCK_N = 2: rank 0 owns row 0 and rank 1 row 1 of every tile. With parts
+    ``[1, 2]`` and ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back; rank 0
+    sends 2 and gets 22.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ONE_TILE:
         operands = _operands(program, x, w, N, B, K, stride_x, stride_w, BLOCK_N, BLOCK_B, BLOCK_K, EVEN, EVEN_K)
-    # Asked for once the first weights are under way: the compiler waits at once for what all threads share.
+    # Asked for once the first weights are under way: the compiler waits at once for what all
+    # threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
         part = _part(operands, K, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, PRECISION)
@@ -297,7 +324,8 @@ def gemv_all_reduce_two_phase(
 
 @triton.jit
 def _send_part(
-    tile, part, slots, slot, stamp, group, N, B, EVEN: tl.constexpr, VALUES: tl.constexpr, OWNED: tl.constexpr
+    tile, part, slots, slot, stamp, group, N, B, EVEN: tl.constexpr, VALUES: tl.constexpr,
+    OWNED: tl.constexpr
 ):  # fmt: skip
     """Put each row of a partial tile at the row's owner."""
     rows, tokens, mask = _tile(tile, N, B, part.shape[0], part.shape[1], EVEN)
@@ -310,8 +338,8 @@ def _send_part(
 @triton.jit
 def _send_sum(
     tile, y, bias, slots, slot, results, stamp, group, N, B,
-    WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-    OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, EVEN: tl.constexpr, VALUES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, OWNED: tl.constexpr, BLOCK_OWNED: tl.constexpr,
 ):  # fmt: skip
     """Add up the rows of a tile that this rank owns, and put the results at every peer."""
     me = il.rank(group)

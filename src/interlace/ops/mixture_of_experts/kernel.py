@@ -1,6 +1,7 @@
 """The kernels of ``mixture_of_experts``; README.md explains the protocol.
 
-``plan`` says how many rows go where (``layout``); every kernel reads it, and only :func:`plan_call` talks to the peers about it.
+``plan`` says how many rows go where (``layout``); every kernel reads it, and only :func:`plan_call`
+talks to the peers about it.
 """
 
 import triton
@@ -33,7 +34,8 @@ def _expert_of(experts, slot, slots, E):
 
 @triton.jit(do_not_specialize=["slots", "E"])
 def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """How many slots of each block of ``BLOCK`` name each expert: ``histograms [blocks, E_LANES]``."""
+    """How many slots of each block of ``BLOCK`` name each expert: ``histograms [blocks, E_LANES]``.
+    """
     block = tl.program_id(0)
     expert, named = _expert_of(experts, block * BLOCK + tl.arange(0, BLOCK), slots, E)
     found = tl.histogram(tl.where(named, expert, 0), E_LANES, mask=named)
@@ -42,21 +44,25 @@ def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["call", "half", "taken", "slots", "capacity", "E", "L"])
 def plan_call(
-    experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call, half, taken, slots, capacity, E, L,
-    WORLD_SIZE: tl.constexpr, R_LANES: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr, BLOCK: tl.constexpr,
+    experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call,
+    half, taken, slots, capacity, E, L, WORLD_SIZE: tl.constexpr, R_LANES: tl.constexpr,
+    L_LANES: tl.constexpr, E_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Number this rank's rows, and learn from the peers how many rows come from whom.
 
-    A slot's row follows those of the same expert in earlier slots; rows beyond ``capacity`` are dropped (row -1). ``slot_rows``
-    says where each slot's result comes back, ``slot_at`` the reverse.
+    A slot's row follows those of the same expert in earlier slots; rows beyond ``capacity`` are
+    dropped (row -1). ``slot_rows`` says where each slot's result comes back, ``slot_at`` the
+    reverse.
 
-    Protocol: program 0 puts the counts and the number of the buffer that this rank grants into ``numbers[half][me]`` of every
-    peer, signals, and waits for all. So a rank that has everyone's counts also knows that everyone's memory may be written.
-    ``numbers`` has two halves by the epoch's parity: a peer may still be reading those of the last call, never those of the
-    one before, whose kernels have ended on all ranks that are in the last one.
+    Protocol: program 0 puts the counts and the number of the buffer that this rank grants into
+    ``numbers[half][me]`` of every peer, signals, and waits for all. So a rank that has everyone's
+    counts also knows that everyone's memory may be written. ``numbers`` has two halves by the
+    epoch's parity: a peer may still be reading those of the last call, never those of the one
+    before, whose kernels have ended on all ranks that are in the last one.
 
-    Example: two ranks, experts 0 and 1, one on each; slots of rank 0 name [1, 0, 1], those of rank 1 [0]. Counts are [1, 2] and
-    [1, 0]. At expert 0 arrive rank 0's row 0 and rank 1's row 1; at expert 1 rank 0's rows 0 and 1.
+    Example: two ranks, experts 0 and 1, one on each; slots of rank 0 name [1, 0, 1], those of rank
+    1 [0]. Counts are [1, 2] and [1, 0]. At expert 0 arrive rank 0's row 0 and rank 1's row 1; at
+    expert 1 rank 0's rows 0 and 1.
     """
     program, blocks = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, E_LANES)
@@ -81,7 +87,8 @@ def plan_call(
     tl.store(slot_at + row, slot, mask=kept)
     if program == 0:
         _exchange(
-            mine, plan, grants, numbers, signals, epochs, ctx, call, half, taken, E, L, WORLD_SIZE, R_LANES, L_LANES, E_LANES,
+            mine, plan, grants, numbers, signals, epochs, ctx, call, half, taken, E, L, WORLD_SIZE,
+            R_LANES, L_LANES, E_LANES,
         )  # fmt: skip
 
 
@@ -130,7 +137,9 @@ def _exchange(
 
 @triton.jit
 def _complete(plan, met, E, WORLD_SIZE: tl.constexpr):
-    """1 if every rank is in this call, else 0; in a forward pass, where ``met`` is None, all counts are 0 then."""
+    """1 if every rank is in this call, else 0; in a forward pass, where ``met`` is None, all counts
+    are 0 then.
+    """
     if met is None:
         return tl.load(plan + (_TABLES * WORLD_SIZE + 1) * E)
     else:
@@ -157,7 +166,9 @@ def _local_experts(plan, me, E, L, WORLD_SIZE: tl.constexpr, L_LANES: tl.constex
 
 @triton.jit
 def _tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
-    """The expert, tile of rows and tile of columns of an item; an expert's rows are gone through from its shift on."""
+    """The expert, tile of rows and tile of columns of an item; an expert's rows are gone through
+    from its shift on.
+    """
     expert = tl.sum((ends <= item).to(tl.int32))
     height = _pick(tiles_m, lanes, expert)
     inside = item - _pick(ends, lanes, expert) + height * tiles_n
@@ -168,12 +179,14 @@ def _tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
 @triton.jit
 def _product(
     x, w, x_tiles, w_tiles, row, end, expert, column, columns, inner,
-    TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``row`` on of ``x [rows, inner]`` times an expert's weight: float32 ``[BM, BN]``, columns ``column`` on.
+    """Rows ``row`` on of ``x [rows, inner]`` times an expert's weight: float32 ``[BM, BN]``,
+    columns ``column`` on.
 
-    ``w`` is ``[experts, columns, inner]`` if ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts, inner, columns]``. Rows from ``end``
-    on, and columns beyond the last, are some numbers.
+    ``w`` is ``[experts, columns, inner]`` if ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts,
+    inner, columns]``. Rows from ``end`` on, and columns beyond the last, are some numbers.
     """
     return multiply_tile_of(
         expert, x_tiles if TILES else x, w_tiles if TILES else w, row, column, end, columns, inner,
@@ -183,7 +196,9 @@ def _product(
 
 @triton.jit
 def _store_rows(tiles, target, row, end, column, columns, value, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr):
-    """A tile of ``[rows, columns]``; with ``TILES``, rows from ``end`` to the tile's last are overwritten."""
+    """A tile of ``[rows, columns]``; with ``TILES``, rows from ``end`` to the tile's last are
+    overwritten.
+    """
     if TILES:
         tiles.store([row, column], value)
     else:
@@ -196,11 +211,14 @@ def _store_rows(tiles, target, row, end, column, columns, value, BM: tl.constexp
 
 @triton.jit
 def _push(
-    x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
-    WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr, PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr,
-    MEET: tl.constexpr, SCALED: tl.constexpr, E_LANES: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes,
+    taken, E, L, hidden, WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr,
+    PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr, MEET: tl.constexpr, SCALED: tl.constexpr,
+    E_LANES: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the rows that leave: pieces of one expert each, experts in the order in which they are awaited."""
+    """This program's share of the rows that leave: pieces of one expert each, experts in the order
+    in which they are awaited.
+    """
     me = il.rank(group)
     lanes = tl.arange(0, E_LANES)
     expert = (me + 1 + lanes) % WORLD_SIZE * L + lanes // WORLD_SIZE
@@ -237,29 +255,35 @@ def _push(
 
 @triton.jit(do_not_specialize=["call", "taken", "E", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, scales, plan, grants, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket, met, buffers, signals, epochs,
-    ctx, call, buffer_bytes, scale_bytes, taken, most, E, L, columns, hidden_groups,
-    WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr, PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr,
-    MEET: tl.constexpr, SCALED: tl.constexpr, ACTIVATE: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TILES: tl.constexpr, PRECISION: tl.constexpr, R_LANES: tl.constexpr, E_LANES: tl.constexpr, L_LANES: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, slot_at, scales, plan, grants, a_tiles, b_tiles, out_tiles, kept_tiles, b, out, kept, ticket,
+    met, buffers, signals, epochs, ctx, call, buffer_bytes, scale_bytes, taken, most, E, L, columns,
+    hidden_groups, WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, PUSHERS: tl.constexpr,
+    PUSH_ROWS: tl.constexpr, DTYPE: tl.constexpr, MEET: tl.constexpr, SCALED: tl.constexpr,
+    ACTIVATE: tl.constexpr, KEEP: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr,
+    PRECISION: tl.constexpr, R_LANES: tl.constexpr, E_LANES: tl.constexpr, L_LANES: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the experts' weights.
+    """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the experts'
+    weights.
 
-    Forward, ``b`` is ``[L, 2 F, hidden]`` with gate and up in turn; ``ACTIVATE`` stores ``silu(gate) * up``, ``[most, F]``, and
-    ``KEEP`` gate and up as well, ``[2, most, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows are
-    accompanied by their slot's weight (``SCALED``), and the product is stored as it is.
+    Forward, ``b`` is ``[L, 2 F, hidden]`` with gate and up in turn; ``ACTIVATE`` stores
+    ``silu(gate) * up``, ``[most, F]``, and ``KEEP`` gate and up as well, ``[2, most, F]``.
+    Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows are accompanied by
+    their slot's weight (``SCALED``), and the product is stored as it is.
 
-    Protocol: the first ``PUSHERS`` programs put rows straight into the granted buffer of their expert's rank, in the order
-    (expert, source, slot). Whoever completes an expert's rows of this rank signals their owner, ``[local expert][source]``. The
-    other programs take tiles off a ticket counter, expert by expert, and wait for the expert's sources before its first one.
-    Pushers wait for nobody (with ``MEET``, for the grants, which program 0 sends first of all); the others for pushers, which
-    have lower indices. Program 0 notes in ``met`` whether all ranks have granted: what follows puts nothing if they have not.
-    An expert's signal has one set: it is set again after the grant of its reader, whose last call is over then.
+    Protocol: the first ``PUSHERS`` programs put rows straight into the granted buffer of their
+    expert's rank, in the order (expert, source, slot). Whoever completes an expert's rows of this
+    rank signals their owner, ``[local expert][source]``. The other programs take tiles off a ticket
+    counter, expert by expert, and wait for the expert's sources before its first one. Pushers wait
+    for nobody (with ``MEET``, for the grants, which program 0 sends first of all); the others for
+    pushers, which have lower indices. Program 0 notes in ``met`` whether all ranks have granted:
+    what follows puts nothing if they have not. An expert's signal has one set: it is set again
+    after the grant of its reader, whose last call is over then.
 
-    Example: as in :func:`plan_call`. Rank 0 puts slots 0 and 2 into rows 0 and 1 of rank 1's buffer and signals ``[0][0]`` there,
-    then slot 1 into row 0 of its own. Rank 1 puts its slot into row 1 of rank 0's buffer, and computes expert 1 on rank 0's rows.
+    Example: as in :func:`plan_call`. Rank 0 puts slots 0 and 2 into rows 0 and 1 of rank 1's buffer
+    and signals ``[0][0]`` there, then slot 1 into row 0 of its own. Rank 1 puts its slot into row 1
+    of rank 0's buffer, and computes expert 1 on rank 0's rows.
     """
     program = tl.program_id(0)
     epoch = il.next_epoch(epochs)
@@ -281,8 +305,9 @@ def dispatch_grouped_gemm(
                 tl.store(met, granted.to(tl.int32))
         if granted:
             _push(
-                x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes, scale_bytes, taken, E, L, hidden,
-                WORLD_SIZE, TOP_K, PUSHERS, PUSH_ROWS, DTYPE, MEET, SCALED, E_LANES, ALIGN, ROWS, COLS,
+                x, slot_at, scales, plan, grants, buffers, flags, group, stamp, buffer_bytes,
+                scale_bytes, taken, E, L, hidden, WORLD_SIZE, TOP_K, PUSHERS, PUSH_ROWS, DTYPE,
+                MEET, SCALED, E_LANES, ALIGN, ROWS, COLS,
             )  # fmt: skip
     else:
         lanes = tl.arange(0, L_LANES)
@@ -294,7 +319,8 @@ def dispatch_grouped_gemm(
         a = il.pointer(buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16), DTYPE)
         weight = il.pointer(b, DTYPE)
         target = il.pointer(out, DTYPE)
-        # Enough draws for all items even if those programs that start only when the pushers have left draw none.
+        # Enough draws for all items even if those programs that start only when the pushers have
+        # left draw none.
         programs = tl.num_programs(0) - PUSHERS
         early = tl.where(programs > PUSHERS, programs - PUSHERS, programs)
         draws = (items + early - 1) // early
@@ -309,7 +335,8 @@ def dispatch_grouped_gemm(
                 if expert != ready:
                     coming = tl.load(plan + peers * E + me * L + expert, mask=peers < WORLD_SIZE, other=0) > 0
                     arrived = il.wait(
-                        flags + _HEADER + expert * _MAX_RANKS + peers, stamp, peers, me * L + expert, group, coming
+                        flags + _HEADER + expert * _MAX_RANKS + peers, stamp, peers,
+                        me * L + expert, group, coming
                     )
                     if TILES:
                         il.accept_tiles()
@@ -318,7 +345,8 @@ def dispatch_grouped_gemm(
                 first = _pick(begin, lanes, expert)
                 row, end = first + m * BM, first + _pick(rows, lanes, expert)
                 total = poison + _product(
-                    a, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, hidden, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
+                    a, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, hidden,
+                    TRANSPOSED, TILES, PRECISION, BM, BN, BK,
                 )  # fmt: skip
                 if ACTIVATE:
                     gate, up = tl.split(tl.reshape(total, [BM, BN // 2, 2]))
@@ -339,20 +367,25 @@ def dispatch_grouped_gemm(
 
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
-    plan, met, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr,
-    R_LANES: tl.constexpr, L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    plan, met, a_tiles, b_tiles, put_tiles, a, b, results, signals, epochs, ctx, call, E, L, inner,
+    columns, spread_ns, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILES: tl.constexpr, PRECISION: tl.constexpr, R_LANES: tl.constexpr, L_LANES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of this rank's experts, ``a [arrivals, inner]``, times their weights, each tile straight to the ranks that sent its rows.
+    """Rows of this rank's experts, ``a [arrivals, inner]``, times their weights, each tile straight
+    to the ranks that sent its rows.
 
-    Protocol: programs go round over tiles, expert by expert, an expert's rows from those of the next rank on, so that ranks do
-    not crowd one destination and own rows come last. A tile goes to ``results`` of every source that has rows in it. As a tensor
-    descriptor's tile it goes there whole: what lies before and behind the source's rows falls into the spare rows between
-    experts. The last program to have finished signals every source. Nobody waits: rows have been granted with the counts; backward,
-    by the meeting of :func:`dispatch_grouped_gemm`. If a rank was missing there (``met``), nothing is put.
+    Protocol: programs go round over tiles, expert by expert, an expert's rows from those of the
+    next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
+    ``results`` of every source that has rows in it. As a tensor descriptor's tile it goes there
+    whole: what lies before and behind the source's rows falls into the spare rows between experts.
+    The last program to have finished signals every source. Nobody waits: rows have been granted
+    with the counts; backward, by the meeting of :func:`dispatch_grouped_gemm`. If a rank was
+    missing there (``met``), nothing is put.
 
-    Example: as in :func:`plan_call`. Rank 0 computes rows 0 and 1 of expert 0, keeps the first and puts the second to rank 1;
-    rank 1 puts rows 0 and 1 of expert 1 to rank 0, which then has all three results.
+    Example: as in :func:`plan_call`. Rank 0 computes rows 0 and 1 of expert 0, keeps the first and
+    puts the second to rank 1; rank 1 puts rows 0 and 1 of expert 1 to rank 0, which then has all
+    three results.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -364,7 +397,8 @@ def grouped_gemm_combine(
     rows, begin = _local_experts(plan, me, E, L, WORLD_SIZE, L_LANES)
     rows = rows * complete
     next_begin = tl.load(
-        plan + (_ARRIVALS * WORLD_SIZE + (me + 1) % WORLD_SIZE) * E + me * L + lanes, mask=lanes < L, other=0
+        plan + (_ARRIVALS * WORLD_SIZE + (me + 1) % WORLD_SIZE) * E + me * L + lanes,
+        mask=lanes < L, other=0
     )
     tiles_m = (rows + BM - 1) // BM
     tiles_n = (columns + BN - 1) // BN
@@ -385,7 +419,8 @@ def grouped_gemm_combine(
             starts = starts + (tl.load(table + (_ARRIVALS * WORLD_SIZE + source) * E),)
             backs = backs + (tl.load(table + (_RETURNS * WORLD_SIZE + source) * E),)
         total = _product(
-            left, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, inner, TRANSPOSED, TILES, PRECISION, BM, BN, BK,
+            left, weight, a_tiles, b_tiles, row, end, expert, n * BN, columns, inner, TRANSPOSED,
+            TILES, PRECISION, BM, BN, BK,
         )  # fmt: skip
         if TILES:
             value = tl.reshape(total.to(DTYPE), [1, BM, BN])
@@ -416,14 +451,15 @@ def grouped_gemm_combine(
 
 @triton.jit(do_not_specialize=["call", "tokens", "E", "hidden_groups"])
 def sum_results(
-    slot_rows, weights, plan, y, gradient, results, gradients, signals, epochs, ctx, call, tokens, E, hidden_groups,
-    WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, DTYPE: tl.constexpr, R_LANES: tl.constexpr, K_LANES: tl.constexpr,
-    ALIGN: tl.constexpr, COLS: tl.constexpr,
+    slot_rows, weights, plan, y, gradient, results, gradients, signals, epochs, ctx, call, tokens,
+    E, hidden_groups, WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, DTYPE: tl.constexpr,
+    R_LANES: tl.constexpr, K_LANES: tl.constexpr, ALIGN: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for every rank's results; ``y[token]`` is the sum over its slots, in their order, of ``weight * row``: float32.
+    """Wait for every rank's results; ``y[token]`` is the sum over its slots, in their order, of
+    ``weight * row``: float32.
 
-    Without ``weights`` (backward) rows are added as they are; ``gradients``, the slots' own numbers that came with the rows, are
-    put in the slots' order. A dropped slot counts as zero.
+    Without ``weights`` (backward) rows are added as they are; ``gradients``, the slots' own numbers
+    that came with the rows, are put in the slots' order. A dropped slot counts as zero.
     """
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -463,14 +499,17 @@ def sum_results(
 
 @triton.jit(do_not_specialize=["E", "L"])
 def swiglu_backward(
-    plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx, scale_bytes, most, E, L, width,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx,
+    scale_bytes, most, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: gradients of gate and up, in turn; its activation times its slot's weight; the weight's gradient, to its source.
+    """Of each row: gradients of gate and up, in turn; its activation times its slot's weight; the
+    weight's gradient, to its source.
 
-    With ``p = grad_y @ w_out`` (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``, that of s
-    is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. The last of these products are other kernels'. If a rank was missing
-    when all should have met (``met``), nothing is put.
+    With ``p = grad_y @ w_out`` (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the
+    gradient of a is ``s p``, that of s is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. The
+    last of these products are other kernels'. If a rank was missing when all should have met
+    (``met``), nothing is put.
     """
     group = il.join(ctx)
     me = il.rank(group)
@@ -499,7 +538,8 @@ def swiglu_backward(
             sigmoid = 1 / (1 + tl.exp(-gate))
             silu = gate * sigmoid
             number += tl.sum(incoming * silu * up, 1)
-            # Rows that did not come left NaN in the product; what is multiplied with the rows themselves must be NaN as well.
+            # Rows that did not come left NaN in the product; what is multiplied with the rows
+            # themselves must be NaN as well.
             active = tl.where(incoming == incoming, silu * up * scale[:, None], incoming)
             incoming *= scale[:, None]
             both = tl.join(incoming * up * sigmoid * (1 + gate * (1 - sigmoid)), incoming * silu)
@@ -521,10 +561,12 @@ def swiglu_backward(
 @triton.jit(do_not_specialize=["E", "L", "me"])
 def grouped_gemm_gradient(
     plan, a_tiles, b_tiles, out_tiles, a, b, out, me, E, L, wide, narrow,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, L_LANES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Each expert's ``a.T @ b`` over its rows: ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out [L, wide, narrow]``; zero without rows.
+    """Each expert's ``a.T @ b`` over its rows: ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out
+    [L, wide, narrow]``; zero without rows.
 
     ``EVEN``: no tile of ``out`` runs into the next expert's.
     """

@@ -1,6 +1,8 @@
-"""How many rows and numbers a call has at most, and where they lie: what host and device must agree on.
+"""How many rows and numbers a call has at most, and where they lie: what host and device must agree
+on.
 
-Shapes depend on sizes and capacity alone, never on where tokens go, so that nothing waits for the device.
+Shapes depend on sizes and capacity alone, never on where tokens go, so that nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from typing import Final
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 ROWS: Final = 128
-"""Rows of the tallest tile. An expert's rows begin at a multiple of it where they arrive, so that tiles of an expert may
-run past its end; results come back with as many rows to spare between two experts, so that tiles may run past either."""
+"""Rows of the tallest tile. An expert's rows begin at a multiple of it where they arrive, so that
+tiles of an expert may run past its end; results come back with as many rows to spare between two
+experts, so that tiles may run past either.
+"""
 
 MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
@@ -21,7 +25,8 @@ MAX_TOKENS: Final = 1 << 17
 
 # int32 signals of a rank, the same in the forward and the backward pass.
 # Sets take turns by the epoch's parity.
-GRANTED: Final = 0  # [set][source]: that rank is in this call, and its memory may be written. Kernels leave it out
+# [set][source]: that rank is in this call, and its memory may be written. Kernels leave it out
+GRANTED: Final = 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: all results of that rank are here
 FINISHED: Final = 4 * MAX_RANKS  # programs that have stored their results; local
 HEADER: Final = 8 * MAX_RANKS
@@ -32,7 +37,8 @@ SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
 COUNTS: Final = 0  # rows of expert e from source s. Kernels leave out the 0
 ARRIVALS: Final = 1  # the row at which they begin where e lives
 RETURNS: Final = 2  # the row at which they begin where s gets its results
-TABLES: Final = 3  # then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0
+# Then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0
+TABLES: Final = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +74,17 @@ class Sizes:
 
     @property
     def arrivals(self) -> int:
-        """Rows that may arrive at a rank, its own among them; an expert's from a multiple of ``ROWS`` on."""
+        """Rows that may arrive at a rank, its own among them; an expert's from a multiple of
+        ``ROWS`` on.
+        """
         each = min(self.tokens * min(self.top_k, self.local), self.local * self.capacity)
         return round_up(self.world_size * each, ROWS) + self.local * ROWS
 
     @property
     def returns(self) -> int:
-        """Rows of results that may come back to a rank, with ``ROWS`` to spare before, between and behind experts."""
+        """Rows of results that may come back to a rank, with ``ROWS`` to spare before, between and
+        behind experts.
+        """
         return min(self.slots, self.experts * self.capacity) + (self.experts + 1) * ROWS
 
     @property
@@ -84,7 +94,8 @@ class Sizes:
 
 
 def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> int:
-    """Rows that an expert takes from a rank: ``factor`` times its share if all experts were equally wanted, rounded up.
+    """Rows that an expert takes from a rank: ``factor`` times its share if all experts were equally
+    wanted, rounded up.
 
     None: as many as there may be, so that no token is dropped.
     """
@@ -105,6 +116,8 @@ def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tup
 
 
 def activation_tile(ffn: int) -> tuple[int, int]:
-    """Rows and columns of which a program of four warps computes gradients at a time: 16 numbers a thread."""
+    """Rows and columns of which a program of four warps computes gradients at a time: 16 numbers a
+    thread.
+    """
     columns = min(next_power_of_2(max(ffn, 16)), 1024)
     return 2048 // columns, columns

@@ -1,8 +1,9 @@
 """ASTRA-sim's collective algorithms: what one NPU does for one chunk in one dimension.
 
-They share a rhythm. A *packet* passes the endpoint (``endpoint-delay``, and if it is to be reduced the time of three memory
-passes), which gives a credit; a credit and a queued packet together become a message; a received message queues the next
-packet. An algorithm is over when it has sent all its messages and all its credits are back.
+They share a rhythm. A *packet* passes the endpoint (``endpoint-delay``, and if it is to be reduced
+the time of three memory passes), which gives a credit; a credit and a queued packet together become
+a message; a received message queues the next packet. An algorithm is over when it has sent all its
+messages and all its credits are back.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class _Packets(abc.ABC):
             self._plain -= 1
         else:
             self._rest -= 1
-            reduced = self.collective == "reduce_scatter" or (self.collective == "all_reduce" and self._rounds % 2 == 1)
+            reduced = self.collective == "reduce_scatter" or (
+                self.collective == "all_reduce" and self._rounds % 2 == 1
+            )
         packet = self._next()
         self.queue.append(packet)
         self.npu.through_endpoint(self.endpoint_ns, packet[2] if reduced else 0, self._credit)
@@ -107,7 +110,9 @@ class Ring(_Packets):
         self.members, self.step = members, step
         self.at = members.index(npu.id)
         self.window = 1
-        self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(collective, count - 1)
+        self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(
+            collective, count - 1
+        )
         self.message_bytes = size if collective == "all_gather" else size // count
 
     def _round_rest(self) -> int:
@@ -121,7 +126,9 @@ class Ring(_Packets):
 
 
 class Direct(Ring):
-    """Each NPU sends to every other one, the nearest first, at most ``window`` messages at once (-1: all)."""
+    """Each NPU sends to every other one, the nearest first, at most ``window`` messages at once
+    (-1: all).
+    """
 
     def __init__(
         self,
@@ -155,7 +162,9 @@ class Direct(Ring):
 
     def _credit(self) -> None:
         self.credits += 1
-        if self.collective == "all_reduce" and self.messages <= self.peers:  # the second half waits for the whole first
+        if (
+            self.collective == "all_reduce" and self.messages <= self.peers
+        ):  # the second half waits for the whole first
             if self._received_count < self.peers:
                 return
             for _ in range(self.window):
@@ -168,7 +177,15 @@ class Direct(Ring):
 class HalvingDoubling(_Packets):
     """Exchange half with the NPU 1 away, a quarter with the one 2 away, and so on; then back."""
 
-    def __init__(self, npu: Npu, stream: Stream, collective: str, members: list[int], size: int, endpoint_ns: int) -> None:
+    def __init__(
+        self,
+        npu: Npu,
+        stream: Stream,
+        collective: str,
+        members: list[int],
+        size: int,
+        endpoint_ns: int,
+    ) -> None:
         super().__init__(npu, stream, collective, endpoint_ns)
         count = len(members)
         self.members, self.at, self.window = members, members.index(npu.id), 1
@@ -200,9 +217,13 @@ class HalvingDoubling(_Packets):
 
 
 class Tree:
-    """All-reduce up and down a binary tree, the whole chunk at every edge. Chunks take the two trees in turn."""
+    """All-reduce up and down a binary tree, the whole chunk at every edge. Chunks take the two
+    trees in turn.
+    """
 
-    def __init__(self, npu: Npu, stream: Stream, links: tuple[int, int, int], size: int, endpoint_ns: int) -> None:
+    def __init__(
+        self, npu: Npu, stream: Stream, links: tuple[int, int, int], size: int, endpoint_ns: int
+    ) -> None:
         self.npu, self.stream, self.size, self.endpoint_ns = npu, stream, size, endpoint_ns
         self.parent, self.left, self.right = links
         self._arrived = 0
@@ -245,7 +266,8 @@ class Tree:
 
 
 def binary_tree(members: list[int], root_last: bool) -> dict[int, tuple[int, int, int]]:
-    """Parent, left and right child (-1: none) of every member: a balanced tree in order, under a root that is an end of it.
+    """Parent, left and right child (-1: none) of every member: a balanced tree in order, under a
+    root that is an end of it.
 
     The number of members must be a power of two.
     """

@@ -1,7 +1,7 @@
 """Chakra execution traces, through ``mlc-chakra``: read, and written.
 
-A trace is one file per NPU, ``PREFIX.RANK.et``: a message of metadata, then one message per node, each after its length as a
-varint. See https://github.com/mlcommons/chakra, ``et_def.proto``.
+A trace is one file per NPU, ``PREFIX.RANK.et``: a message of metadata, then one message per node,
+each after its length as a varint. See https://github.com/mlcommons/chakra, ``et_def.proto``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from interlace.sim.configfile import read
 
 _COLLECTIVES = {0: "all_reduce", 2: "all_gather", 6: "all_to_all", 7: "reduce_scatter"}
 _COMPUTE, _SEND, _RECEIVE, _COLLECTIVE = 4, 5, 6, 7
-_TIMELESS = (0, 1, 2, 3)  # invalid, metadata, and loads and stores of remote memory, which is not modelled
+# Invalid, metadata, and loads and stores of remote memory, which is not modelled
+_TIMELESS = (0, 1, 2, 3)
 
 
 def _definitions() -> Any:
     try:
         from chakra.schema.protobuf import et_def_pb2
     except ImportError as error:
-        raise BackendError(f"Chakra traces need the package mlc-chakra; {error}. Run pip install mlc-chakra.") from error
+        raise BackendError(
+            f"Chakra traces need the package mlc-chakra; {error}. Run pip install mlc-chakra."
+        ) from error
     return et_def_pb2
 
 
@@ -34,7 +37,8 @@ def read_traces(prefix: str, npus: int) -> list[list[Node]]:
     """The graphs of ``PREFIX.0.et`` to ``PREFIX.{npus-1}.et``.
 
     Raises:
-        ConfigError: a file is missing, cut short, or has what is not modelled; with the file and the node.
+        ConfigError: a file is missing, cut short, or has what is not modelled; with the file and
+            the node.
         BackendError: ``mlc-chakra`` is not installed.
     """
     return [read_trace(Path(f"{prefix}.{rank}.et")) for rank in range(npus)]
@@ -47,12 +51,15 @@ def read_trace(file: Path) -> list[Node]:
         content = file.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{file} must be a Chakra trace; {error.strerror}. Traces are named PREFIX.RANK.et, one for each NPU."
+            f"{file} must be a Chakra trace; {error.strerror}. Traces are named PREFIX.RANK.et, "
+            "one for each NPU."
         ) from error
     messages = _messages(content, file)
     metadata = next(messages, None)
     if metadata is None:
-        raise ConfigError(f"{file} must begin with a message of metadata; it is empty. Write it again.")
+        raise ConfigError(
+            f"{file} must begin with a message of metadata; it is empty. Write it again."
+        )
     nodes = []
     for number, message in enumerate(messages):
         node = definitions.Node()
@@ -60,7 +67,8 @@ def read_trace(file: Path) -> list[Node]:
             node.ParseFromString(message)
         except Exception as error:  # protobuf's own class, which the package need not have
             raise ConfigError(
-                f"{file}: node {number} must be a Chakra node; it cannot be parsed. Write the trace again."
+                f"{file}: node {number} must be a Chakra node; it cannot be parsed. Write the "
+                "trace again."
             ) from error
         nodes.append(_node(node, file))
     return nodes
@@ -72,7 +80,10 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
         start, size, shift = at, 0, 0
         while True:
             if at >= len(content) or shift > 63:
-                raise ConfigError(f"{file} must end with a whole message; it is cut short at byte {start}. Write or copy it again.")
+                raise ConfigError(
+                    f"{file} must end with a whole message; it is cut short at byte {start}. "
+                    "Write or copy it again."
+                )
             byte = content[at]
             at += 1
             size |= (byte & 0x7F) << shift
@@ -81,7 +92,8 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
                 break
         if at + size > len(content):
             raise ConfigError(
-                f"{file} must end with a whole message; the one at byte {start} has {size} bytes, of which "
+                f"{file} must end with a whole message; the one at byte {start} has {size} bytes, "
+                "of which "
                 f"{len(content) - at} are there. "
                 f"Write or copy the file again."
             )
@@ -103,13 +115,23 @@ def _node(node: Any, file: Path) -> Node:
     where = f"{file}: node {node.id} ({node.name})"
     attributes = _attributes(node)
     deps = tuple(dict.fromkeys([*node.ctrl_deps, *node.data_deps]))
-    base = Node(node.id, node.name, deps, duration_us=node.duration_micros, cpu=bool(attributes.get("is_cpu_op", False)))
+    base = Node(
+        node.id,
+        node.name,
+        deps,
+        duration_us=node.duration_micros,
+        cpu=bool(attributes.get("is_cpu_op", False)),
+    )
     if node.type in _TIMELESS:
         if node.type in (2, 3):
             raise ConfigError(f"{where}: remote memory is not modelled. Remove the node.")
         return dataclasses.replace(base, kind="none")
     if node.type == _COMPUTE:
-        return dataclasses.replace(base, flops=int(attributes.get("num_ops", 0)), size=int(attributes.get("tensor_size", 0)))
+        return dataclasses.replace(
+            base,
+            flops=int(attributes.get("num_ops", 0)),
+            size=int(attributes.get("tensor_size", 0)),
+        )
     size = int(attributes.get("comm_size", 0))
     if node.type in (_SEND, _RECEIVE):
         kind: Kind = "send" if node.type == _SEND else "receive"
@@ -117,16 +139,29 @@ def _node(node: Any, file: Path) -> Node:
         if peer not in attributes:
             raise ConfigError(f"{where}: {peer} must be given; it is missing. Add it.")
         return dataclasses.replace(
-            base, kind=kind, size=size, peer=int(attributes[peer]), tag=int(attributes.get("comm_tag", 0)), cpu=False
+            base,
+            kind=kind,
+            size=size,
+            peer=int(attributes[peer]),
+            tag=int(attributes.get("comm_tag", 0)),
+            cpu=False,
         )
     if node.type != _COLLECTIVE:
-        raise ConfigError(f"{where}: type must be one of Chakra's; got {node.type}. Is the trace newer than mlc-chakra?")
+        raise ConfigError(
+            f"{where}: type must be one of Chakra's; got {node.type}. Is the trace newer than "
+            "mlc-chakra?"
+        )
     number = int(attributes.get("comm_type", -1))
     if number not in _COLLECTIVES:
-        raise ConfigError(f"{where}: comm_type must be ALL_REDUCE, ALL_GATHER, ALL_TO_ALL or REDUCE_SCATTER; got {number}.")
+        raise ConfigError(
+            f"{where}: comm_type must be ALL_REDUCE, ALL_GATHER, ALL_TO_ALL or REDUCE_SCATTER; "
+            f"got {number}."
+        )
     group = str(attributes.get("pg_name", "") or "0")
     if not group.lstrip("-").isdecimal():
-        raise ConfigError(f"{where}: pg_name must be a number; got {group!r}. Number the communicator groups.")
+        raise ConfigError(
+            f"{where}: pg_name must be a number; got {group!r}. Number the communicator groups."
+        )
     return dataclasses.replace(
         base,
         kind="collective",
@@ -147,11 +182,20 @@ def read_groups(file: Path) -> dict[int, list[int]]:
     """
     data = read(file)
     if not isinstance(data, dict):
-        raise ConfigError(f"{file} must map group numbers to lists of NPUs; got {type(data).__name__}.")
+        raise ConfigError(
+            f"{file} must map group numbers to lists of NPUs; got {type(data).__name__}."
+        )
     groups = {}
     for key, members in data.items():
-        if not str(key).isdecimal() or not isinstance(members, list) or not all(isinstance(npu, int) for npu in members):
-            raise ConfigError(f"{file}: {key} must be a number with a list of NPUs; got {json.dumps(members)[:60]}.")
+        if (
+            not str(key).isdecimal()
+            or not isinstance(members, list)
+            or not all(isinstance(npu, int) for npu in members)
+        ):
+            raise ConfigError(
+                f"{file}: {key} must be a number with a list of NPUs; got "
+                f"{json.dumps(members)[:60]}."
+            )
         groups[int(key)] = members
     return groups
 
@@ -174,7 +218,9 @@ def write_traces(graphs: Sequence[Sequence[Node]], prefix: str) -> list[Path]:
         try:
             path.write_bytes(out.getvalue())
         except OSError as error:
-            raise ConfigError(f"{path} must be a file that can be written; {error.strerror}.") from error
+            raise ConfigError(
+                f"{path} must be a file that can be written; {error.strerror}."
+            ) from error
         paths.append(path)
     return paths
 
@@ -190,8 +236,16 @@ def _append(out: io.BytesIO, message: Any) -> None:
 
 
 def _message(definitions: Any, node: Node) -> Any:
-    kinds = {"compute": _COMPUTE, "send": _SEND, "receive": _RECEIVE, "collective": _COLLECTIVE, "none": 0}
-    message = definitions.Node(id=node.id, name=node.name, type=kinds[node.kind], duration_micros=node.duration_us)
+    kinds = {
+        "compute": _COMPUTE,
+        "send": _SEND,
+        "receive": _RECEIVE,
+        "collective": _COLLECTIVE,
+        "none": 0,
+    }
+    message = definitions.Node(
+        id=node.id, name=node.name, type=kinds[node.kind], duration_micros=node.duration_us
+    )
     message.data_deps.extend(node.deps)
 
     def put(name: str, **value: Any) -> None:
@@ -202,7 +256,10 @@ def _message(definitions: Any, node: Node) -> Any:
         put("num_ops", int64_val=node.flops)
         put("tensor_size", uint64_val=node.size)
     elif node.kind == "collective":
-        put("comm_type", int64_val={name: number for number, name in _COLLECTIVES.items()}[node.collective])
+        put(
+            "comm_type",
+            int64_val={name: number for number, name in _COLLECTIVES.items()}[node.collective],
+        )
         put("comm_size", int64_val=node.size)
         if node.group:
             put("pg_name", string_val=str(node.group))

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from interlace.sim.configfile import Strict
 
@@ -23,7 +30,12 @@ def _plain_block(value: Any) -> Any:
 
 Implementation = Annotated[
     list[
-        Annotated[str, Field(pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$")]
+        Annotated[
+            str,
+            Field(
+                pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$"
+            ),
+        ]
     ],
     BeforeValidator(_as_list),
 ]
@@ -32,7 +44,9 @@ Implementation = Annotated[
 class Network(Strict):
     """One entry per dimension, the first varying fastest over NPU numbers."""
 
-    topology: Annotated[list[Literal["Ring", "Switch", "FullyConnected"]], BeforeValidator(_plain_block)]
+    topology: Annotated[
+        list[Literal["Ring", "Switch", "FullyConnected"]], BeforeValidator(_plain_block)
+    ]
     npus_count: list[Annotated[int, Field(ge=1)]]
     bandwidth: list[PositiveFloat]
     """Per link and direction, in 2**30 bytes per second."""
@@ -43,7 +57,10 @@ class Network(Strict):
     def _lengths(self) -> Network:
         for name in ("npus_count", "bandwidth", "latency"):
             if len(getattr(self, name)) != len(self.topology):
-                raise ValueError(f"{name} must have one entry for each of the {len(self.topology)} dimensions of topology")
+                raise ValueError(
+                    f"{name} must have one entry for each of the {len(self.topology)} dimensions "
+                    "of topology"
+                )
         return self
 
     @property
@@ -56,17 +73,27 @@ class Network(Strict):
 
 
 class System(Strict):
-    """ASTRA-sim's system layer. Keys that only matter to parts that are not modelled are accepted where they change nothing."""
+    """ASTRA-sim's system layer. Keys that only matter to parts that are not modelled are accepted
+    where they change nothing.
+    """
 
-    scheduling_policy: Annotated[Literal["LIFO", "FIFO", "EXPLICIT"], Field(alias="scheduling-policy")] = "LIFO"
+    scheduling_policy: Annotated[
+        Literal["LIFO", "FIFO", "EXPLICIT"], Field(alias="scheduling-policy")
+    ] = "LIFO"
     endpoint_delay: Annotated[int, Field(alias="endpoint-delay", ge=0)] = 10
-    active_chunks_per_dimension: Annotated[PositiveInt, Field(alias="active-chunks-per-dimension")] = 1
+    active_chunks_per_dimension: Annotated[
+        PositiveInt, Field(alias="active-chunks-per-dimension")
+    ] = 1
     preferred_dataset_splits: Annotated[PositiveInt, Field(alias="preferred-dataset-splits")] = 1
     all_reduce: Annotated[Implementation | None, Field(alias="all-reduce-implementation")] = None
     all_gather: Annotated[Implementation | None, Field(alias="all-gather-implementation")] = None
-    reduce_scatter: Annotated[Implementation | None, Field(alias="reduce-scatter-implementation")] = None
+    reduce_scatter: Annotated[
+        Implementation | None, Field(alias="reduce-scatter-implementation")
+    ] = None
     all_to_all: Annotated[Implementation | None, Field(alias="all-to-all-implementation")] = None
-    collective_optimization: Annotated[Literal["localBWAware", "baseline"], Field(alias="collective-optimization")] = "localBWAware"
+    collective_optimization: Annotated[
+        Literal["localBWAware", "baseline"], Field(alias="collective-optimization")
+    ] = "localBWAware"
     local_mem_bw: Annotated[PositiveFloat, Field(alias="local-mem-bw")] = 1600.0
     """Bytes per nanosecond (10**9 B/s)."""
     peak_perf: Annotated[PositiveFloat, Field(alias="peak-perf")] = 900.0
@@ -74,8 +101,12 @@ class System(Strict):
     roofline_enabled: Annotated[bool, Field(alias="roofline-enabled")] = False
     boost_mode: Annotated[int, Field(alias="boost-mode")] = 0
     local_reduction_delay: Annotated[int, Field(alias="local-reduction-delay")] = 1
-    intra_dimension_scheduling: Annotated[Literal["FIFO"], Field(alias="intra-dimension-scheduling")] = "FIFO"
-    inter_dimension_scheduling: Annotated[Literal["baseline"], Field(alias="inter-dimension-scheduling")] = "baseline"
+    intra_dimension_scheduling: Annotated[
+        Literal["FIFO"], Field(alias="intra-dimension-scheduling")
+    ] = "FIFO"
+    inter_dimension_scheduling: Annotated[
+        Literal["baseline"], Field(alias="inter-dimension-scheduling")
+    ] = "baseline"
     model_shared_bus: Annotated[Literal[0], Field(alias="model-shared-bus")] = 0
     replay_only: Annotated[int, Field(alias="replay-only")] = 0
     trace_enabled: Annotated[int, Field(alias="trace-enabled")] = 0
@@ -93,5 +124,9 @@ class System(Strict):
         return bool(value) if isinstance(value, int) else value
 
     def algorithms(self, kind: str, dimensions: int) -> list[str]:
-        """The algorithm of every dimension; where the file says none, direct for an all-to-all and rings for the others."""
-        return list(getattr(self, kind) or ["direct" if kind == "all_to_all" else "ring"] * dimensions)
+        """The algorithm of every dimension; where the file says none, direct for an all-to-all and
+        rings for the others.
+        """
+        return list(
+            getattr(self, kind) or ["direct" if kind == "all_to_all" else "ring"] * dimensions
+        )

@@ -13,11 +13,13 @@ from interlace.sim.work import Collective, HostCopy, Kernel, Task
 def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
     """One NPU's graph; every NPU has the same.
 
-    A row's order becomes dependencies. Kernels have the machine's time in whole microseconds (at least one), and their FLOPs
-    and bytes for the roofline. Copies from the host are left out: ASTRA-sim has no such resource.
+    A row's order becomes dependencies. Kernels have the machine's time in whole microseconds (at
+    least one), and their FLOPs and bytes for the roofline. Copies from the host are left out:
+    ASTRA-sim has no such resource.
 
     Raises:
-        ConfigError: a task cannot be said there: a fused kernel, a group that is not everyone, a message.
+        ConfigError: a task cannot be said there: a fused kernel, a group that is not everyone, a
+            message.
     """
     numbers: dict[str, int] = {}
     nodes: list[Node] = []
@@ -33,7 +35,11 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
         work = task.work
         number = len(nodes)
         if isinstance(work, Kernel):
-            time = work.given_ns if work.given_ns is not None else machine.gpu.kernel_time_ns(work.flops, work.memory_bytes)
+            time = (
+                work.given_ns
+                if work.given_ns is not None
+                else machine.gpu.kernel_time_ns(work.flops, work.memory_bytes)
+            )
             node = Node(
                 number,
                 task.name,
@@ -46,7 +52,8 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
             node = Node(number, task.name, deps, "collective", collective=work.kind, size=work.size)
         else:
             raise ConfigError(
-                f"a Chakra trace must have kernels and collectives of all ranks only; {task.name!r} is neither. Ask for "
+                "a Chakra trace must have kernels and collectives of all ranks only; "
+                f"{task.name!r} is neither. Ask for "
                 "--fused none, of a DLRM."
             )
         numbers[task.name] = number

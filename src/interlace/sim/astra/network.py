@@ -1,6 +1,7 @@
 """ASTRA-sim's two analytical networks, with its rounding.
 
-Its ``bandwidth`` is per link and direction in units of 2**30 bytes per 10**9 ns, its ``latency`` is per hop.
+Its ``bandwidth`` is per link and direction in units of 2**30 bytes per 10**9 ns, its ``latency`` is
+per hop.
 """
 
 from __future__ import annotations
@@ -33,11 +34,17 @@ def ring_steps(source: int, destination: int, count: int) -> tuple[int, int]:
 class UnawareNetwork:
     """Every message has the network to itself: ``floor(hops * latency + bytes / bandwidth)``.
 
-    Of a message that differs in several dimensions only the first is charged. Both are ASTRA-sim's; neither is physical.
+    Of a message that differs in several dimensions only the first is charged. Both are ASTRA-sim's;
+    neither is physical.
     """
 
     def __init__(
-        self, engine: Engine, blocks: list[str], shape: tuple[int, ...], bandwidth: list[float], latency: list[float]
+        self,
+        engine: Engine,
+        blocks: list[str],
+        shape: tuple[int, ...],
+        bandwidth: list[float],
+        latency: list[float],
     ) -> None:
         self.engine = engine
         self.blocks, self.shape, self.latency = blocks, shape, latency
@@ -49,7 +56,11 @@ class UnawareNetwork:
         self.sent_bytes += size
         here, there = coordinates(source, self.shape), coordinates(destination, self.shape)
         dim = next(i for i in range(len(here)) if here[i] != there[i])
-        hops = {"Ring": ring_steps(here[dim], there[dim], self.shape[dim])[1], "FullyConnected": 1, "Switch": 2}[self.blocks[dim]]
+        hops = {
+            "Ring": ring_steps(here[dim], there[dim], self.shape[dim])[1],
+            "FullyConnected": 1,
+            "Switch": 2,
+        }[self.blocks[dim]]
         self.engine.after(int(hops * self.latency[dim] + size / self.bytes_per_ns[dim]), arrived)
 
 
@@ -100,10 +111,17 @@ class _Message:
 
 
 class AwareNetwork:
-    """Every link is a FIFO; tori are crossed dimension by dimension; a ring is taken the shorter way, ties clockwise."""
+    """Every link is a FIFO; tori are crossed dimension by dimension; a ring is taken the shorter
+    way, ties clockwise.
+    """
 
     def __init__(
-        self, engine: Engine, blocks: list[str], shape: tuple[int, ...], bandwidth: list[float], latency: list[float]
+        self,
+        engine: Engine,
+        blocks: list[str],
+        shape: tuple[int, ...],
+        bandwidth: list[float],
+        latency: list[float],
     ) -> None:
         self.engine = engine
         self.blocks, self.shape, self.latency = blocks, shape, latency
@@ -126,7 +144,8 @@ class AwareNetwork:
         for dim, count in enumerate(self.shape):
             if here[dim] == there[dim]:
                 continue
-            group = (*here[:dim], -1, *here[dim + 1 :])  # which of the many rings or switches of this dimension
+            # Which of the many rings or switches of this dimension
+            group = (*here[:dim], -1, *here[dim + 1 :])
             if self.blocks[dim] == "Ring":
                 step, hops = ring_steps(here[dim], there[dim], count)
                 nodes = [(here[dim] + step * hop) % count for hop in range(hops + 1)]
@@ -141,5 +160,7 @@ class AwareNetwork:
     def _link(self, dim: int, *key: int) -> _Link:
         link = self._links.get((dim, *key))
         if link is None:
-            link = self._links[dim, *key] = _Link(self.engine, self.bytes_per_ns[dim], self.latency[dim])
+            link = self._links[dim, *key] = _Link(
+                self.engine, self.bytes_per_ns[dim], self.latency[dim]
+            )
         return link

@@ -1,4 +1,6 @@
-"""One ASTRA-sim NPU: its clock, its messages, its queues of chunks, and how a collective becomes phases over dimensions."""
+"""One ASTRA-sim NPU: its clock, its messages, its queues of chunks, and how a collective becomes
+phases over dimensions.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.errors import ConfigError
-from interlace.sim.astra.algorithms import LOCAL_DELAY_NS, Direct, HalvingDoubling, Ring, Tree, binary_tree
+from interlace.sim.astra.algorithms import (
+    LOCAL_DELAY_NS,
+    Direct,
+    HalvingDoubling,
+    Ring,
+    Tree,
+    binary_tree,
+)
 from interlace.sim.astra.config import System
 from interlace.sim.astra.network import AwareNetwork, UnawareNetwork
 from interlace.sim.engine import Engine
@@ -26,18 +35,30 @@ class Mailbox:
         self._arrived: dict[tuple[Tag, int, int, int], int] = {}
         self._waiting: dict[tuple[Tag, int, int, int], list[Callable[[], None]]] = {}
 
-    def send(self, tag: Tag, source: int, destination: int, size: int, sent: Callable[[], None] | None = None) -> None:
+    def send(
+        self,
+        tag: Tag,
+        source: int,
+        destination: int,
+        size: int,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         """Start a message; ``sent()`` is called when it has arrived."""
         key = (tag, source, destination, size)
         if size == 0 or source == destination:
             raise ConfigError(
-                f"a message must have bytes and two ends; got {size} bytes from NPU {source} to {destination}. "
+                f"a message must have bytes and two ends; got {size} bytes from NPU {source} to "
+                f"{destination}. "
                 f"Make the collective larger than the number of NPUs, or use fewer splits."
             )
         self.network.send(source, destination, size, lambda: self._arrive(key, sent))
 
-    def receive(self, tag: Tag, source: int, destination: int, size: int, then: Callable[[], None]) -> None:
-        """Call ``then()`` when the next such message is there; an instant later if it is there already."""
+    def receive(
+        self, tag: Tag, source: int, destination: int, size: int, then: Callable[[], None]
+    ) -> None:
+        """Call ``then()`` when the next such message is there; an instant later if it is there
+        already.
+        """
         key = (tag, source, destination, size)
         if self._arrived.get(key):
             self._arrived[key] -= 1
@@ -56,7 +77,9 @@ class Mailbox:
 
 
 class Phase:
-    """A collective in one dimension: made when it is planned, built into an algorithm when its turn comes."""
+    """A collective in one dimension: made when it is planned, built into an algorithm when its turn
+    comes.
+    """
 
     __slots__ = ("build", "dimension")
 
@@ -69,7 +92,9 @@ class Stream:
 
     __slots__ = ("algorithm", "dimension", "done", "phases", "priority", "running", "tag")
 
-    def __init__(self, tag: Tag, phases: list[Phase], priority: int, done: Callable[[], None]) -> None:
+    def __init__(
+        self, tag: Tag, phases: list[Phase], priority: int, done: Callable[[], None]
+    ) -> None:
         self.tag, self.phases, self.priority, self.done = tag, phases, priority, done
         self.algorithm: Algorithm | None = None
         self.dimension = -1
@@ -79,8 +104,16 @@ class Stream:
 class Npu:
     """An NPU's system layer."""
 
-    def __init__(self, npu: int, engine: Engine, mailbox: Mailbox, system: System, shape: tuple[int, ...]) -> None:
-        self.id, self.engine, self.mailbox, self.system, self.shape = npu, engine, mailbox, system, shape
+    def __init__(
+        self, npu: int, engine: Engine, mailbox: Mailbox, system: System, shape: tuple[int, ...]
+    ) -> None:
+        self.id, self.engine, self.mailbox, self.system, self.shape = (
+            npu,
+            engine,
+            mailbox,
+            system,
+            shape,
+        )
         self._calls: dict[int, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._queues: dict[int, list[Stream]] = {}
         self._running: dict[int, int] = {}
@@ -131,7 +164,8 @@ class Npu:
         priority: int,
         done: Callable[[], None],
     ) -> None:
-        """Start a collective of ``size`` bytes; ``done()`` is called when this NPU has finished its part.
+        """Start a collective of ``size`` bytes; ``done()`` is called when this NPU has finished its
+        part.
 
         Args:
             kind: ``"all_reduce"``, ``"all_to_all"``, ``"all_gather"`` or ``"reduce_scatter"``.
@@ -147,7 +181,8 @@ class Npu:
             chunk, size = everyone, splits * everyone
         if chunk == 0:
             raise ConfigError(
-                f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes and {splits} splits. "
+                f"a collective's bytes must be at least preferred-dataset-splits; got {size} "
+                f"bytes and {splits} splits. "
                 f"Change one of them."
             )
         chunks = -(-size // chunk)  # a rest is a whole chunk more
@@ -176,35 +211,54 @@ class Npu:
         for stream in streams:
             self._enter(stream)
 
-    def _plan(self, kind: str, size: int, dims: Sequence[bool] | None, members: list[int] | None) -> list[Phase]:
+    def _plan(
+        self, kind: str, size: int, dims: Sequence[bool] | None, members: list[int] | None
+    ) -> list[Phase]:
         if members is not None:  # a communicator group is one ring of its own
             if len(members) == 1:
                 return []
-            return [Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))]
+            return [
+                Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))
+            ]
         algorithms = self.system.algorithms(kind, len(self.shape))
         axes = self._axes(algorithms)
         if dims is not None and len(dims) < len(axes):
             raise ConfigError(
-                f"a collective's involved dimensions must be said for all {len(axes)}; got {list(dims)}. Add the others."
+                f"a collective's involved dimensions must be said for all {len(axes)}; got "
+                f"{list(dims)}. Add the others."
             )
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
         if kind == "all_gather":
             used.reverse()
         steps: list[tuple[str, int, int]]
-        if kind == "all_reduce" and self.system.collective_optimization == "localBWAware" and len(used) > 1:
-            steps = [("reduce_scatter", dim, 1) for dim in used[:-1]] + [("all_reduce", used[-1], 1)]
+        if (
+            kind == "all_reduce"
+            and self.system.collective_optimization == "localBWAware"
+            and len(used) > 1
+        ):
+            steps = [("reduce_scatter", dim, 1) for dim in used[:-1]] + [
+                ("all_reduce", used[-1], 1)
+            ]
             steps += [("all_gather", dim, -1) for dim in reversed(used[:-1])]
         else:
             steps = [(kind, dim, 1) for dim in used]
         phases = []
         for what, dim, direction in steps:
             count, stride = axes[dim]
-            phases.append(Phase(dim, self._builder(algorithms[dim], what, dim, self._members(count, stride), size, direction)))
+            phases.append(
+                Phase(
+                    dim,
+                    self._builder(
+                        algorithms[dim], what, dim, self._members(count, stride), size, direction
+                    ),
+                )
+            )
             size = {"all_gather": size * count, "reduce_scatter": size // count}.get(what, size)
         return phases
 
     def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
-        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all NPUs as one dimension.
+        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all
+        NPUs as one dimension.
 
         Dimensions for which no algorithm is named take no part.
         """
@@ -230,16 +284,26 @@ class Npu:
             return lambda stream: Ring(self, stream, kind, members, size, direction, delay)
         if plain.startswith("direct"):
             window = int(plain.removeprefix("direct") or -1)
-            return lambda stream: Direct(self, stream, kind, members, size, direction, delay, window)
+            return lambda stream: Direct(
+                self, stream, kind, members, size, direction, delay, window
+            )
         power_of_two = len(members) & (len(members) - 1) == 0
         if not power_of_two:
-            raise ConfigError(f"{name} must have a power of two of NPUs in its dimension; got {len(members)}. Use ring or direct.")
+            raise ConfigError(
+                f"{name} must have a power of two of NPUs in its dimension; got {len(members)}. "
+                "Use ring or direct."
+            )
         if plain == "halvingdoubling":
             if kind == "all_to_all":
-                raise ConfigError("all-to-all-implementation must be ring or direct; got halvingDoubling. Use direct.")
+                raise ConfigError(
+                    "all-to-all-implementation must be ring or direct; got halvingDoubling. Use "
+                    "direct."
+                )
             return lambda stream: HalvingDoubling(self, stream, kind, members, size, delay)
         if kind != "all_reduce":
-            raise ConfigError(f"doubleBinaryTree must be of an all-reduce; got {kind}. Use ring or direct.")
+            raise ConfigError(
+                f"doubleBinaryTree must be of an all-reduce; got {kind}. Use ring or direct."
+            )
         turn = self._trees.get((dim, kind), 0)
         self._trees[dim, kind] = turn + 1
         links = binary_tree(members, root_last=turn % 2 == 0)[self.id]
@@ -254,14 +318,27 @@ class Npu:
     def _queue_up(self, stream: Stream) -> None:
         """Into the queue of its next dimension: after what runs, and after what is not less urgent."""
         phase = stream.phases.pop(0)
-        stream.dimension, stream.running, stream.algorithm = phase.dimension, False, phase.build(stream)
+        stream.dimension, stream.running, stream.algorithm = (
+            phase.dimension,
+            False,
+            phase.build(stream),
+        )
         queue = self._queues.setdefault(phase.dimension, [])
-        place = next((i for i, other in enumerate(queue) if not other.running and other.priority < stream.priority), len(queue))
+        place = next(
+            (
+                i
+                for i, other in enumerate(queue)
+                if not other.running and other.priority < stream.priority
+            ),
+            len(queue),
+        )
         queue.insert(place, stream)
 
     def _start_some(self, dimension: int) -> None:
         queue = self._queues[dimension]
-        while (running := self._running.get(dimension, 0)) < min(len(queue), self.system.active_chunks_per_dimension):
+        while (running := self._running.get(dimension, 0)) < min(
+            len(queue), self.system.active_chunks_per_dimension
+        ):
             stream = queue[running]
             stream.running = True
             self._running[dimension] = running + 1

@@ -26,10 +26,13 @@ class Node:
     Attributes:
         id: unique in the graph; ready nodes start in this order.
         deps: ids of the nodes that must end before.
-        kind: ``"compute"``, ``"collective"``, ``"send"``, ``"receive"`` or ``"none"`` (takes no time).
+        kind: ``"compute"``, ``"collective"``, ``"send"``, ``"receive"`` or ``"none"`` (takes no
+            time).
         duration_us: of a compute node; 0 takes one nanosecond, as there.
-        collective: of a collective node, one of ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``.
-        size: bytes: a collective's buffer (all-gather: shard), a message's size, the tensors of a compute node.
+        collective: of a collective node, one of ``all_reduce``, ``all_gather``, ``reduce_scatter``,
+            ``all_to_all``.
+        size: bytes: a collective's buffer (all-gather: shard), a message's size, the tensors of a
+            compute node.
         flops: of a compute node, for the roofline.
         dims: which dimensions a collective uses; None is all.
         group: id of a communicator group; 0 is everyone.
@@ -79,12 +82,16 @@ class Report:
 
     @property
     def unphysical(self) -> bool:
-        """The run lies under its bound: the congestion-unaware network lets messages share links for nothing."""
+        """The run lies under its bound: the congestion-unaware network lets messages share links
+        for nothing.
+        """
         return self.total_ns < self.bound_ns
 
 
 class _Runner:
-    """Runs one NPU's graph: one device computation, one collective or send, one host operator at a time."""
+    """Runs one NPU's graph: one device computation, one collective or send, one host operator at a
+    time.
+    """
 
     def __init__(self, npu: Npu, graph: Sequence[Node], groups: Mapping[int, list[int]]) -> None:
         self.npu, self.groups = npu, groups
@@ -176,30 +183,44 @@ def run(
 
     Args:
         graphs: one per NPU.
-        congestion_aware: links are FIFOs; otherwise every message has the network to itself, which can undercut physics.
+        congestion_aware: links are FIFOs; otherwise every message has the network to itself, which
+            can undercut physics.
         groups: communicator groups, id -> members.
 
     Raises:
-        ConfigError: the graphs do not fit the network, have cycles, or wait for messages that never come.
+        ConfigError: the graphs do not fit the network, have cycles, or wait for messages that never
+            come.
     """
     if len(graphs) != network.npus:
         raise ConfigError(
-            f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change npus_count, or the graphs."
+            f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change "
+            "npus_count, or the graphs."
         )
     for rank, graph in enumerate(graphs):
         check_graph(graph, f"the graph of NPU {rank}", network.npus, groups or {})
-    for kind in sorted({node.collective for graph in graphs for node in graph if node.kind == "collective" and not node.group}):
+    for kind in sorted(
+        {
+            node.collective
+            for graph in graphs
+            for node in graph
+            if node.kind == "collective" and not node.group
+        }
+    ):
         names = system.algorithms(kind, len(network.shape))
         if len(names) > len(network.shape):
             raise ConfigError(
-                f"{kind.replace('_', '-')}-implementation must name at most one algorithm per dimension; got {names} for "
+                f"{kind.replace('_', '-')}-implementation must name at most one algorithm per "
+                f"dimension; got {names} for "
                 f"{len(network.shape)} dimensions. Remove some."
             )
     engine = Engine()
     make = AwareNetwork if congestion_aware else UnawareNetwork
     fabric = make(engine, list(network.topology), network.shape, network.bandwidth, network.latency)
     mailbox = Mailbox(engine, fabric)
-    runners = [_Runner(Npu(rank, engine, mailbox, system, network.shape), graph, groups or {}) for rank, graph in enumerate(graphs)]
+    runners = [
+        _Runner(Npu(rank, engine, mailbox, system, network.shape), graph, groups or {})
+        for rank, graph in enumerate(graphs)
+    ]
     for runner in runners:
         runner.start_ready()
     engine.run()
@@ -210,18 +231,28 @@ def run(
         waiting = next((node for node in runner.nodes.values() if node.id not in done), None)
         raise ConfigError(
             f"every node must end; NPU {stuck[0]} (of {len(stuck)}) still waits in node "
-            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all NPUs the same collectives in the "
+            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all "
+            "NPUs the same collectives in the "
             f"same order, and every receive a send of its size and tag."
         )
     ends = [runner.end_ns or 0 for runner in runners]
     exposed = [end - runner.compute_ns for end, runner in zip(ends, runners, strict=True)]
     bounds = {id(graph): graph for graph in graphs}  # NPUs often share one
-    bound = 0.0 if system.roofline_enabled else max(graph_bound(network, graph) for graph in bounds.values())
-    return Report(ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners], bound)
+    bound = (
+        0.0
+        if system.roofline_enabled
+        else max(graph_bound(network, graph) for graph in bounds.values())
+    )
+    return Report(
+        ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners], bound
+    )
 
 
-def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[int, list[int]]) -> None:
-    """Refuse duplicate ids, missing or cyclic dependencies, and collectives, groups and peers that do not exist.
+def check_graph(
+    graph: Sequence[Node], where: str, npus: int, groups: Mapping[int, list[int]]
+) -> None:
+    """Refuse duplicate ids, missing or cyclic dependencies, and collectives, groups and peers that
+    do not exist.
 
     Raises:
         ConfigError: naming the node and what to do.
@@ -233,21 +264,30 @@ def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[in
         nodes[node.id] = node
         if node.kind == "collective" and node.collective not in COLLECTIVES:
             raise ConfigError(
-                f"{where}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; got {node.collective!r}."
+                f"{where}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; "
+                f"got {node.collective!r}."
             )
         if node.kind in ("collective", "send", "receive") and node.size <= 0:
-            raise ConfigError(f"{where}: node {node.id} must move bytes; got {node.size}. Set its comm_size.")
+            raise ConfigError(
+                f"{where}: node {node.id} must move bytes; got {node.size}. Set its comm_size."
+            )
         if node.kind in ("send", "receive") and not 0 <= node.peer < npus:
-            raise ConfigError(f"{where}: node {node.id}'s peer must be an NPU below {npus}; got {node.peer}.")
+            raise ConfigError(
+                f"{where}: node {node.id}'s peer must be an NPU below {npus}; got {node.peer}."
+            )
         if node.group and node.group not in groups:
-            raise ConfigError(f"{where}: node {node.id}'s communicator group must be defined; got {node.group}. Define it.")
+            raise ConfigError(
+                f"{where}: node {node.id}'s communicator group must be defined; got {node.group}. "
+                "Define it."
+            )
     left = {}
     children: dict[int, list[int]] = {}
     for node in graph:
         for dep in node.deps:
             if dep not in nodes:
                 raise ConfigError(
-                    f"{where}: node {node.id} must depend on nodes of the graph; got {dep}. The graph is cut short, or "
+                    f"{where}: node {node.id} must depend on nodes of the graph; got {dep}. The "
+                    "graph is cut short, or "
                     "the id is wrong."
                 )
             children.setdefault(dep, []).append(node.id)
@@ -261,6 +301,7 @@ def check_graph(graph: Sequence[Node], where: str, npus: int, groups: Mapping[in
     cycle = sorted(ident for ident, count in left.items() if count > 0)
     if cycle:
         raise ConfigError(
-            f"{where}: dependencies must not form a cycle; nodes {', '.join(map(str, cycle[:6]))} do. Remove one of "
+            f"{where}: dependencies must not form a cycle; nodes {', '.join(map(str, cycle[:6]))} "
+            "do. Remove one of "
             "their dependencies."
         )

@@ -1,7 +1,8 @@
-"""T3: a matrix product whose output is tracked by the memory system, which triggers the reduce-scatter. See ``docs/t3.md``.
+"""T3: a matrix product whose output is tracked by the memory system, which triggers the
+reduce-scatter. See ``docs/t3.md``.
 
-Model of Pati et al., "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute & Collectives", ASPLOS'24.
-One call, one result; ``sequential`` is what the others are compared with::
+Model of Pati et al., "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
+Collectives", ASPLOS'24. One call, one result; ``sequential`` is what the others are compared with::
 
     from interlace.sim.t3 import Product, load_t3_machine, simulate
 
@@ -12,7 +13,14 @@ One call, one result; ``sequential`` is what the others are compared with::
     print(before.total_ns / after.total_ns, after.memory_bytes)
 """
 
-from interlace.sim.t3.addresses import AddressMap, DmaMap, Target, all_to_all, direct_reduce_scatter, ring_reduce_scatter
+from interlace.sim.t3.addresses import (
+    AddressMap,
+    DmaMap,
+    Target,
+    all_to_all,
+    direct_reduce_scatter,
+    ring_reduce_scatter,
+)
 from interlace.sim.t3.endtoend import EndToEnd, estimate
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, load_t3_model

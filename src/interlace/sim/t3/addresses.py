@@ -1,8 +1,10 @@
-"""T3's address-space configuration: what becomes of stores to each chunk of a product's output. The product is not changed.
+"""T3's address-space configuration: what becomes of stores to each chunk of a product's output. The
+product is not changed.
 
-Chunks are numbered in the order in which a GPU produces them, the same on all GPUs. Which part of the output is chunk 0 differs:
-the GPUs start at *staggered* parts, so that chunk p of one GPU is chunk p + 1 of the next one in a ring. A chunk that is sent
-therefore has, at the GPU that receives it, another number, which its :class:`Target` says.
+Chunks are numbered in the order in which a GPU produces them, the same on all GPUs. Which part of
+the output is chunk 0 differs: the GPUs start at *staggered* parts, so that chunk p of one GPU is
+chunk p + 1 of the next one in a ring. A chunk that is sent therefore has, at the GPU that receives
+it, another number, which its :class:`Target` says.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class AddressMap:
     A chunk in neither stays here.
 
     Raises:
-        ConfigError: a chunk in both maps or outside the output, a target that is not another GPU's chunk, counts that no run can
-            reach, or chunks that go round for ever.
+        ConfigError: a chunk in both maps or outside the output, a target that is not another GPU's
+            chunk, counts that no run can reach, or chunks that go round for ever.
     """
 
     chunks: int
@@ -66,20 +68,27 @@ class AddressMap:
     def __post_init__(self) -> None:
         both = self.remote_map.keys() & self.dma_map.keys()
         if both:
-            raise ConfigError(f"a chunk must be in one map only; got {sorted(both)} in both. Take it out of one.")
+            raise ConfigError(
+                f"a chunk must be in one map only; got {sorted(both)} in both. Take it out of one."
+            )
         targets = self.targets()
         named = targets.keys() | {target.chunk for target in targets.values()}
         outside = sorted(chunk for chunk in named if not 0 <= chunk < self.chunks)
         if outside:
-            raise ConfigError(f"a mapped chunk must be one of 0 to {self.chunks - 1}; got {outside}.")
+            raise ConfigError(
+                f"a mapped chunk must be one of 0 to {self.chunks - 1}; got {outside}."
+            )
         for chunk, target in targets.items():
             if target.to < 1:
-                raise ConfigError(f"chunk {chunk} must go to another GPU, 1 or more further on; got {target.to}.")
+                raise ConfigError(
+                    f"chunk {chunk} must go to another GPU, 1 or more further on; got {target.to}."
+                )
             self._ends(chunk)
         for chunk, entry in self.dma_map.items():
             if entry.updates != self.expected(chunk):
                 raise ConfigError(
-                    f"chunk {chunk}'s DMA must wait for the updates that arrive; got {entry.updates}, and "
+                    f"chunk {chunk}'s DMA must wait for the updates that arrive; got "
+                    f"{entry.updates}, and "
                     f"{self.expected(chunk)} arrive. It would "
                     f"{'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
                 )
@@ -89,13 +98,23 @@ class AddressMap:
         return {**self.remote_map, **{chunk: entry.target for chunk, entry in self.dma_map.items()}}
 
     def expected(self, chunk: int) -> int:
-        """Updates that reach a chunk here: its own, unless it is remote, and those of other GPUs' chunks."""
-        arriving = (target for target in self.targets().values() if target.chunk == chunk and target.operation == "update")
+        """Updates that reach a chunk here: its own, unless it is remote, and those of other GPUs'
+        chunks.
+        """
+        arriving = (
+            target
+            for target in self.targets().values()
+            if target.chunk == chunk and target.operation == "update"
+        )
         return (chunk not in self.remote_map) + sum(1 for _ in arriving)
 
     def addends(self, chunk: int) -> int:
         """GPUs whose product is in the sum that a chunk ends as."""
-        arriving = (source for source, target in self.targets().items() if target.chunk == chunk and target.operation == "update")
+        arriving = (
+            source
+            for source, target in self.targets().items()
+            if target.chunk == chunk and target.operation == "update"
+        )
         return 1 + sum(self.addends(source) for source in arriving)
 
     def _ends(self, chunk: int) -> None:
@@ -104,13 +123,15 @@ class AddressMap:
             chunk = target.chunk
             if chunk in seen:
                 raise ConfigError(
-                    f"a sum must stay somewhere; got chunks {sorted(seen)} that go round for ever. Leave one unmapped."
+                    f"a sum must stay somewhere; got chunks {sorted(seen)} that go round for "
+                    "ever. Leave one unmapped."
                 )
             seen.add(chunk)
 
 
 def ring_reduce_scatter(ranks: int) -> AddressMap:
-    """The paper's: the first chunk remote, the last one's own, all between sent on when both updates have come.
+    """The paper's: the first chunk remote, the last one's own, all between sent on when both
+    updates have come.
 
     Raises:
         ConfigError: fewer than 2 ranks.
@@ -121,15 +142,19 @@ def ring_reduce_scatter(ranks: int) -> AddressMap:
 
 
 def direct_reduce_scatter(ranks: int) -> AddressMap:
-    """Every chunk but the own stored straight into its owner's memory: no DMA, no read, no tracker. For a mesh or a switch.
+    """Every chunk but the own stored straight into its owner's memory: no DMA, no read, no tracker.
+    For a mesh or a switch.
 
-    Chunk p belongs to the GPU p + 1 further on, so the GPUs send to different ones at a time; the own chunk is the last.
+    Chunk p belongs to the GPU p + 1 further on, so the GPUs send to different ones at a time; the
+    own chunk is the last.
 
     Raises:
         ConfigError: fewer than 2 ranks.
     """
     _check(ranks)
-    return AddressMap(ranks, {chunk: Target(chunk + 1, ranks - 1) for chunk in range(ranks - 1)}, {})
+    return AddressMap(
+        ranks, {chunk: Target(chunk + 1, ranks - 1) for chunk in range(ranks - 1)}, {}
+    )
 
 
 def all_to_all(ranks: int) -> AddressMap:
@@ -139,7 +164,11 @@ def all_to_all(ranks: int) -> AddressMap:
         ConfigError: fewer than 2 ranks.
     """
     _check(ranks)
-    return AddressMap(ranks, {chunk: Target(chunk + 1, ranks - 2 - chunk, "write") for chunk in range(ranks - 1)}, {})
+    return AddressMap(
+        ranks,
+        {chunk: Target(chunk + 1, ranks - 2 - chunk, "write") for chunk in range(ranks - 1)},
+        {},
+    )
 
 
 def _check(ranks: int) -> None:

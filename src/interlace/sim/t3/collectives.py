@@ -1,6 +1,7 @@
 """Collectives of a library, alone: compute units read what they send, and write what comes.
 
-Rings go step by step, each step's pieces pipelined through memory and link; direct ones send to all GPUs at once.
+Rings go step by step, each step's pieces pipelined through memory and link; direct ones send to all
+GPUs at once.
 """
 
 from __future__ import annotations
@@ -18,13 +19,27 @@ from interlace.sim.t3.memory import Kind
 Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
 PIECE_BYTES = 32768
 """In which collectives and links work: a tile's output."""
-TITLES: dict[str, str] = {"reduce-scatter": "ReduceScatter", "all-gather": "AllGather", "all-to-all": "All-to-All"}
-TRAFFIC: dict[str, str] = {"reduce-scatter": "reduce_scatter", "all-gather": "all_gather", "all-to-all": "all_to_all"}
+TITLES: dict[str, str] = {
+    "reduce-scatter": "ReduceScatter",
+    "all-gather": "AllGather",
+    "all-to-all": "All-to-All",
+}
+TRAFFIC: dict[str, str] = {
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+    "all-to-all": "all_to_all",
+}
 
 
 @functools.lru_cache(maxsize=16)
 def alone(
-    machine: T3Machine, kind: Collective, size: float, ranks: int, network: str, share: float = 1.0, near_memory: bool = False
+    machine: T3Machine,
+    kind: Collective,
+    size: float,
+    ranks: int,
+    network: str,
+    share: float = 1.0,
+    near_memory: bool = False,
 ) -> Part:
     """A library's collective of ``size`` bytes on each GPU, on an idle machine.
 
@@ -43,7 +58,9 @@ def alone(
 class _Run:
     """One collective of chunks of ``chunk`` bytes."""
 
-    def __init__(self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool) -> None:
+    def __init__(
+        self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool
+    ) -> None:
         self._gpu, self._kind, self._chunk, self._share = gpu, kind, chunk, share
         self._adds = kind == "reduce-scatter" and not near_memory
         self._arriving: Kind = "update" if near_memory else "write"
@@ -51,7 +68,9 @@ class _Run:
         self._started = 0
 
     def ring(self, step: int = 0) -> None:
-        """From the second step of a reduce-scatter on, one's own and what came are read; in the end the owner adds up."""
+        """From the second step of a reduce-scatter on, one's own and what came are read; in the end
+        the owner adds up.
+        """
         if step:
             self._span(f"step {step - 1}")
         self._started = self._gpu.engine.now
@@ -93,9 +112,13 @@ class _Run:
             return
 
         def write() -> None:
-            self._gpu.memory.request("communication", self._kind, "write", self._chunk, lambda: self._span("last sum"))
+            self._gpu.memory.request(
+                "communication", self._kind, "write", self._chunk, lambda: self._span("last sum")
+            )
 
         self._gpu.memory.request("communication", self._kind, "read", addends * self._chunk, write)
 
     def _span(self, what: str) -> None:
-        self._gpu.spans.append(Span(self._kind, f"{TITLES[self._kind]}, {what}", self._started, self._gpu.engine.now))
+        self._gpu.spans.append(
+            Span(self._kind, f"{TITLES[self._kind]}, {what}", self._started, self._gpu.engine.now)
+        )

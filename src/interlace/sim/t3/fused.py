@@ -1,4 +1,6 @@
-"""T3 itself: a product whose output is tracked and sent as it comes, and one whose input is sent to it as it is gathered."""
+"""T3 itself: a product whose output is tracked and sent as it comes, and one whose input is sent to
+it as it is gathered.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ from interlace.sim.t3.tracker import COUNTER_BYTES, Tracker
 class _Fused:
     """A GPU's tracker, its DMA engines, and its controller's rule."""
 
-    def __init__(self, gpu: Gpu, kind: Collective, plan: Plan, *, prefer_product: bool, slowness: float) -> None:
+    def __init__(
+        self, gpu: Gpu, kind: Collective, plan: Plan, *, prefer_product: bool, slowness: float
+    ) -> None:
         machine = gpu.machine
         self._gpu, self._kind, self._plan, self._slowness = gpu, kind, plan, slowness
         self._units = int(machine.gpu.compute_units.value)
-        self._engines = [Server(f"DMA {number}", "dma") for number in range(int(machine.dma.engines.value))]
+        self._engines = [
+            Server(f"DMA {number}", "dma") for number in range(int(machine.dma.engines.value))
+        ]
         self._start_ns = round(machine.dma.start_ns.value)
-        self.tracker = Tracker(int(machine.tracker.sets.value), int(machine.tracker.ways.value), self._spill)
+        self.tracker = Tracker(
+            int(machine.tracker.sets.value), int(machine.tracker.ways.value), self._spill
+        )
         self.flows: list[Flow] = []
         self._stored_ns: dict[int, int] = {}
         self._updated_ns: dict[int, int] = {}
@@ -42,7 +50,9 @@ class _Fused:
         intensity = 1e9 * moved / (gpu.engine.now * gpu.machine.memory.bytes_per_s.value)
         gpu.memory.threshold = gpu.machine.arbitration.threshold(intensity)
 
-    def _transfer(self, block: int, size: float, run_bytes: float, send: Callable[[], None]) -> None:
+    def _transfer(
+        self, block: int, size: float, run_bytes: float, send: Callable[[], None]
+    ) -> None:
         """What a trigger does: a DMA engine starts, and reads the block; then ``send()``."""
         now = self._gpu.engine.now
         stored_ns, updated_ns = self._stored_ns.get(block, now), self._updated_ns.get(block, now)
@@ -58,7 +68,9 @@ class _Fused:
         self._gpu.engine.at(server.reserve(now, self._start_ns) + self._start_ns, read)
 
     def report(self, part: Part) -> Part:
-        """``part`` with what the tracker and the engines did in it, and the collective's time on its row."""
+        """``part`` with what the tracker and the engines did in it, and the collective's time on
+        its row.
+        """
         uses = [use for use in part.uses if use.link != "memory"]
         if uses:
             start, end = min(use.start_ns for use in uses), max(use.end_ns for use in uses)
@@ -81,10 +93,19 @@ class _Fused:
 
 
 class _Producer(_Fused):
-    """The product's stores go where the address map says; blocks are equal parts of a chunk, none larger than a tile."""
+    """The product's stores go where the address map says; blocks are equal parts of a chunk, none
+    larger than a tile.
+    """
 
     def __init__(
-        self, gpu: Gpu, kind: Collective, plan: Plan, addresses: AddressMap, *, prefer_product: bool, slowness: float
+        self,
+        gpu: Gpu,
+        kind: Collective,
+        plan: Plan,
+        addresses: AddressMap,
+        *,
+        prefer_product: bool,
+        slowness: float,
     ) -> None:
         super().__init__(gpu, kind, plan, prefer_product=prefer_product, slowness=slowness)
         self._addresses, self._targets = addresses, addresses.targets()
@@ -99,7 +120,8 @@ class _Producer(_Fused):
         """``others``: those of all GPUs, this one among them."""
         self._others = others
         Running(
-            self._gpu, self._plan, self._units, self._store, stage_done=self._choose_threshold, slowness=self._slowness
+            self._gpu, self._plan, self._units, self._store, stage_done=self._choose_threshold,
+            slowness=self._slowness
         )  # fmt: skip
 
     def _store(self, tile: int, acknowledged: Callable[[], None]) -> None:
@@ -120,9 +142,13 @@ class _Producer(_Fused):
                 self._updated(block)
 
             kind: Kind = "update" if self._expected[chunk] > 1 else "write"
-            self._gpu.memory.request("compute", "product", kind, self._size, stored, OUTPUT_RUN_BYTES)
+            self._gpu.memory.request(
+                "compute", "product", kind, self._size, stored, OUTPUT_RUN_BYTES
+            )
 
-    def _send(self, block: int, target: Target, acknowledged: Callable[[], None] | None = None) -> None:
+    def _send(
+        self, block: int, target: Target, acknowledged: Callable[[], None] | None = None
+    ) -> None:
         there_block = target.chunk * self._blocks + block % self._blocks
         if acknowledged is not None and self._posted:
             acknowledged()
@@ -142,7 +168,9 @@ class _Producer(_Fused):
             if target.operation == "update":
                 self._updated(block)
 
-        self._gpu.memory.request("communication", self._kind, target.operation, self._size, done, OUTPUT_RUN_BYTES)
+        self._gpu.memory.request(
+            "communication", self._kind, target.operation, self._size, done, OUTPUT_RUN_BYTES
+        )
 
     def _updated(self, block: int) -> None:
         chunk = block // self._blocks
@@ -155,16 +183,23 @@ class _Producer(_Fused):
 
 
 class _Consumer(_Fused):
-    """The rows of the product's first input lie on all GPUs. Tiles of one's own rows come first, the others' as they arrive.
+    """The rows of the product's first input lie on all GPUs. Tiles of one's own rows come first,
+    the others' as they arrive.
 
     In a ring a shard is sent on when it has come; else its owner sends it to all.
     """
 
-    def __init__(self, gpu: Gpu, plan: Plan, *, ring: bool, prefer_product: bool, slowness: float) -> None:
+    def __init__(
+        self, gpu: Gpu, plan: Plan, *, ring: bool, prefer_product: bool, slowness: float
+    ) -> None:
         super().__init__(gpu, "all-gather", plan, prefer_product=prefer_product, slowness=slowness)
         self._ring, self._ranks = ring, gpu.group.ranks
-        self._pieces = [max(1, -(-self._row_bytes(row) // PIECE_BYTES)) for row in range(len(plan.heights))]
-        self._left = [0 if row < plan.part_rows else pieces for row, pieces in enumerate(self._pieces)]
+        self._pieces = [
+            max(1, -(-self._row_bytes(row) // PIECE_BYTES)) for row in range(len(plan.heights))
+        ]
+        self._left = [
+            0 if row < plan.part_rows else pieces for row, pieces in enumerate(self._pieces)
+        ]
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         self._others: Sequence[_Consumer] = ()
 
@@ -176,7 +211,8 @@ class _Consumer(_Fused):
                 for to in (1,) if self._ring else range(1, self._ranks):
                     self._pass_on(row, piece, to, to)
         Running(
-            self._gpu, self._plan, self._units, gate=self._gate, stage_done=self._choose_threshold, slowness=self._slowness
+            self._gpu, self._plan, self._units, gate=self._gate, stage_done=self._choose_threshold,
+            slowness=self._slowness
         )  # fmt: skip
 
     def _row_bytes(self, row: int) -> int:
@@ -189,17 +225,26 @@ class _Consumer(_Fused):
             there()
 
     def _pass_on(self, row: int, piece: int, to: int, part: int) -> None:
-        """Send a piece of a row of tiles ``to`` GPUs on, where it belongs to shard ``part``, counted from that GPU back."""
+        """Send a piece of a row of tiles ``to`` GPUs on, where it belongs to shard ``part``,
+        counted from that GPU back.
+        """
         size = self._row_bytes(row) / self._pieces[row]
         there_row = part * self._plan.part_rows + row % self._plan.part_rows
 
         def send() -> None:
-            self._gpu.send(to, size, TRAFFIC["all-gather"], lambda there: self._others[there.rank].receive(there_row, piece, size))
+            self._gpu.send(
+                to,
+                size,
+                TRAFFIC["all-gather"],
+                lambda there: self._others[there.rank].receive(there_row, piece, size),
+            )
 
         self._transfer(row << 10 | piece, size, 0, send)
 
     def receive(self, row: int, piece: int, size: float) -> None:
-        """Written, then counted: the tiles of a complete row may start, and in a ring the piece goes on."""
+        """Written, then counted: the tiles of a complete row may start, and in a ring the piece
+        goes on.
+        """
 
         def written() -> None:
             self.tracker.update(row << 10 | piece, 1, lambda: self._complete(row, piece))
@@ -239,14 +284,20 @@ def run(
     if addresses is None:
         plan = Plan(machine, product, row_parts=ranks)
         consumers = [
-            _Consumer(gpu, plan, ring=network == "ring", prefer_product=prefer_product, slowness=factor) for gpu, factor in each
+            _Consumer(
+                gpu, plan, ring=network == "ring", prefer_product=prefer_product, slowness=factor
+            )
+            for gpu, factor in each
         ]
         for consumer in consumers:
             consumer.start(consumers)
         first = consumers[0]
     else:
         plan = Plan(machine, product)
-        producers = [_Producer(gpu, kind, plan, addresses, prefer_product=prefer_product, slowness=factor) for gpu, factor in each]
+        producers = [
+            _Producer(gpu, kind, plan, addresses, prefer_product=prefer_product, slowness=factor)
+            for gpu, factor in each
+        ]
         for producer in producers:
             producer.start(producers)
         first = producers[0]

@@ -1,7 +1,8 @@
 """The group that is simulated: GPUs with their memories, and the links between them.
 
-With *mirrored* traffic there is one GPU, and all of the group do the same at the same time: what it sends arrives at it as well.
-In detail there are all of them, and each may be slower than the others.
+With *mirrored* traffic there is one GPU, and all of the group do the same at the same time: what it
+sends arrives at it as well. In detail there are all of them, and each may be slower than the
+others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from interlace.sim.t3.memory import Kind, Memory
 BytesBy = dict[tuple[str, Kind], float]
 
 TOPOLOGIES = ("ring", "full", "switch")
-"""A ring's link carries all that leaves a GPU, a full mesh shares as much out over its links, a switch has a port a GPU."""
+"""A ring's link carries all that leaves a GPU, a full mesh shares as much out over its links, a
+switch has a port a GPU.
+"""
 CLOSE_NS = 50
 USE_BYTES = 1 << 18
 """What is recorded of the memory: uses of one cause with shorter gaps, up to this size, are one."""
@@ -27,7 +30,9 @@ USE_BYTES = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """A block's way: its tile stores it, it is in memory, its last update triggers the transfer, which goes to the link."""
+    """A block's way: its tile stores it, it is in memory, its last update triggers the transfer,
+    which goes to the link.
+    """
 
     block: int
     stored_ns: int
@@ -38,7 +43,8 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One piece of a sub-layer, simulated: the product, a collective, or both at once. Of GPU 0, except for the time.
+    """One piece of a sub-layer, simulated: the product, a collective, or both at once. Of GPU 0,
+    except for the time.
 
     Attributes:
         time_ns: until the last GPU has ended.
@@ -74,7 +80,9 @@ class Gpu:
         self.spans: list[Span] = []
         self.product_ns = 0
 
-    def send(self, to: int, size: float, traffic: str, arrived: Callable[[Gpu], None], share: float = 1.0) -> None:
+    def send(
+        self, to: int, size: float, traffic: str, arrived: Callable[[Gpu], None], share: float = 1.0
+    ) -> None:
         """To the GPU ``to`` further on; ``arrived(gpu)`` there.
 
         Args:
@@ -82,14 +90,20 @@ class Gpu:
         """
         group = self.group
         there = group.gpus[(self.rank + to) % len(group.gpus)]
-        source, destination = (0, to) if group.mirrored else (self.rank, (self.rank + to) % group.ranks)
-        group.fabric.send(source, destination, size, lambda: arrived(there), traffic=traffic, efficiency=share)
+        source, destination = (
+            (0, to) if group.mirrored else (self.rank, (self.rank + to) % group.ranks)
+        )
+        group.fabric.send(
+            source, destination, size, lambda: arrived(there), traffic=traffic, efficiency=share
+        )
 
 
 class Group:
     """All GPUs of a group, or one that stands for them."""
 
-    def __init__(self, machine: T3Machine, ranks: int, network: str, *, mirrored: bool = True) -> None:
+    def __init__(
+        self, machine: T3Machine, ranks: int, network: str, *, mirrored: bool = True
+    ) -> None:
         self.machine, self.ranks, self.mirrored = machine, ranks, mirrored
         self.engine = Engine()
         self.uses: list[LinkUse] = []

@@ -1,4 +1,6 @@
-"""The machine that T3 is simulated on, each value with its source and confidence; presets lie in ``presets/t3_machines``."""
+"""The machine that T3 is simulated on, each value with its source and confidence; presets lie in
+``presets/t3_machines``.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ class SourcedList(BaseModel):
 
 _MAY_BE_ZERO = frozenset(
     (
-        *("latency_ns", "row_open_ns", "row_cycle_ns", "row_gap_ns", "write_recovery_ns", "read_to_write_ns", "write_to_read_ns"),
+        *(
+            "latency_ns",
+            "row_open_ns",
+            "row_cycle_ns",
+            "row_gap_ns",
+            "write_recovery_ns",
+            "read_to_write_ns",
+            "write_to_read_ns",
+        ),
         *("group_column_ns", "update_column_ns", "start_ns", "starvation_ns", "library_launch_ns"),
         *("ways", "sets", "lockstep", "posted"),
     )
@@ -45,7 +55,9 @@ class ComputeUnits(Strict):
     group_rows: Given
     """Rows of tiles through which the tile order goes down before it goes on to the next column."""
     lockstep: Given
-    """1 where a stage's tiles start when all of the stage before have been stored, 0 where each starts when its unit is free."""
+    """1 where a stage's tiles start when all of the stage before have been stored, 0 where each
+    starts when its unit is free.
+    """
     copy_bytes_per_s: Given
     """What one compute unit sends in a library's collective."""
 
@@ -98,7 +110,9 @@ class Links(Strict):
     latency_ns: Given
     """From one GPU to the next."""
     posted: Given
-    """1 where a store to another GPU is acknowledged as it leaves for the link, 0 where it is when it has arrived."""
+    """1 where a store to another GPU is acknowledged as it leaves for the link, 0 where it is when
+    it has arrived.
+    """
     library_efficiency: Given
     """Share of the links' bandwidth that a library's collectives reach."""
     library_launch_ns: Given

@@ -1,13 +1,18 @@
 """DRAM behind a controller with two streams: the product's and the communication's.
 
-Addresses are interleaved over the channels, so that all channels see the same traffic: one of them is simulated, column access
-by column access, and stands for all. What it models, and what it takes the times of, is an FR-FCFS controller as GPGPU-Sim's:
+Addresses are interleaved over the channels, so that all channels see the same traffic: one of them
+is simulated, column access by column access, and stands for all. What it models, and what it takes
+the times of, is an FR-FCFS controller as GPGPU-Sim's:
 
-- a request waits in its stream until the arbiter lets it enter the channel's queue, a number of column accesses;
-- from there the access goes next that can start first: hits of open rows before the oldest, the bus's direction first;
-- **banks**: a row must be opened before it is read or written; opening another costs the time to close and to open, and the
-  row cycle. Accesses that run through memory find the next columns in the same row, those of a tile another row after each run;
-- **bank groups**: two accesses of one group are further apart than the bus needs, and near-memory updates twice as far again;
+- a request waits in its stream until the arbiter lets it enter the channel's queue, a number of
+  column accesses;
+- from there the access goes next that can start first: hits of open rows before the oldest, the
+  bus's direction first;
+- **banks**: a row must be opened before it is read or written; opening another costs the time to
+  close and to open, and the row cycle. Accesses that run through memory find the next columns in
+  the same row, those of a tile another row after each run;
+- **bank groups**: two accesses of one group are further apart than the bus needs, and near-memory
+  updates twice as far again;
 - **turnarounds** between reading and writing.
 """
 
@@ -25,7 +30,8 @@ from interlace.sim.t3 import machine as machines
 Kind = Literal["read", "write", "update"]
 Stream = Literal["compute", "communication"]
 SEGMENT_BYTES = 256
-"""Of one channel before addresses go on to the next, and at most what one access here stands for."""
+"""Of one channel before addresses go on to the next, and at most what one access here stands for.
+"""
 _SPREAD = 2654435761
 """Knuth's multiplicative hash: which bank a tile's next run of bytes lies in, without a pattern."""
 _CAUSES = 64
@@ -63,7 +69,9 @@ class _Access:
 
 
 _Candidate = tuple[bool, float, int, int, int, float | None]
-"""Whether it should wait for the other direction, start, number, bank, place in the bank's queue, and when its row is opened."""
+"""Whether it should wait for the other direction, start, number, bank, place in the bank's queue,
+and when its row is opened.
+"""
 
 
 class Memory:
@@ -72,13 +80,19 @@ class Memory:
     Attributes:
         bytes: moved, by (cause, kind).
         busy_ns: of the bus.
-        threshold: entries below which communication may enter while the product comes first; None is each stream in turn.
+        threshold: entries below which communication may enter while the product comes first; None
+            is each stream in turn.
         most_entries: that were in the channel's queue at once.
         waited_ns: longest wait of a communication request for the queue.
         row_misses, accesses: of the simulated channel.
     """
 
-    def __init__(self, engine: Engine, machine: machines.T3Machine, observe: Callable[[str, int, int, float], None] | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        machine: machines.T3Machine,
+        observe: Callable[[str, int, int, float], None] | None,
+    ) -> None:
         memory = machine.memory
         self._engine, self._observe = engine, observe
         self._channels = memory.channels.value
@@ -88,10 +102,16 @@ class Memory:
         self._group_ns = {"read": group, "write": group, "update": memory.update_column_ns.value}
         self._open_ns, self._row_cycle_ns = memory.row_open_ns.value, memory.row_cycle_ns.value
         self._row_gap_ns = memory.row_gap_ns.value
-        self._to_write_ns, self._to_read_ns = memory.read_to_write_ns.value, memory.write_to_read_ns.value
+        self._to_write_ns, self._to_read_ns = (
+            memory.read_to_write_ns.value,
+            memory.write_to_read_ns.value,
+        )
         self._write_recovery_ns = memory.write_recovery_ns.value
         self._row_bytes = memory.row_bytes.value
-        self._capacity, self._latency_ns = memory.queue_entries.value, round(memory.latency_ns.value)
+        self._capacity, self._latency_ns = (
+            memory.queue_entries.value,
+            round(memory.latency_ns.value),
+        )
         self._starvation_ns = machine.arbitration.starvation_ns.value
         self._streams: dict[Stream, collections.deque[_Request]] = {
             "compute": collections.deque(),
@@ -123,8 +143,17 @@ class Memory:
         self.accesses = 0
         self._waiting_ns = 0.0
 
-    def request(self, stream: Stream, cause: str, kind: Kind, size: float, done: Callable[[], None], run: float = 0) -> None:
-        """Move ``size`` bytes; ``done()`` when the last of them is there. Nothing to move is done at once.
+    def request(
+        self,
+        stream: Stream,
+        cause: str,
+        kind: Kind,
+        size: float,
+        done: Callable[[], None],
+        run: float = 0,
+    ) -> None:
+        """Move ``size`` bytes; ``done()`` when the last of them is there. Nothing to move is done
+        at once.
 
         Args:
             run: bytes that lie together, of a tile, say; 0 where the request runs through memory.
@@ -133,7 +162,9 @@ class Memory:
         if size <= 0:
             done()
             return
-        self._streams[stream].append(_Request(cause, kind, size / self._channels, run, self._engine.now, done))
+        self._streams[stream].append(
+            _Request(cause, kind, size / self._channels, run, self._engine.now, done)
+        )
         self._arbitrate()
 
     def mean_entries(self) -> float:
@@ -165,7 +196,9 @@ class Memory:
     def _enter(self, request: _Request, size: float, columns: float) -> None:
         bank, row = self._scattered() if request.run else self._running(request, size)
         self._numbers += 1
-        self._queues[bank].append(_Access(request, self._numbers, size, columns, row, self._engine.now))
+        self._queues[bank].append(
+            _Access(request, self._numbers, size, columns, row, self._engine.now)
+        )
 
     def _scattered(self) -> tuple[int, int]:
         """A bank without a pattern, and a row that nothing else is in."""
@@ -173,7 +206,9 @@ class Memory:
         return ((self._runs * _SPREAD & 0xFFFFFFFF) >> 8) % len(self._queues), -2 - self._runs
 
     def _running(self, request: _Request, size: float) -> tuple[int, int]:
-        """Segment by segment through the rows of two banks, then of the next two; each cause and kind elsewhere."""
+        """Segment by segment through the rows of two banks, then of the next two; each cause and
+        kind elsewhere.
+        """
         key = (request.cause, request.kind)
         number, at = self._cursors.get(key, (len(self._cursors), 0.0))
         self._cursors[key] = number, at + size
@@ -195,11 +230,18 @@ class Memory:
         return "communication" if self._entries < self.threshold else None
 
     def _serve(self) -> None:
-        """Put the access on the bus that can start first; after a queue's length in one direction, one of the other."""
-        # Events are whole nanoseconds, the bus is not: an access that follows another starts where that ended.
+        """Put the access on the bus that can start first; after a queue's length in one direction,
+        one of the other.
+        """
+        # Events are whole nanoseconds, the bus is not: an access that follows another starts where
+        # that ended.
         now = self._bus_free if self._engine.now - self._bus_free < 1 else float(self._engine.now)
         tired = self._batch >= self._capacity
-        best = min(self._candidate(bank, queue, now, tired=tired) for bank, queue in enumerate(self._queues) if queue)
+        best = min(
+            self._candidate(bank, queue, now, tired=tired)
+            for bank, queue in enumerate(self._queues)
+            if queue
+        )
         _, start, _, bank, place, opened = best
         access = self._queues[bank].pop(place)
         request, kind = access.request, access.request.kind
@@ -217,7 +259,12 @@ class Memory:
         self.accesses += 1
         self.busy_ns += access.columns * self._column_ns
         if self._observe is not None:
-            self._observe(f"{request.cause} {kind}", round(start), round(self._bus_free), access.size * self._channels)
+            self._observe(
+                f"{request.cause} {kind}",
+                round(start),
+                round(self._bus_free),
+                access.size * self._channels,
+            )
         self._engine.at(max(self._engine.now, math.ceil(self._bus_free)), self._served, access)
 
     def _candidate(self, bank: int, queue: list[_Access], now: float, *, tired: bool) -> _Candidate:

@@ -46,7 +46,13 @@ def draw(results: Sequence[SubLayer], file: Path) -> None:
         for axis, result in zip(axes, results, strict=True):
             _panel(axis, result, longest, handles)
         axes[-1].set_xlabel("microseconds")
-        drawing.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+        drawing.legend(
+            handles=list(handles.values()),
+            loc="outside lower center",
+            ncols=5,
+            frameon=False,
+            fontsize=9,
+        )
 
 
 def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -> None:
@@ -62,17 +68,26 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
             middles = [min(longest - 1, (use.start_ns + use.end_ns) / 2) for use in mine]
             rate = np.histogram(middles, bins=edges, weights=[use.size for use in mine])[0] / width
             area = axis.fill_between(
-                edges[:-1] / 1000, sign * below, sign * (below + rate), step="post", color=_COLOURS[cause], linewidth=0,
-                label=cause if is_memory else f"link: {cause}",
+                edges[:-1] / 1000, sign * below, sign * (below + rate), step="post",
+                color=_COLOURS[cause], linewidth=0, label=cause if is_memory else f"link: {cause}",
             )  # fmt: skip
             handles.setdefault(area.get_label().replace("update", "write"), area)
             below = below + rate
     axis.axhline(0, color="black", linewidth=0.6)
     axis.axvline(result.total_ns / 1000, color="black", linewidth=1)
-    axis.axvline(max(part.product_ns for part in result.parts) / 1000, color="black", linestyle=":", linewidth=1)
+    axis.axvline(
+        max(part.product_ns for part in result.parts) / 1000,
+        color="black",
+        linestyle=":",
+        linewidth=1,
+    )
     axis.set_ylabel("GB/s: DRAM up,\nlink down", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"{result.result.name}: {format_ns(result.total_ns)}; dotted: the product's last stage", loc="left", fontsize=10)
+    axis.set_title(
+        f"{result.result.name}: {format_ns(result.total_ns)}; dotted: the product's last stage",
+        loc="left",
+        fontsize=10,
+    )
 
 
 def draw_measured(found: Sequence[Comparison], file: Path) -> None:
@@ -118,7 +133,9 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
             far = one.difference / one.tolerance
             axis.plot([0, far], [place, place], color="#888888", linewidth=1)
             axis.plot(far, place, "o", color="#009E73" if one.met else "#D55E00")
-        names = [f"{one.name}: {one.published:g} {one.unit}, ours {one.ours:.3g}" for one in figures]
+        names = [
+            f"{one.name}: {one.published:g} {one.unit}, ours {one.ours:.3g}" for one in figures
+        ]
         axis.set_yticks(range(len(figures)), names, fontsize=8)
         axis.invert_yaxis()
         axis.set_xlabel("ours against the published figure, in tolerances")
@@ -126,25 +143,60 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
 
 
 def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
-    """As :func:`interlace.sim.trace.to_perfetto`, with flows: the stage that stored a block, its update, its trigger, the link."""
+    """As :func:`interlace.sim.trace.to_perfetto`, with flows: the stage that stored a block, its
+    update, its trigger, the link.
+    """
     document = to_perfetto([result.result for result in results])
     events = document["traceEvents"]
     for pid, result in enumerate(results):
         if not result.fused.flows:
             continue
-        rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
+        rows = {
+            e["args"]["name"]: e["tid"]
+            for e in events
+            if e["name"] == "thread_name" and e["pid"] == pid
+        }
         link = next(use.link for use in result.result.link_uses if use.link != "memory")
         triggers = max(rows.values()) + 1
-        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": triggers, "args": {"name": "triggers"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": triggers,
+                "args": {"name": "triggers"},
+            }
+        )
         for flow in result.fused.flows:
             name = f"block {flow.block}"
             at = flow.triggered_ns / 1000
-            events.append({"ph": "X", "name": name, "pid": pid, "tid": triggers, "ts": at, "dur": 0.001, "args": {}})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": pid,
+                    "tid": triggers,
+                    "ts": at,
+                    "dur": 0.001,
+                    "args": {},
+                }
+            )
             arrow = {"cat": "block", "name": name, "id": f"{pid}.{flow.block}", "pid": pid}
             events += [
                 {**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000},
-                {**arrow, "ph": "t", "tid": rows["link memory"], "ts": (flow.updated_ns - 1) / 1000},
+                {
+                    **arrow,
+                    "ph": "t",
+                    "tid": rows["link memory"],
+                    "ts": (flow.updated_ns - 1) / 1000,
+                },
                 {**arrow, "ph": "t", "tid": triggers, "ts": at},
-                {**arrow, "ph": "f", "bp": "e", "tid": rows[f"link {link}"], "ts": flow.sent_ns / 1000},
+                {
+                    **arrow,
+                    "ph": "f",
+                    "bp": "e",
+                    "tid": rows[f"link {link}"],
+                    "ts": flow.sent_ns / 1000,
+                },
             ]
     return document

@@ -1,4 +1,6 @@
-"""A matrix product as a GPU runs it: a tile on each compute unit, step by step, with its reads and its stores."""
+"""A matrix product as a GPU runs it: a tile on each compute unit, step by step, with its reads and
+its stores.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ OUTPUT_RUN_BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """``[rows, depth] @ [depth, columns]`` in fp16, a partial sum of ``[rows, columns]`` on each GPU.
+    """``[rows, depth] @ [depth, columns]`` in fp16, a partial sum of ``[rows, columns]`` on each
+    GPU.
 
     Raises:
         ConfigError: a size below 1.
@@ -33,7 +36,10 @@ class Product:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.columns, self.depth) < 1:
-            raise ConfigError(f"sizes of a product must be at least 1; got {self.rows} x {self.columns} x {self.depth}.")
+            raise ConfigError(
+                f"sizes of a product must be at least 1; got {self.rows} x {self.columns} x "
+                f"{self.depth}."
+            )
 
     @property
     def flops(self) -> float:
@@ -50,26 +56,37 @@ class Product:
 
 
 class Plan:
-    """How a product is laid on compute units: tiles in an order, each a number of steps along the inner dimension.
+    """How a product is laid on compute units: tiles in an order, each a number of steps along the
+    inner dimension.
 
     Attributes:
         tiles: (row, column) in the order in which they start.
         heights, widths, depths: elements of each row and column of tiles, and of each step.
         step_ns: time of a step on one compute unit, inputs being there.
-        run_bytes: of an input, that lie together: rows and columns run along the inner dimension, as linear layers have them.
+        run_bytes: of an input, that lie together: rows and columns run along the inner dimension,
+            as linear layers have them.
     """
 
     def __init__(self, machine: T3Machine, product: Product, row_parts: int = 1) -> None:
-        """Args:
-        row_parts: equal parts of the rows, one after the other (the shards of a gathered input); tiles do not cross them.
+        """Args: row_parts: equal parts of the rows, one after the other (the shards of a gathered
+        input); tiles do not cross them.
         """
         gpu = machine.gpu
-        tile_rows, tile_columns, k_step = int(gpu.tile_rows.value), int(gpu.tile_columns.value), int(gpu.k_step.value)
+        tile_rows, tile_columns, k_step = (
+            int(gpu.tile_rows.value),
+            int(gpu.tile_columns.value),
+            int(gpu.k_step.value),
+        )
         self.product = product
         self.heights = _parts(product.rows // row_parts, tile_rows) * row_parts
-        self.widths, self.depths = _parts(product.columns, tile_columns), _parts(product.depth, k_step)
+        self.widths, self.depths = (
+            _parts(product.columns, tile_columns),
+            _parts(product.depth, k_step),
+        )
         self.part_rows = len(self.heights) // row_parts
-        self.tiles = _order(len(self.heights), len(self.widths), min(int(gpu.group_rows.value), self.part_rows))
+        self.tiles = _order(
+            len(self.heights), len(self.widths), min(int(gpu.group_rows.value), self.part_rows)
+        )
         unit = gpu.clock_hz.value * gpu.flops_per_clock.value * gpu.efficiency.value
         self.step_ns = round(1e9 * 2 * tile_rows * tile_columns * k_step / unit)
         self.run_bytes = ELEMENT_BYTES * k_step
@@ -107,13 +124,16 @@ class _Tile:
 
 
 class Running:
-    """A product on its way. Every compute unit works on a tile; when the tile's stores are acknowledged it takes the next one.
+    """A product on its way. Every compute unit works on a tile; when the tile's stores are
+    acknowledged it takes the next one.
 
-    A step's inputs are read while the one before is computed, not across tiles. They come from the last-level cache, least recently
-    used, in blocks of one step of one row or column of tiles; a block that is on its way is waited for, not read again.
-    All that compute units load and store crosses the cache's port, one after the other.
+    A step's inputs are read while the one before is computed, not across tiles. They come from the
+    last-level cache, least recently used, in blocks of one step of one row or column of tiles; a
+    block that is on its way is waited for, not read again. All that compute units load and store
+    crosses the cache's port, one after the other.
 
-    Without ``store`` the outputs go into that cache, which writes them back when it needs the room, and the rest in the end.
+    Without ``store`` the outputs go into that cache, which writes them back when it needs the room,
+    and the rest in the end.
     """
 
     def __init__(
@@ -187,7 +207,9 @@ class Running:
             tile.missing += 1
             self._coming[block] = [tile]
             self._keep(block, size)
-            self._gpu.memory.request("compute", "product", "read", size, lambda: self._came(block), self._plan.run_bytes)
+            self._gpu.memory.request(
+                "compute", "product", "read", size, lambda: self._came(block), self._plan.run_bytes
+            )
 
     def _came(self, block: int) -> None:
         for tile in self._coming.pop(block):
@@ -204,7 +226,9 @@ class Running:
         block, size = self._cache.popitem(last=False)
         self._used -= size
         if block % 3 == 2:
-            self._gpu.memory.request("compute", "product", "write", size, _nothing, OUTPUT_RUN_BYTES)
+            self._gpu.memory.request(
+                "compute", "product", "write", size, _nothing, OUTPUT_RUN_BYTES
+            )
 
     def _ready(self, tile: _Tile) -> None:
         tile.missing -= 1
@@ -233,7 +257,9 @@ class Running:
         now = self._gpu.engine.now
         if self._done % self._units == 0 or self._done == len(self._plan.tiles):
             stage = (self._done - 1) // self._units
-            self._gpu.spans.append(Span("compute", f"product, stage {stage}", self._began[stage], now))
+            self._gpu.spans.append(
+                Span("compute", f"product, stage {stage}", self._began[stage], now)
+            )
             if stage == 0 and self._stage_done is not None:
                 self._stage_done()
         self._gpu.product_ns = now

@@ -1,4 +1,6 @@
-"""The published figures of T3, and what this model finds with one set of parameters for all workloads."""
+"""The published figures of T3, and what this model finds with one set of parameters for all
+workloads.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,10 @@ class Study:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "figures": [{**dataclasses.asdict(f), "difference": f.difference, "met": f.met} for f in self.figures],
+            "figures": [
+                {**dataclasses.asdict(f), "difference": f.difference, "met": f.met}
+                for f in self.figures
+            ],
             "cases": [dataclasses.asdict(case) for case in self.cases],
             "assumptions": [
                 {"key": key, "value": value, "confidence": confidence, "source": source}
@@ -102,14 +107,17 @@ def study(
     tokens: int | None = None,
     workers: int | None = None,
 ) -> Study:
-    """Run all sub-layers of some models at their degrees, and compare. One to two minutes of a processor's time.
+    """Run all sub-layers of some models at their degrees, and compare. One to two minutes of a
+    processor's time.
 
     Args:
         tokens: of each model, instead of its own; quicker, and not what the paper compares.
         workers: processes; None is all processors, 1 runs here.
     """
     machine = machine or load_t3_machine()
-    degrees = [(name, int(ranks)) for name in models for ranks in load_t3_model(name).tensor_parallel.value]
+    degrees = [
+        (name, int(ranks)) for name in models for ranks in load_t3_model(name).tensor_parallel.value
+    ]
     count = min(len(degrees), workers or os.cpu_count() or 1)
     if count == 1:
         cases = [case for name, ranks in degrees for case in _cases(machine, name, ranks, tokens)]
@@ -128,7 +136,9 @@ def _cases(machine: T3Machine, name: str, ranks: int, tokens: int | None) -> lis
     for sublayer in SUBLAYERS:  # FC-1 backward is the same product as FC-2 forward
         product = model.product(sublayer, ranks, tokens)
         if product.depth not in done:
-            done[product.depth] = {which: simulate(machine, product, ranks, which) for which in CONFIGURATIONS}
+            done[product.depth] = {
+                which: simulate(machine, product, ranks, which) for which in CONFIGURATIONS
+            }
         cases.append(_case(name, ranks, sublayer, done[product.depth]))
     return cases
 
@@ -153,8 +163,15 @@ def _end_to_end(machine: T3Machine, cases: Sequence[Case]) -> list[Figure]:
         gains = []
         for model, ranks in dict.fromkeys((case.model, case.ranks) for case in small):
             mine = [case for case in small if (case.model, case.ranks) == (model, ranks)]
-            known = {case.depth: {**case.total_ns, "product": case.part_ns["sequential"][0]} for case in mine}
-            gains.append(endtoend.estimate(machine, load_t3_model(model), ranks, phase, known=known).speed_up(which))
+            known = {
+                case.depth: {**case.total_ns, "product": case.part_ns["sequential"][0]}
+                for case in mine
+            }
+            gains.append(
+                endtoend.estimate(
+                    machine, load_t3_model(model), ranks, phase, known=known
+                ).speed_up(which)
+            )
         name = f"{which.upper()}, {phase}, end to end"
         found += [
             Figure(f"{name}, geomean", mean, _percent(geometric_mean(gains)), 2, "%", note),
@@ -172,9 +189,14 @@ def _case(model: str, ranks: int, sublayer: SubLayerName, results: dict[str, Sub
         depth=results["sequential"].product.depth,
         total_ns={name: result.total_ns for name, result in results.items()},
         part_ns={name: [part.time_ns for part in result.parts] for name, result in results.items()},
-        reduce_scatter_ns={name: results[name].parts[1].time_ns for name in ("sequential", "ideal-nmc")},
+        reduce_scatter_ns={
+            name: results[name].parts[1].time_ns for name in ("sequential", "ideal-nmc")
+        },
         reads={name: result.moved("reduce-scatter", "read") for name, result in results.items()},
-        writes={name: sum(result.moved(cause, "write", "update") for cause in both) for name, result in results.items()},
+        writes={
+            name: sum(result.moved(cause, "write", "update") for cause in both)
+            for name, result in results.items()
+        },
         product_reads={name: result.moved("product", "read") for name, result in results.items()},
         traffic={name: sum(result.memory_bytes.values()) for name, result in results.items()},
     )
@@ -197,7 +219,11 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
     if not cases:
         return []
     found = []
-    for name, which, mean, most in (("T3-MCA", "t3-mca", 30, 47), ("T3", "t3", 20, 39), ("ideal overlap", "ideal", 35, 50)):
+    for name, which, mean, most in (
+        ("T3-MCA", "t3-mca", 30, 47),
+        ("T3", "t3", 20, 39),
+        ("ideal overlap", "ideal", 35, 50),
+    ):
         gains = [case.speed_up(which) for case in cases]
         found += [
             Figure(f"{name}, faster, geomean", mean, _percent(geometric_mean(gains)), 3, "%"),
@@ -205,18 +231,32 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
         ]
     traffic = [case.traffic["t3-mca"] / case.traffic["sequential"] for case in cases]
     writes = geometric_mean([case.writes["sequential"] / case.writes["t3-mca"] for case in cases])
-    reads = geometric_mean([case.product_reads["sequential"] / case.product_reads["t3-mca"] for case in cases])
+    reads = geometric_mean(
+        [case.product_reads["sequential"] / case.product_reads["t3-mca"] for case in cases]
+    )
     both = geometric_mean([case.both_speed_up for case in cases])
     longer = geometric_mean([case.slower("split-16", product=True) for case in cases])
     found += [
         Figure("DRAM traffic, geomean", -22, _percent(geometric_mean(traffic)), 3, "%"),
         Figure("DRAM traffic, most saved", -36, _percent(min(traffic)), 5, "%"),
-        Figure("writes of product and reduce-scatter, fewer", 10, _percent(writes), 2, "%", IDENTITY),
+        Figure(
+            "writes of product and reduce-scatter, fewer", 10, _percent(writes), 2, "%", IDENTITY
+        ),
         Figure("product reads, fewer", 1.56, reads, 0.15, "x", "the tile order was chosen by this"),
         Figure("product and all-reduce perfectly at once", 1.67, both, 0.08, "x"),
-        Figure("the product on 64 of 80 compute units takes longer", 21, _percent(longer), 5, "%", RECALLED),
+        Figure(
+            "the product on 64 of 80 compute units takes longer",
+            21,
+            _percent(longer),
+            5,
+            "%",
+            RECALLED,
+        ),
     ]
-    for units, gain, slower, note in ((8, 1.18, 41, f"{RECALLED}; copy_bytes_per_s is from this"), (16, 1.49, 7, RECALLED)):
+    for units, gain, slower, note in (
+        (8, 1.18, 41, f"{RECALLED}; copy_bytes_per_s is from this"),
+        (16, 1.49, 7, RECALLED),
+    ):
         name = f"{units} of 80 compute units for the all-reduce"
         split = geometric_mean([case.speed_up(f"split-{units}") for case in cases])
         longer = geometric_mean([case.slower(f"split-{units}", product=False) for case in cases])
@@ -230,7 +270,9 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
 def _of_large(cases: Sequence[Case]) -> list[Figure]:
     found = []
     if gains := [case.speed_up("t3-mca") for case in cases if case.model in LARGE]:
-        found.append(Figure("T3-MCA, PALM and MT-NLG, geomean", 29, _percent(geometric_mean(gains)), 3, "%"))
+        found.append(
+            Figure("T3-MCA, PALM and MT-NLG, geomean", 29, _percent(geometric_mean(gains)), 3, "%")
+        )
     return found
 
 
@@ -239,10 +281,17 @@ def _of_degree(cases: Sequence[Case], ranks: int, reads: float, near_memory: flo
     if not cases:
         return []
     fewer = geometric_mean([case.reads["sequential"] / case.reads["t3-mca"] for case in cases])
-    gain = geometric_mean([case.reduce_scatter_ns["sequential"] / case.reduce_scatter_ns["ideal-nmc"] for case in cases])
+    gain = geometric_mean(
+        [
+            case.reduce_scatter_ns["sequential"] / case.reduce_scatter_ns["ideal-nmc"]
+            for case in cases
+        ]
+    )
     note = "the link's reading was chosen by this"
     return [
-        Figure(f"reduce-scatter reads, fewer, TP {ranks}", reads, fewer, 0.02 * reads, "x", IDENTITY),
+        Figure(
+            f"reduce-scatter reads, fewer, TP {ranks}", reads, fewer, 0.02 * reads, "x", IDENTITY
+        ),
         Figure(f"near-memory compute alone, TP {ranks}", near_memory, _percent(gain), 1, "%", note),
     ]
 

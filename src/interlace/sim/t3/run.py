@@ -1,6 +1,8 @@
-"""A sub-layer by each configuration: a matrix product and the collective that follows its output or feeds its input.
+"""A sub-layer by each configuration: a matrix product and the collective that follows its output or
+feeds its input.
 
-One GPU is simulated in detail, and all of the group do the same at the same time (*mirrored* traffic), or all of them are.
+One GPU is simulated in detail, and all of the group do the same at the same time (*mirrored*
+traffic), or all of them are.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from interlace.sim.t3.memory import Kind
 from interlace.sim.t3.product import OUTPUT_RUN_BYTES, Plan, Product, Running
 
 CONFIGURATIONS = ("sequential", "split-8", "split-16", "t3", "t3-mca", "ideal", "ideal-nmc")
-"""One after the other; the product and an all-reduce at once on separate compute units, memory contention left out, as the paper
-does; T3; T3 with the controller's arbitration; perfect overlap of product and collective; the same with near-memory compute."""
+"""One after the other; the product and an all-reduce at once on separate compute units, memory
+contention left out, as the paper does; T3; T3 with the controller's arbitration; perfect overlap of
+product and collective; the same with near-memory compute.
+"""
 
 COLLECTIVES: tuple[Collective, ...] = ("reduce-scatter", "all-to-all", "all-gather")
 """After the product, and then an all-gather; after the product; before the product."""
@@ -38,8 +42,8 @@ class SubLayer:
 
     Attributes:
         result: times, rows, link uses and the physical bound, as of every other simulation.
-        memory_bytes: by (cause, kind): causes ``product``, ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``tracker``; kinds
-            ``read``, ``write``, ``update``.
+        memory_bytes: by (cause, kind): causes ``product``, ``reduce-scatter``, ``all-gather``,
+            ``all-to-all``, ``tracker``; kinds ``read``, ``write``, ``update``.
         parts: what was simulated, in the order of their starts.
         overlapped_ns: how long links worked while the product ran.
     """
@@ -63,7 +67,11 @@ class SubLayer:
 
     def moved(self, cause: str, *kinds: Kind) -> float:
         """Bytes of DRAM traffic of a cause, of some kinds (all, where none is named)."""
-        return sum(size for (whose, kind), size in self.memory_bytes.items() if whose == cause and (not kinds or kind in kinds))
+        return sum(
+            size
+            for (whose, kind), size in self.memory_bytes.items()
+            if whose == cause and (not kinds or kind in kinds)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Everything but single spans."""
@@ -73,7 +81,10 @@ class SubLayer:
             "collective": self.collective,
             "product": dataclasses.asdict(self.product),
             **self.result.to_json(),
-            "memory_bytes": {f"{cause} {kind}": round(size) for (cause, kind), size in sorted(self.memory_bytes.items())},
+            "memory_bytes": {
+                f"{cause} {kind}": round(size)
+                for (cause, kind), size in sorted(self.memory_bytes.items())
+            },
             "parts": {part.name: part.time_ns for part in self.parts},
             "overlapped_ns": self.overlapped_ns,
             "queue_entries": max(part.queue_entries for part in self.parts),
@@ -99,19 +110,22 @@ def simulate(
 ) -> SubLayer:
     """A sub-layer on ``ranks`` GPUs.
 
-    Collectives are rings on a ring, and direct (all GPUs at once) on a mesh or a switch; an all-to-all is always direct.
+    Collectives are rings on a ring, and direct (all GPUs at once) on a mesh or a switch; an
+    all-to-all is always direct.
 
     Args:
         configuration: one of :data:`CONFIGURATIONS`.
-        collective: one of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an ``all-gather`` gathers the rows
-            of the product's first input.
+        collective: one of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an
+            ``all-gather`` gathers the rows of the product's first input.
         network: how the GPUs are connected; the machine's by default.
-        address_map: for T3, what becomes of the output's chunks; by default what the collective needs.
-        slowness: computing time of each GPU over the machine's: then all of them are simulated, and the last one counts.
+        address_map: for T3, what becomes of the output's chunks; by default what the collective
+            needs.
+        slowness: computing time of each GPU over the machine's: then all of them are simulated, and
+            the last one counts.
 
     Raises:
-        ConfigError: no such configuration, collective or network, fewer than 2 ranks, or an address map or slownesses that do
-            not fit.
+        ConfigError: no such configuration, collective or network, fewer than 2 ranks, or an address
+            map or slownesses that do not fit.
         UnphysicalError: the result is below the physical bound; the model has a fault.
     """
     network = network or machine.network.topology
@@ -124,11 +138,21 @@ def simulate(
             raise ConfigError(f"{what} must be one of {', '.join(known)}; got {value!r}.")
     chunks = _address_map(collective, product, ranks, network, address_map)
     if slowness is not None and (len(slowness) != ranks or min(slowness) < 1):
-        raise ConfigError(f"slowness must have a factor of at least 1 for each of {ranks} GPUs; got {tuple(slowness)}.")
+        raise ConfigError(
+            f"slowness must have a factor of at least 1 for each of {ranks} GPUs; got "
+            f"{tuple(slowness)}."
+        )
     one = _SubLayer(machine, product, ranks, network, collective, max(slowness or (1.0,)))
     if configuration in ("t3", "t3-mca"):
         part = fused.run(
-            machine, product, ranks, network, collective, chunks, prefer_product=configuration == "t3-mca", slowness=slowness
+            machine,
+            product,
+            ranks,
+            network,
+            collective,
+            chunks,
+            prefer_product=configuration == "t3-mca",
+            slowness=slowness,
         )
         placed = one.then_gathered([(0, part)])
     elif configuration in ("ideal", "ideal-nmc"):
@@ -140,28 +164,37 @@ def simulate(
     return _result(one, configuration, placed)
 
 
-def _address_map(collective: Collective, product: Product, ranks: int, network: str, given: AddressMap | None) -> AddressMap | None:
+def _address_map(
+    collective: Collective, product: Product, ranks: int, network: str, given: AddressMap | None
+) -> AddressMap | None:
     """The one that the collective needs, or the user's, if it makes the same sums."""
     if collective == "all-gather":
         if ranks < 2 or product.rows % ranks:
             raise ConfigError(
-                f"an all-gather must have at least 2 ranks, and rows that divide evenly over them; got {product.rows} rows and "
+                "an all-gather must have at least 2 ranks, and rows that divide evenly over "
+                f"them; got {product.rows} rows and "
                 f"{ranks} ranks."
             )
         if given is not None:
-            raise ConfigError("an address map must be for a product's output; got one for an all-gather. Leave it out.")
+            raise ConfigError(
+                "an address map must be for a product's output; got one for an all-gather. Leave "
+                "it out."
+            )
         return None
     if given is None:
         ring = network == "ring" and collective == "reduce-scatter"
         direct = maps.all_to_all if collective == "all-to-all" else maps.direct_reduce_scatter
         return (maps.ring_reduce_scatter if ring else direct)(ranks)
     if given.chunks != ranks:
-        raise ConfigError(f"an address map must have a chunk for each of {ranks} GPUs; got {given.chunks}.")
+        raise ConfigError(
+            f"an address map must have a chunk for each of {ranks} GPUs; got {given.chunks}."
+        )
     addends = 1 if collective == "all-to-all" else ranks
     for chunk in set(range(ranks)) - given.targets().keys():
         if given.addends(chunk) != addends:
             raise ConfigError(
-                f"a chunk that stays must be the sum of {addends} products for {'an' if addends == 1 else 'a'} {collective}; "
+                f"a chunk that stays must be the sum of {addends} products for "
+                f"{'an' if addends == 1 else 'a'} {collective}; "
                 f"chunk {chunk} is that of {given.addends(chunk)}."
             )
     return given
@@ -171,7 +204,13 @@ class _SubLayer:
     """What a sub-layer is made of, and the configurations that are made of separate parts."""
 
     def __init__(
-        self, machine: T3Machine, product: Product, ranks: int, network: str, collective: Collective, slowest: float
+        self,
+        machine: T3Machine,
+        product: Product,
+        ranks: int,
+        network: str,
+        collective: Collective,
+        slowest: float,
     ) -> None:
         self.machine, self.product, self.ranks, self.network = machine, product, ranks, network
         self.collective, self._slowest = collective, slowest
@@ -180,7 +219,9 @@ class _SubLayer:
 
     def _moved(self, share: float = 1.0, *, near_memory: bool = False) -> Part:
         near = near_memory and self.collective == "reduce-scatter"
-        return alone(self.machine, self.collective, self.size, self.ranks, self.network, share, near)
+        return alone(
+            self.machine, self.collective, self.size, self.ranks, self.network, share, near
+        )
 
     def _product(self, units: int, *, bypass: bool = False) -> Part:
         return product_alone(self.machine, self.product, units, bypass, self._slowest)
@@ -200,12 +241,19 @@ class _SubLayer:
 
     def ideal(self, *, near_memory: bool) -> Placed:
         bypass = near_memory and self.collective != "all-gather"
-        return self.then_gathered([(0, self._product(self.units, bypass=bypass)), (0, self._moved(near_memory=near_memory))])
+        return self.then_gathered(
+            [
+                (0, self._product(self.units, bypass=bypass)),
+                (0, self._moved(near_memory=near_memory)),
+            ]
+        )
 
     def split(self, kept: int) -> Placed:
         """``kept`` compute units for the collective, the rest for the product."""
         if kept >= self.units:
-            raise ConfigError(f"split-{kept} needs more than {kept} compute units; the machine has {self.units}.")
+            raise ConfigError(
+                f"split-{kept} needs more than {kept} compute units; the machine has {self.units}."
+            )
         network = self.machine.network
         library = network.bytes_per_s.value * network.library_efficiency.value
         share = min(1.0, kept * self.machine.gpu.copy_bytes_per_s.value / library)
@@ -215,8 +263,11 @@ class _SubLayer:
 
 
 @functools.lru_cache(maxsize=8)
-def product_alone(machine: T3Machine, product: Product, units: int, bypass: bool = False, slowness: float = 1.0) -> Part:
-    """The product alone on ``units`` compute units. It ends with its last tile; ``bypass``: with its last write to DRAM.
+def product_alone(
+    machine: T3Machine, product: Product, units: int, bypass: bool = False, slowness: float = 1.0
+) -> Part:
+    """The product alone on ``units`` compute units. It ends with its last tile; ``bypass``: with
+    its last write to DRAM.
 
     What is left in the cache is written back under what follows, and counted.
     """
@@ -224,7 +275,9 @@ def product_alone(machine: T3Machine, product: Product, units: int, bypass: bool
     gpu, plan = group.gpus[0], Plan(machine, product)
 
     def store(tile: int, acknowledged: Callable[[], None]) -> None:
-        gpu.memory.request("compute", "product", "write", plan.output_bytes(tile), acknowledged, OUTPUT_RUN_BYTES)
+        gpu.memory.request(
+            "compute", "product", "write", plan.output_bytes(tile), acknowledged, OUTPUT_RUN_BYTES
+        )
 
     Running(gpu, plan, units, store if bypass else None, slowness=slowness)
     part = group.run("product")
@@ -234,11 +287,16 @@ def product_alone(machine: T3Machine, product: Product, units: int, bypass: bool
 def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
     """Put the parts on one time axis, and hold the whole against physics."""
     total = max(start + part.time_ns for start, part in placed)
-    memory, sent = _sums(part.memory for _, part in placed), _sums(part.sent_bytes for _, part in placed)
+    memory, sent = (
+        _sums(part.memory for _, part in placed),
+        _sums(part.sent_bytes for _, part in placed),
+    )
     uses = [_moved_by(use, start) for start, part in placed for use in part.uses]
     began, computing = next((start, part.product_ns) for start, part in placed if part.product_ns)
     busy = {"compute": computing, "memory": round(sum(part.memory_busy_ns for _, part in placed))}
-    busy |= {link: sum(use.end_ns - use.start_ns for use in uses if use.link == link) for link in sent}
+    busy |= {
+        link: sum(use.end_ns - use.start_ns for use in uses if use.link == link) for link in sent
+    }
     bound = _bound(one, sum(memory.values()), sent)
     name = f"{one.product.name}, {configuration}"
     bound.check(total, name)
@@ -249,7 +307,8 @@ def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
         busy_ns=busy,
         sent_bytes=sent,
         traffic_bytes={
-            kind: sum(use.size for use in uses if use.traffic == kind and use.link != "down") for kind in TRAFFIC.values()
+            kind: sum(use.size for use in uses if use.traffic == kind and use.link != "down")
+            for kind in TRAFFIC.values()
         },
         memory_bytes=sum(memory.values()),
         tasks=_tasks(placed),
@@ -264,9 +323,19 @@ def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
     )
     first_link = next(iter(sent))
     overlapped = sum(
-        max(0, min(use.end_ns, began + computing) - max(use.start_ns, began)) for use in uses if use.link == first_link
+        max(0, min(use.end_ns, began + computing) - max(use.start_ns, began))
+        for use in uses
+        if use.link == first_link
     )
-    return SubLayer(configuration, one.collective, one.product, result, memory, tuple(part for _, part in placed), overlapped)
+    return SubLayer(
+        configuration,
+        one.collective,
+        one.product,
+        result,
+        memory,
+        tuple(part for _, part in placed),
+        overlapped,
+    )
 
 
 def _bound(one: _SubLayer, moved: float, sent: dict[str, float]) -> Bound:
@@ -284,7 +353,13 @@ def _bound(one: _SubLayer, moved: float, sent: dict[str, float]) -> Bound:
 
 def _tasks(placed: Placed) -> list[TaskTime]:
     return [
-        TaskTime(part.name, part.spans[0].row, start, start + part.time_ns, None if start == 0 else placed[number - 1][1].name)
+        TaskTime(
+            part.name,
+            part.spans[0].row,
+            start,
+            start + part.time_ns,
+            None if start == 0 else placed[number - 1][1].name,
+        )
         for number, (start, part) in enumerate(placed)
     ]
 
@@ -298,4 +373,8 @@ def _sums(each: Any) -> dict[Any, float]:
 
 
 def _moved_by(what: Any, start: int) -> Any:
-    return dataclasses.replace(what, start_ns=what.start_ns + start, end_ns=what.end_ns + start) if start else what
+    return (
+        dataclasses.replace(what, start_ns=what.start_ns + start, end_ns=what.end_ns + start)
+        if start
+        else what
+    )

@@ -29,7 +29,8 @@ CHANGES: dict[str, tuple[float, ...]] = {
     "dma.start_ns": (0, 1000),
     "arbitration.starvation_ns": (2000, 200000),
 }
-"""Values that the paper leaves open, or that readers disagree on, and what they might be instead."""
+"""Values that the paper leaves open, or that readers disagree on, and what they might be instead.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Row:
     speed_ups: dict[str, float]
 
 
-def sensitivity(machine_name: str, changes: dict[str, Any], product: Product, ranks: int) -> list[Row]:
+def sensitivity(
+    machine_name: str, changes: dict[str, Any], product: Product, ranks: int
+) -> list[Row]:
     """The machine as it is, and with each of :data:`CHANGES`."""
     rows = [_row(machine_name, changes, None, None, product, ranks)]
     for key, values in CHANGES.items():
@@ -49,7 +52,18 @@ def sensitivity(machine_name: str, changes: dict[str, Any], product: Product, ra
     return rows
 
 
-def _row(name: str, changes: dict[str, Any], key: str | None, value: float | None, product: Product, ranks: int) -> Row:
+def _row(
+    name: str,
+    changes: dict[str, Any],
+    key: str | None,
+    value: float | None,
+    product: Product,
+    ranks: int,
+) -> Row:
     machine = load_t3_machine(name, changes if key is None else {**changes, key: value})
     base = simulate(machine, product, ranks, "sequential").total_ns
-    return Row(key or "as given", value, {each: base / simulate(machine, product, ranks, each).total_ns for each in CONFIGURATIONS})
+    return Row(
+        key or "as given",
+        value,
+        {each: base / simulate(machine, product, ranks, each).total_ns for each in CONFIGURATIONS},
+    )

@@ -1,7 +1,9 @@
-"""The tracker: counts the updates of each outstanding block of the output, and says when the last one has come.
+"""The tracker: counts the updates of each outstanding block of the output, and says when the last
+one has come.
 
-``sets`` by the low bits of the block's number, ``ways`` counters in each. A block whose set is full is counted in DRAM
-instead, 64 bytes read and written for each of its updates: nothing stops and nothing is lost, and the traffic is reported.
+``sets`` by the low bits of the block's number, ``ways`` counters in each. A block whose set is full
+is counted in DRAM instead, 64 bytes read and written for each of its updates: nothing stops and
+nothing is lost, and the traffic is reported.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ class Layers(BaseModel):
 
 
 def _with_source(value: Any) -> Any:
-    return {"value": value, "source": "given without a source", "confidence": "assumed"} if isinstance(value, list) else value
+    return (
+        {"value": value, "source": "given without a source", "confidence": "assumed"}
+        if isinstance(value, list)
+        else value
+    )
 
 
 GivenLayers = Annotated[Layers, BeforeValidator(_with_source)]
@@ -42,7 +46,11 @@ class Workload(Strict):
         for key in type(self).model_fields:
             given = getattr(self, key)
             value = getattr(given, "value", None)
-            if isinstance(value, float) and key not in self.fractions() and (value != int(value) or value < 1):
+            if (
+                isinstance(value, float)
+                and key not in self.fractions()
+                and (value != int(value) or value < 1)
+            ):
                 raise ValueError(f"{key} must be a whole number of at least 1; got {value:g}")
         return self
 
@@ -55,7 +63,9 @@ class Workload(Strict):
 Model = TypeVar("Model", bound=Workload)
 
 
-def load_workload(model: type[Model], folder: str, name: str, changes: dict[str, Any] | None = None) -> Model:
+def load_workload(
+    model: type[Model], folder: str, name: str, changes: dict[str, Any] | None = None
+) -> Model:
     """A preset or YAML file, with values replaced by key.
 
     Raises:
@@ -85,7 +95,9 @@ class Tasks:
 
 
 def product(m: float, n: float, k: float, itemsize: float) -> tuple[float, float]:
-    """FLOPs and memory bytes of an [m, k] by [k, n] matrix product that reads and writes everything once."""
+    """FLOPs and memory bytes of an [m, k] by [k, n] matrix product that reads and writes everything
+    once.
+    """
     return 2 * m * n * k, itemsize * (m * k + n * k + m * n)
 
 

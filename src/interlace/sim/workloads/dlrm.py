@@ -1,20 +1,25 @@
 """A training step of a deep-learning recommendation model.
 
-Embedding tables are spread over the ranks (each looks up its tables for the whole batch), everything else is data-parallel.
+Embedding tables are spread over the ranks (each looks up its tables for the whole batch),
+everything else is data-parallel.
 
-========================  ===========================================================================================
+========================
+===========================================================================================
 compute                   embedding lookup, bottom MLP, interaction, top MLP, their gradients, embedding update, optimizer
 all_to_all                pooled rows to the owners of the samples; in the backward pass their gradients back
 all_reduce                the MLPs' gradients, bucket by bucket
 copy engine               the next batch from the host (``prefetch``)
-========================  ===========================================================================================
+========================
+===========================================================================================
 
-Overlaps, as trainers have them: the bottom MLP runs while the pooled rows travel; its backward pass while their gradients do;
-all-reduces start when their bucket is full and are waited for by the optimizer; the next batch comes at any time. A layer's
-weight gradient is computed before its input gradient.
+Overlaps, as trainers have them: the bottom MLP runs while the pooled rows travel; its backward pass
+while their gradients do; all-reduces start when their bucket is full and are waited for by the
+optimizer; the next batch comes at any time. A layer's weight gradient is computed before its input
+gradient.
 
-Fused, forward: the lookup sends each slice of pooled rows as it has it, into its final place, so nothing is unpacked. Fused,
-both: the interaction's backward kernel sends gradients as it has them, and the embedding update starts on what has come.
+Fused, forward: the lookup sends each slice of pooled rows as it has it, into its final place, so
+nothing is unpacked. Fused, both: the interaction's backward kernel sends gradients as it has them,
+and the embedding update starts on what has come.
 """
 
 from __future__ import annotations
@@ -64,7 +69,13 @@ class Dlrm(Workload):
 
 
 def tasks(
-    model: Dlrm, ranks: int, *, fused: Fusing = "none", all_to_all: str = "one_shot", all_reduce: str = "ring", slices: int = 4
+    model: Dlrm,
+    ranks: int,
+    *,
+    fused: Fusing = "none",
+    all_to_all: str = "one_shot",
+    all_reduce: str = "ring",
+    slices: int = 4,
 ) -> Tasks:
     """The step on one rank.
 
@@ -81,7 +92,11 @@ def tasks(
     index_bytes = bags * model.pooling_factor.value * model.index_bytes.value
 
     if model.prefetch:
-        out.add("copy of the next batch", COPY, HostCopy(round(index_bytes + 4 * samples * model.bottom_mlp.value[0])))
+        out.add(
+            "copy of the next batch",
+            COPY,
+            HostCopy(round(index_bytes + 4 * samples * model.bottom_mlp.value[0])),
+        )
     lookup = embedding_all_to_all(
         bags=bags,
         pooling_factor=model.pooling_factor.value,
@@ -99,7 +114,9 @@ def tasks(
     bottom = _mlp_forward(out, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
     if unpacks:  # the compute row goes on with the bottom MLP while the rows travel
         out.tasks.append(features)
-    pairs_flops = samples * (model.tables.value + 1) ** 2 * dim if model.interaction == "dot" else 0.0
+    pairs_flops = (
+        samples * (model.tables.value + 1) ** 2 * dim if model.interaction == "dot" else 0.0
+    )
     pairs_bytes = 2 * samples * (model.tables.value + 1) * dim * model.mlp_bytes.value
     out.kernel("interaction", pairs_flops, pairs_bytes, bottom, features.name)
     _mlp_forward(out, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
@@ -107,21 +124,41 @@ def tasks(
     reducer = _Reducer(out, model.bucket_bytes.value, all_reduce)
     _mlp_backward(out, reducer, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
     gradient = Kernel(2 * pairs_flops, 2 * pairs_bytes)
-    update = Kernel(2 * bags * model.pooling_factor.value * dim, 2 * rows_bytes + index_bytes + exchanged)
-    sending, consuming = "interaction backward + gradient All-to-All", "gradient All-to-All + embedding update"
+    update = Kernel(
+        2 * bags * model.pooling_factor.value * dim, 2 * rows_bytes + index_bytes + exchanged
+    )
+    sending, consuming = (
+        "interaction backward + gradient All-to-All",
+        "gradient All-to-All + embedding update",
+    )
     came: str | None = None
     if fused == "both":
-        out.add(sending, COMPUTE, Fused(gradient, "all_to_all", exchanged, slices=slices, waits=False))
+        out.add(
+            sending, COMPUTE, Fused(gradient, "all_to_all", exchanged, slices=slices, waits=False)
+        )
     else:
         sent = out.add("interaction backward", COMPUTE, gradient)
-        came = out.add("gradient All-to-All", "all_to_all", Collective("all_to_all", all_to_all, exchanged), sent)
+        came = out.add(
+            "gradient All-to-All",
+            "all_to_all",
+            Collective("all_to_all", all_to_all, exchanged),
+            sent,
+        )
     _mlp_backward(out, reducer, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
     reducer.flush()
     if fused == "both":
-        out.add(consuming, COMPUTE, Consuming(update, "all_to_all", exchanged, slices=slices, sent_by=sending))
+        out.add(
+            consuming,
+            COMPUTE,
+            Consuming(update, "all_to_all", exchanged, slices=slices, sent_by=sending),
+        )
     else:
         out.add("embedding update", COMPUTE, update, came)
-    weights = sum(a * b for sizes in (model.bottom_mlp.value, model.top_mlp.value) for a, b in itertools.pairwise(sizes))
+    weights = sum(
+        a * b
+        for sizes in (model.bottom_mlp.value, model.top_mlp.value)
+        for a, b in itertools.pairwise(sizes)
+    )
     out.kernel("optimizer", 2 * weights, 3 * weights * model.mlp_bytes.value, *reducer.names)
     return out
 
@@ -133,7 +170,9 @@ def _mlp_forward(out: Tasks, name: str, sizes: list[int], samples: float, itemsi
     return last
 
 
-def _mlp_backward(out: Tasks, reducer: _Reducer, name: str, sizes: list[int], samples: float, itemsize: float) -> None:
+def _mlp_backward(
+    out: Tasks, reducer: _Reducer, name: str, sizes: list[int], samples: float, itemsize: float
+) -> None:
     for layer in reversed(range(len(sizes) - 1)):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
         flops, moved = product(samples, fan_out, fan_in, itemsize)
@@ -160,7 +199,9 @@ class _Reducer:
     def flush(self) -> None:
         if self.held:
             work = Collective("all_reduce", self.algorithm, round(self.held))
-            self.names.append(self.out.add(f"AllReduce {len(self.names)}", "all_reduce", work, self.last))
+            self.names.append(
+                self.out.add(f"AllReduce {len(self.names)}", "all_reduce", work, self.last)
+            )
             self.held = 0.0
 
 
@@ -176,5 +217,18 @@ def simulate(
     all_ranks: bool = False,
 ) -> Result:
     """Run one step; see :func:`tasks` and :func:`interlace.sim.step.run`."""
-    step = tasks(model, topology.ranks, fused=fused, all_to_all=all_to_all, all_reduce=all_reduce, slices=slices)
-    return run(machine, topology, step.tasks, name=f"DLRM {model.name}, fused: {fused}", all_ranks=all_ranks)
+    step = tasks(
+        model,
+        topology.ranks,
+        fused=fused,
+        all_to_all=all_to_all,
+        all_reduce=all_reduce,
+        slices=slices,
+    )
+    return run(
+        machine,
+        topology,
+        step.tasks,
+        name=f"DLRM {model.name}, fused: {fused}",
+        all_ranks=all_ranks,
+    )

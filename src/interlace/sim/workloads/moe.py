@@ -1,18 +1,22 @@
 """A training step of a mixture-of-experts Transformer with expert parallelism.
 
-Every rank has the attention and the gate (data-parallel) and its share of the experts of each layer. Tokens travel to their
-experts (dispatch), and the experts' results back (combine).
+Every rank has the attention and the gate (data-parallel) and its share of the experts of each
+layer. Tokens travel to their experts (dispatch), and the experts' results back (combine).
 
-========================  ===================================================================================
+========================
+===================================================================================
 compute                   attention, gate, experts, their gradients, optimizer
 all_to_all                dispatch and combine, and the same for gradients; each waited for at once
 gradients                 data-parallel all-reduces of what is not an expert, during the backward pass
-========================  ===================================================================================
+========================
+===================================================================================
 
-Fused, forward: the second expert product sends each tile of rows to the tokens' owners (``gemm_all_to_all``), and the first
-one starts on the tokens that have come. Fused, both: the same in the backward pass.
+Fused, forward: the second expert product sends each tile of rows to the tokens' owners
+(``gemm_all_to_all``), and the first one starts on the tokens that have come. Fused, both: the same
+in the backward pass.
 
-Routing is even: every expert gets as many tokens, ``top_k`` times the batch in all. Uneven routing lengthens both forms.
+Routing is even: every expert gets as many tokens, ``top_k`` times the batch in all. Uneven routing
+lengthens both forms.
 """
 
 from __future__ import annotations
@@ -50,8 +54,22 @@ class Moe(Workload):
 class _Layers:
     """The tasks of one layer, both ways."""
 
-    def __init__(self, out: Tasks, model: Moe, ranks: int, axes: tuple[int, ...] | None, all_to_all: str, slices: int) -> None:
-        self.out, self.model, self.ranks, self.algorithm, self.slices = out, model, ranks, all_to_all, slices
+    def __init__(
+        self,
+        out: Tasks,
+        model: Moe,
+        ranks: int,
+        axes: tuple[int, ...] | None,
+        all_to_all: str,
+        slices: int,
+    ) -> None:
+        self.out, self.model, self.ranks, self.algorithm, self.slices = (
+            out,
+            model,
+            ranks,
+            all_to_all,
+            slices,
+        )
         self.tokens = int(model.sequence.value * model.batch_per_rank.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
         self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
@@ -63,7 +81,9 @@ class _Layers:
         self.last: str | None = None
 
     def dense_weights(self) -> int:
-        return self.hidden * (2 * self.hidden + 2 * self.kv) + self.hidden * int(self.model.experts.value)
+        return self.hidden * (2 * self.hidden + 2 * self.kv) + self.hidden * int(
+            self.model.experts.value
+        )
 
     def expert_weights(self) -> int:
         return self.local * self.hidden * (self.first + int(self.model.expert_ffn.value))
@@ -72,7 +92,10 @@ class _Layers:
         qkv = product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
         output = product(self.tokens, self.hidden, self.hidden, self.itemsize)
         pairs = self.model.batch_per_rank.value * self.model.sequence.value**2 / 2
-        attention = 4 * pairs * self.hidden, self.itemsize * self.tokens * (2 * self.hidden + 2 * self.kv)
+        attention = (
+            4 * pairs * self.hidden,
+            self.itemsize * self.tokens * (2 * self.hidden + 2 * self.kv),
+        )
         flops = factor * (qkv[0] + output[0]) + (2.5 if factor > 1 else 1) * attention[0]
         moved = factor * (qkv[1] + output[1]) + (2.5 if factor > 1 else 1) * attention[1]
         self.last = self.out.kernel(name, flops, moved, self.last)
@@ -103,7 +126,10 @@ class _Layers:
     def _exchange(self, name: str) -> None:
         if self.ranks > 1:
             self.last = self.out.add(
-                name, "all_to_all", Collective("all_to_all", self.algorithm, self.exchanged, self.axes), self.last
+                name,
+                "all_to_all",
+                Collective("all_to_all", self.algorithm, self.exchanged, self.axes),
+                self.last,
             )
 
     def forward(self, name: str, fused: bool) -> None:
@@ -115,9 +141,16 @@ class _Layers:
     def backward(self, name: str, fused: bool) -> None:
         ffn = int(self.model.expert_ffn.value)
         self._arriving(name, self._expert(ffn, self.hidden), fused, "combine backward")
-        self.last = self.out.add(f"{name} second weight gradient", COMPUTE, self._expert(ffn, self.hidden), self.last)
+        self.last = self.out.add(
+            f"{name} second weight gradient", COMPUTE, self._expert(ffn, self.hidden), self.last
+        )
         self._leaving(name, self._expert(self.hidden, self.first), fused, "dispatch backward")
-        self.last = self.out.add(f"{name} first weight gradient", COMPUTE, self._expert(self.first, self.hidden), self.last)
+        self.last = self.out.add(
+            f"{name} first weight gradient",
+            COMPUTE,
+            self._expert(self.first, self.hidden),
+            self.last,
+        )
         self._dense(f"{name} attention backward", 2)
 
 
@@ -134,8 +167,8 @@ def tasks(
     """The step on one rank.
 
     Args:
-        groups: coordinates of the ranks that share out the experts, and of those that have the same ones; None where all
-            ranks share them out.
+        groups: coordinates of the ranks that share out the experts, and of those that have the same
+            ones; None where all ranks share them out.
 
     Raises:
         ConfigError: the experts do not divide over the ranks, nor the ranks over the experts.
@@ -143,7 +176,8 @@ def tasks(
     experts = int(model.experts.value)
     if experts % ranks and ranks % experts:
         raise ConfigError(
-            f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and {ranks}. Change the nodes."
+            f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and "
+            f"{ranks}. Change the nodes."
         )
     out = Tasks()
     stage = _Layers(out, model, ranks, groups[0] if groups else None, all_to_all, slices)
@@ -155,7 +189,14 @@ def tasks(
         stage.backward(f"l{layer}", fused == "both")
         if ranks > 1:
             size = round(stage.dense_weights() * model.gradient_bytes.value)
-            gradients.append(out.add(f"l{layer} gradients", "gradients", Collective("all_reduce", all_reduce, size), stage.last))
+            gradients.append(
+                out.add(
+                    f"l{layer} gradients",
+                    "gradients",
+                    Collective("all_reduce", all_reduce, size),
+                    stage.last,
+                )
+            )
         if groups is not None:
             size = round(stage.expert_weights() * model.gradient_bytes.value)
             work = Collective("all_reduce", all_reduce, size, groups[1])
@@ -176,10 +217,22 @@ def simulate(
     slices: int = 4,
     all_ranks: bool = False,
 ) -> Result:
-    """Run one step; see :func:`tasks`. Where there are fewer experts than ranks, groups of as many ranks share them out."""
+    """Run one step; see :func:`tasks`. Where there are fewer experts than ranks, groups of as many
+    ranks share them out.
+    """
     experts = int(model.experts.value)
     groups: list[tuple[int, ...]] | None = None
     if experts < topology.ranks and topology.ranks % experts == 0:
         topology, groups = topology.split((experts, topology.ranks // experts))
-    step = tasks(model, topology.ranks, groups, fused=fused, all_to_all=all_to_all, all_reduce=all_reduce, slices=slices)
-    return run(machine, topology, step.tasks, name=f"{model.name}, fused: {fused}", all_ranks=all_ranks)
+    step = tasks(
+        model,
+        topology.ranks,
+        groups,
+        fused=fused,
+        all_to_all=all_to_all,
+        all_reduce=all_reduce,
+        slices=slices,
+    )
+    return run(
+        machine, topology, step.tasks, name=f"{model.name}, fused: {fused}", all_ranks=all_ranks
+    )

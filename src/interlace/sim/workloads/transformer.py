@@ -1,18 +1,22 @@
 """A training step of a Transformer with tensor, pipeline and data parallelism.
 
-Ranks are numbered tensor first, then pipeline, then data. In each layer the attention's output product and the second
-feed-forward product are split along K, so each ends in an all-reduce over the tensor group, in both passes (Shoeybi et al.,
-arXiv:1909.08053). Their fused form is ``gemm_all_reduce``.
+Ranks are numbered tensor first, then pipeline, then data. In each layer the attention's output
+product and the second feed-forward product are split along K, so each ends in an all-reduce over
+the tensor group, in both passes (Shoeybi et al., arXiv:1909.08053). Their fused form is
+``gemm_all_reduce``.
 
-========================  ==================================================================================
+========================
+==================================================================================
 compute                   products and attention of one pipeline stage, microbatch after microbatch; optimizer
 all_reduce                tensor-parallel sums, each waited for at once
 gradients                 data-parallel all-reduces during the last backward pass, waited for by the optimizer
 copy engine               activations to the next stage and back, waited for by nobody in the steady state
-========================  ==================================================================================
+========================
+==================================================================================
 
-Stages are alike, so one is simulated in its steady state. The fill and drain of a one-forward-one-backward schedule are added:
-``(pipeline - 1)`` times a microbatch's forward and backward pass and both its messages (Narayanan et al., arXiv:2104.04473).
+Stages are alike, so one is simulated in its steady state. The fill and drain of a
+one-forward-one-backward schedule are added: ``(pipeline - 1)`` times a microbatch's forward and
+backward pass and both its messages (Narayanan et al., arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -58,14 +62,19 @@ def check_parallel(model: Transformer, ranks: int, tensor: int, pipeline: int) -
     """
     if tensor < 1 or pipeline < 1 or ranks % (tensor * pipeline):
         raise ConfigError(
-            f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for {ranks}. Change one of them."
+            f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for "
+            f"{ranks}. Change one of them."
         )
     if model.layers.value % pipeline:
         raise ConfigError(
-            f"layers must divide evenly over the pipeline's stages; got {model.layers.value:g} and {pipeline}. Change pipeline."
+            f"layers must divide evenly over the pipeline's stages; got {model.layers.value:g} "
+            f"and {pipeline}. Change pipeline."
         )
     if model.heads.value % tensor:
-        raise ConfigError(f"heads must divide evenly over the tensor group; got {model.heads.value:g} and {tensor}. Change tensor.")
+        raise ConfigError(
+            f"heads must divide evenly over the tensor group; got {model.heads.value:g} and "
+            f"{tensor}. Change tensor."
+        )
     return ranks // (tensor * pipeline)
 
 
@@ -82,13 +91,20 @@ def tasks(
 
     Args:
         sizes: of the tensor, pipeline and data-parallel groups.
-        groups: their coordinates in the topology, see :meth:`interlace.sim.topology.Topology.split`.
+        groups: their coordinates in the topology, see
+            :meth:`interlace.sim.topology.Topology.split`.
     """
     out = Tasks()
     tensor, pipeline, data = sizes
     stage = _Stage(out, model, tensor, groups[0], all_reduce, slices)
     layers = int(model.layers.value) // pipeline
-    activations = round(model.microbatch.value * model.sequence.value * model.hidden.value * model.itemsize.value / tensor)
+    activations = round(
+        model.microbatch.value
+        * model.sequence.value
+        * model.hidden.value
+        * model.itemsize.value
+        / tensor
+    )
     gradients: list[str] = []
     last = int(model.microbatches.value) - 1
     for micro in range(last + 1):
@@ -103,7 +119,12 @@ def tasks(
                 work = Collective("all_reduce", all_reduce, size, groups[2])
                 gradients.append(out.add(f"l{layer} gradients", "gradients", work, stage.last))
         if pipeline > 1:
-            out.add(f"m{micro} gradients of activations", COPY, Message(groups[1], activations), stage.last)
+            out.add(
+                f"m{micro} gradients of activations",
+                COPY,
+                Message(groups[1], activations),
+                stage.last,
+            )
     weights = stage.weights() * layers
     out.kernel(
         "optimizer", 4 * weights, 16 * weights, stage.last, *gradients
@@ -114,8 +135,23 @@ def tasks(
 class _Stage:
     """One stage's layers, as tasks of the tensor group's first rank."""
 
-    def __init__(self, out: Tasks, model: Transformer, tensor: int, group: tuple[int, ...], algorithm: str, slices: int) -> None:
-        self.out, self.model, self.tensor, self.group, self.algorithm, self.slices = out, model, tensor, group, algorithm, slices
+    def __init__(
+        self,
+        out: Tasks,
+        model: Transformer,
+        tensor: int,
+        group: tuple[int, ...],
+        algorithm: str,
+        slices: int,
+    ) -> None:
+        self.out, self.model, self.tensor, self.group, self.algorithm, self.slices = (
+            out,
+            model,
+            tensor,
+            group,
+            algorithm,
+            slices,
+        )
         self.tokens = int(model.microbatch.value * model.sequence.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
         self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
@@ -125,10 +161,14 @@ class _Stage:
     def weights(self) -> float:
         """Weights of a layer on this rank."""
         h = self.hidden
-        return (h * (h + 2 * self.kv) + h * h + h * self.first + h * self.model.ffn.value) / self.tensor
+        return (
+            h * (h + 2 * self.kv) + h * h + h * self.first + h * self.model.ffn.value
+        ) / self.tensor
 
     def _kernel(self, name: str, columns: float, inner: float) -> None:
-        self.last = self.out.kernel(name, *product(self.tokens, columns, inner, self.itemsize), self.last)
+        self.last = self.out.kernel(
+            name, *product(self.tokens, columns, inner, self.itemsize), self.last
+        )
 
     def _reduced(self, prefix: str, inner: float, columns: int, fused: bool) -> None:
         """A product that ends in an all-reduce over the tensor group."""
@@ -150,7 +190,9 @@ class _Stage:
         self.last = tasks[-1].name
 
     def _attention(self, name: str, passes: float) -> None:
-        """Scores and values of a causal, memory-efficient attention: half of all pairs; only q, k, v and the output move."""
+        """Scores and values of a causal, memory-efficient attention: half of all pairs; only q, k,
+        v and the output move.
+        """
         pairs = self.model.microbatch.value * self.model.sequence.value**2 / 2
         flops = passes * 2 * 2 * pairs * self.hidden / self.tensor
         moved = passes * self.itemsize * self.tokens * (2 * self.hidden + 2 * self.kv) / self.tensor
@@ -165,7 +207,9 @@ class _Stage:
         self._reduced(prefix + "FC-2 ", self.model.ffn.value / t, self.hidden, fused)
 
     def backward(self, prefix: str, fused: bool) -> None:
-        """Gradients of the inputs, and of the weights; the sums are of the inputs' gradients of FC-1 and QKV."""
+        """Gradients of the inputs, and of the weights; the sums are of the inputs' gradients of
+        FC-1 and QKV.
+        """
         t = self.tensor
         self._kernel(prefix + "FC-2 input gradient", self.model.ffn.value / t, self.hidden)
         self._kernel(prefix + "FC-2 weight gradient", self.model.ffn.value / t, self.hidden)
@@ -175,7 +219,9 @@ class _Stage:
         self._kernel(prefix + "output weight gradient", self.hidden / t, self.hidden)
         self._attention(prefix + "attention backward", 2.5)
         self._kernel(prefix + "QKV weight gradient", (self.hidden + 2 * self.kv) / t, self.hidden)
-        self._reduced(prefix + "QKV input gradient ", (self.hidden + 2 * self.kv) / t, self.hidden, fused)
+        self._reduced(
+            prefix + "QKV input gradient ", (self.hidden + 2 * self.kv) / t, self.hidden, fused
+        )
 
 
 def simulate(
@@ -204,8 +250,14 @@ def simulate(
         if pipeline == 1:
             return 0
         micro = [task for task in result.tasks if task.name.startswith("m0 ") and task.row != COPY]
-        messages = [task.end_ns - task.start_ns for task in result.tasks if task.name.startswith("m0 ") and task.row == COPY]
-        return (pipeline - 1) * (max(t.end_ns for t in micro) - min(t.start_ns for t in micro) + sum(messages))
+        messages = [
+            task.end_ns - task.start_ns
+            for task in result.tasks
+            if task.name.startswith("m0 ") and task.row == COPY
+        ]
+        return (pipeline - 1) * (
+            max(t.end_ns for t in micro) - min(t.start_ns for t in micro) + sum(messages)
+        )
 
     return run(
         machine,

@@ -16,10 +16,14 @@ from interlace.testing.cases import batches, embedding, experts, gemv, outputs, 
 from interlace.testing.cases.base import Case, Prepared
 
 _MODULES = {
-    operator: module for module in (gemv, products, batches, embedding, experts, outputs) for operator in module.IMPLEMENTATIONS
+    operator: module
+    for module in (gemv, products, batches, embedding, experts, outputs)
+    for operator in module.IMPLEMENTATIONS
 }
 
-IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {operator: module.IMPLEMENTATIONS[operator] for operator, module in _MODULES.items()}
+IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {
+    operator: module.IMPLEMENTATIONS[operator] for operator, module in _MODULES.items()
+}
 """Operator -> its implementations: the operator's ``impl``, and behind a space a protocol of the
 fused kernel where there are several.
 """
@@ -36,7 +40,9 @@ def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]
             yield from _MODULES[operator].every(operator, impl, world_size)
 
 
-def draw_case(world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True) -> Case:
+def draw_case(
+    world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True
+) -> Case:
     """A random call of a random implementation; the same for the same state of ``source``.
 
     Args:

@@ -16,7 +16,8 @@ Tensors = dict[str, torch.Tensor]
 Make = Callable[[Tensors], list[torch.Tensor]]
 
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn,
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
 }  # fmt: skip
 
 _ROUNDINGS = 8
@@ -119,7 +120,9 @@ class Case(abc.ABC):
         triples = zip(exact, self.dtypes(len(exact)), allowed, strict=True)
         return [(result.to(dtype), error) for result, dtype, error in triples]
 
-    def prepare(self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)) -> Prepared:
+    def prepare(
+        self, group: dist.ProcessGroup | None = None, seeds: Sequence[int] = (0,)
+    ) -> Prepared:
         """Put inputs and expected results on the device, a variant for each seed. Collective."""
         return Prepared(self, group, seeds)
 
@@ -135,7 +138,10 @@ class Prepared:
         self.case, self.group = case, group
         owner = group_of(group)
         rank, ranks, device = owner.rank, owner.world_size, owner.device
-        self._variants = [{name: tensor.to(device) for name, tensor in case.tensors(rank, ranks, seed).items()} for seed in seeds]
+        self._variants = [
+            {name: tensor.to(device) for name, tensor in case.tensors(rank, ranks, seed).items()}
+            for seed in seeds
+        ]
         self._expected: list[list[torch.Tensor]] = []
         self._allowed: list[list[float]] = []
         for seed in seeds:
@@ -158,7 +164,9 @@ class Prepared:
         """Make the call, with its backward pass if the case has one. Collective."""
         return self._make(self._places)
 
-    def count_wrong(self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor) -> None:
+    def count_wrong(
+        self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor
+    ) -> None:
         """Store the number of wrong elements of each result in ``wrong``, int64 ``[result_count]``
         on the device.
 
@@ -171,7 +179,8 @@ class Prepared:
         for i, (result, expected, allowed) in enumerate(triples):
             if result.shape != expected.shape or result.dtype != expected.dtype:
                 raise InterlaceError(
-                    f"{self.case.label}: result {i} must be {expected.dtype} {list(expected.shape)}; "
+                    f"{self.case.label}: result {i} must be {expected.dtype} "
+                    f"{list(expected.shape)}; "
                     f"got {result.dtype} {list(result.shape)}."
                 )
             differs = result != expected if not allowed else ~((result - expected).abs() <= allowed)
@@ -180,7 +189,9 @@ class Prepared:
     def check(self, variant: int = 0) -> list[int]:
         """Make a call, wait for it, and count the wrong elements of each result. Collective."""
         self.load(variant)
-        wrong = torch.zeros(self.result_count, dtype=torch.int64, device=group_of(self.group).device)
+        wrong = torch.zeros(
+            self.result_count, dtype=torch.int64, device=group_of(self.group).device
+        )
         self.count_wrong(self.run(), variant, wrong)
         group_of(self.group).synchronize()
         counts: list[int] = wrong.tolist()
@@ -188,11 +199,17 @@ class Prepared:
 
 
 def _in_float64(tensors: Tensors) -> Tensors:
-    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _absolute(tensors: Tensors) -> Tensors:
-    return {name: tensor.abs() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.abs() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 # Numbers
@@ -203,7 +220,9 @@ def generator(seed: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1024 * seed + rank + 1)
 
 
-def whole(source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0) -> torch.Tensor:
+def whole(
+    source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0
+) -> torch.Tensor:
     """Whole numbers from ``-largest`` to ``largest`` in float32; all but ``density`` of them 0."""
     values = torch.randint(-largest, largest + 1, tuple(shape), generator=source)
     return (values * (torch.rand(tuple(shape), generator=source) < density)).float()
@@ -217,9 +236,20 @@ def thin(terms: int, kept: int = 24) -> float:
 
 
 def gradients(
-    outputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor],
+    upstream: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Gradients of ``sum <output, upstream>`` by every leaf; zeros where there is none."""
-    pairs = [(output, grad) for output, grad in zip(outputs, upstream, strict=True) if output.requires_grad]
-    found = torch.autograd.grad([output for output, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, upstream, strict=True)
+        if output.requires_grad
+    ]
+    found = torch.autograd.grad(
+        [output for output, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True
+    )
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]

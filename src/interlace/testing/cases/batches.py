@@ -61,31 +61,47 @@ class BatchCase(Case):
             found[f"x{i}"] = x.flatten(0, 1) if self.operator == "all_to_all_bmm" else x
             found[f"w{i}"] = w.mT.contiguous().mT if self.along_k else w
         if self.operator == "gemm_sum_reduce_scatter":  # of matrices, and w as in nn.Linear
-            found = {name: each[0].mT if name.startswith("w") else each[0] for name, each in found.items()}
+            found = {
+                name: each[0].mT if name.startswith("w") else each[0]
+                for name, each in found.items()
+            }
         return found
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         ranks = len(inputs)
         if self.operator == "all_to_all_bmm":
             sent = [each["x0"].view(ranks, self.count, self.share, -1) for each in inputs]
-            received = [torch.stack([each[rank] for each in sent], 1).flatten(1, 2) for rank in range(ranks)]
+            received = [
+                torch.stack([each[rank] for each in sent], 1).flatten(1, 2) for rank in range(ranks)
+            ]
             return [[rows @ each["w0"], rows] for rows, each in zip(received, inputs, strict=True)]
         if self.operator == "gemm_sum_reduce_scatter":
-            pairs = [(each[f"x{i}"], each[f"w{i}"]) for each in inputs for i in range(len(self._inners()))]
+            pairs = [
+                (each[f"x{i}"], each[f"w{i}"])
+                for each in inputs
+                for i in range(len(self._inners()))
+            ]
             total = torch.stack([x @ w.T for x, w in pairs]).sum(0)
             return [[chunk] for chunk in total.chunk(ranks)]
         products = []
         for each in inputs:
-            total = sum((each[f"x{i}"] @ each[f"w{i}"] for i in range(len(self._inners()))), start=torch.zeros(1))
+            total = sum(
+                (each[f"x{i}"] @ each[f"w{i}"] for i in range(len(self._inners()))),
+                start=torch.zeros(1),
+            )
             products.append(total.unflatten(1, (ranks, self.share)))
-        return [[torch.cat([each[:, rank].flatten(0, 1) for each in products])] for rank in range(ranks)]
+        return [
+            [torch.cat([each[:, rank].flatten(0, 1) for each in products])] for rank in range(ranks)
+        ]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         operator, name = getattr(torch.ops.interlace, self.operator), default_name(group)
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             if self.operator in _SUMS:
-                return [operator([tensors["x0"], tensors["x1"]], [tensors["w0"], tensors["w1"]], name)]
+                return [
+                    operator([tensors["x0"], tensors["x1"]], [tensors["w0"], tensors["w1"]], name)
+                ]
             found = operator(tensors["x0"], tensors["w0"], name, self.impl)
             return list(found) if self.operator == "all_to_all_bmm" else [found]
 
@@ -100,4 +116,6 @@ def every(operator: str, impl: str, ranks: int) -> list[BatchCase]:
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> BatchCase:
     """A random call."""
     count, inner, columns, dtype, along_k = source.choice(_KINDS)
-    return BatchCase(operator, impl, dtype, False, count, source.choice(_SHARES), inner, columns, along_k)
+    return BatchCase(
+        operator, impl, dtype, False, count, source.choice(_SHARES), inner, columns, along_k
+    )

@@ -22,11 +22,18 @@ UPDATES = ("dense", "sparse", "sgd", "adagrad")
 _LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are then exact
 _EPSILON = 1e-3
 _CPU = EmbeddingAllToAllConfig(
-    block_bags=4, unroll=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4, update_programs=3, block_runs=4,
-    run_unroll=2, run_lookups=8,
+    block_bags=4, unroll=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4,
+    update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
 )  # fmt: skip
 _CUDA = EmbeddingAllToAllConfig(
-    block_bags=2, unroll=4, max_programs=256, slice_blocks=4, push_programs=32, push_rows=8, update_programs=128, run_lookups=16
+    block_bags=2,
+    unroll=4,
+    max_programs=256,
+    slice_blocks=4,
+    push_programs=32,
+    push_rows=8,
+    update_programs=128,
+    run_lookups=16,
 )
 
 # Widths of the tables of ranks 0, 1, ... (taken in turn), dtype, output dtype.
@@ -80,7 +87,9 @@ class EmbeddingCase(Case):
 
     @property
     def capturable(self) -> bool:
-        return super().capturable and not (self.backward and self.update == "sparse")  # whose size the host must know
+        return super().capturable and not (
+            self.backward and self.update == "sparse"
+        )  # whose size the host must know
 
     def _widths(self, rank: int) -> tuple[int, ...]:
         return self.widths[rank % len(self.widths)]
@@ -92,17 +101,29 @@ class EmbeddingCase(Case):
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         own, widths = generator(seed, rank), self._widths(rank)
         # The same lengths with every seed, so that all variants have as many indices.
-        lengths = _LENGTHS[torch.randint(0, len(_LENGTHS), (len(widths) * self.batch,), generator=generator(0, rank))]
+        lengths = _LENGTHS[
+            torch.randint(
+                0, len(_LENGTHS), (len(widths) * self.batch,), generator=generator(0, rank)
+            )
+        ]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         count = int(offsets[-1])
-        found = {f"table{i}": whole(own, (self.rows, width), 2).to(DTYPES[self.dtype]) for i, width in enumerate(widths)}
-        found |= {"indices": torch.randint(0, self.rows, (count,), generator=own), "offsets": offsets}
+        found = {
+            f"table{i}": whole(own, (self.rows, width), 2).to(DTYPES[self.dtype])
+            for i, width in enumerate(widths)
+        }
+        found |= {
+            "indices": torch.randint(0, self.rows, (count,), generator=own),
+            "offsets": offsets,
+        }
         if self.weighted:
             found["scale"] = 2.0 ** torch.randint(-1, 2, (count,), generator=own)
         if self.backward:
             samples = self._samples(rank, ranks)
             columns = sum(sum(self._widths(each)) for each in range(ranks))
-            found["grad"] = whole(own, (samples.stop - samples.start, columns), 1, 0.5).to(self.result_dtype)
+            found["grad"] = whole(own, (samples.stop - samples.start, columns), 1, 0.5).to(
+                self.result_dtype
+            )
             if self.update == "adagrad":
                 found |= {f"state{i}": torch.zeros(self.rows) for i in range(len(widths))}
         return found
@@ -110,15 +131,24 @@ class EmbeddingCase(Case):
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         ranks = len(inputs)
         tables = [
-            [each[f"table{i}"].clone().requires_grad_(self.backward) for i in range(len(self._widths(rank)))]
+            [
+                each[f"table{i}"].clone().requires_grad_(self.backward)
+                for i in range(len(self._widths(rank)))
+            ]
             for rank, each in enumerate(inputs)
         ]
-        pooled = torch.cat([part for rank, each in enumerate(inputs) for part in self._pooled(each, tables[rank])], 1)
+        pooled = torch.cat(
+            [part for rank, each in enumerate(inputs) for part in self._pooled(each, tables[rank])],
+            1,
+        )
         outputs = [pooled[self._samples(rank, ranks)] for rank in range(ranks)]
         if not self.backward:
             return [[output] for output in outputs]
         torch.autograd.backward(outputs, [each["grad"] for each in inputs])
-        return [[output.detach(), *self._updated(own)] for output, own in zip(outputs, tables, strict=True)]
+        return [
+            [output.detach(), *self._updated(own)]
+            for output, own in zip(outputs, tables, strict=True)
+        ]
 
     def _pooled(self, tensors: Tensors, tables: list[torch.Tensor]) -> list[torch.Tensor]:
         """Each of a rank's tables for the whole batch."""
@@ -130,7 +160,9 @@ class EmbeddingCase(Case):
             if "scale" in tensors:
                 rows = rows * tensors["scale"][part, None]
             bag = torch.arange(self.batch).repeat_interleave(lengths)
-            sums = torch.zeros(self.batch, table.shape[1], dtype=table.dtype).index_add(0, bag, rows)
+            sums = torch.zeros(self.batch, table.shape[1], dtype=table.dtype).index_add(
+                0, bag, rows
+            )
             bags.append(sums / lengths.clamp(min=1)[:, None] if self.mode == "mean" else sums)
         return bags
 
@@ -142,8 +174,14 @@ class EmbeddingCase(Case):
         if self.update == "sgd":
             return [table.detach() - grad for table, grad in zip(tables, grads, strict=True)]
         states = [(grad**2).mean(1) for grad in grads]
-        steps = [grad / (state.sqrt() + _EPSILON)[:, None] for grad, state in zip(grads, states, strict=True)]
-        return [*(table.detach() - step for table, step in zip(tables, steps, strict=True)), *states]
+        steps = [
+            grad / (state.sqrt() + _EPSILON)[:, None]
+            for grad, state in zip(grads, states, strict=True)
+        ]
+        return [
+            *(table.detach() - step for table, step in zip(tables, steps, strict=True)),
+            *states,
+        ]
 
     def dtypes(self, results: int) -> list[torch.dtype]:
         if not self.backward or self.update != "adagrad":
@@ -156,7 +194,9 @@ class EmbeddingCase(Case):
         config = None
         if protocol:
             base = _CPU if group_of(group).backend == "cpu" else _CUDA
-            config = dataclasses.replace(base, protocol=protocol, push="tiles" if protocol == "tiles" else "direct")
+            config = dataclasses.replace(
+                base, protocol=protocol, push="tiles" if protocol == "tiles" else "direct"
+            )
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             tables = [tensor.detach() for name, tensor in tensors.items() if "table" in name]
@@ -182,7 +222,9 @@ class EmbeddingCase(Case):
             y.backward(tensors["grad"])
             if self.update in ("sgd", "adagrad"):
                 return [y.detach(), *(table.detach() for table in tables), *states]
-            found = [torch.zeros_like(table) if table.grad is None else table.grad for table in tables]
+            found = [
+                torch.zeros_like(table) if table.grad is None else table.grad for table in tables
+            ]
             return [y.detach(), *(grad.to_dense() for grad in found)]
 
         return make
@@ -198,9 +240,15 @@ class EmbeddingCase(Case):
 def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
     """Every kind of update, and a rank without tables."""
     widths = ((16,), (16, 16)) if "tiles" in impl else ((16,), (20,), ())
-    cases = [EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update) for update in UPDATES]
+    cases = [
+        EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update) for update in UPDATES
+    ]
     if "tiles" not in impl:
-        cases.append(EmbeddingCase(OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"))
+        cases.append(
+            EmbeddingCase(
+                OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"
+            )
+        )
     return cases
 
 

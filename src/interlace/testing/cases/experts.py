@@ -11,7 +11,16 @@ import torch.distributed as dist
 import interlace
 from interlace import MixtureOfExpertsConfig
 from interlace.comm import group_of
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+from interlace.testing.cases.base import (
+    DTYPES,
+    Case,
+    Make,
+    Tensors,
+    generator,
+    gradients,
+    thin,
+    whole,
+)
 
 OPERATOR = "mixture_of_experts"
 IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
@@ -22,10 +31,25 @@ _GATE = 128.0
 stays a multiple of a half.
 """
 _CPU = MixtureOfExpertsConfig(
-    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8, sum_programs=2, stagger=0
+    block_m=16,
+    block_n=64,
+    block_k=64,
+    group_m=2,
+    programs=2,
+    push_programs=2,
+    push_rows=8,
+    sum_programs=2,
+    stagger=0,
 )
 _CUDA = MixtureOfExpertsConfig(
-    block_m=64, block_n=64, block_k=32, num_warps=4, push_programs=8, push_rows=16, sum_programs=264, stagger=0
+    block_m=64,
+    block_n=64,
+    block_k=32,
+    num_warps=4,
+    push_programs=8,
+    push_rows=16,
+    sum_programs=264,
+    stagger=0,
 )
 
 # Tokens of each rank, experts of each rank, experts of a token, hidden, F, dtype.
@@ -83,29 +107,46 @@ class ExpertsCase(Case):
             "x": x.to(dtype),
             "weights": 0.5 * torch.randint(1, 3, chosen.shape, generator=own),
             "w_in": w_in.to(dtype),
-            "w_out": whole(own, (self.local, self.hidden, self.ffn), 1, thin(self.ffn, 3)).to(dtype),
+            "w_out": whole(own, (self.local, self.hidden, self.ffn), 1, thin(self.ffn, 3)).to(
+                dtype
+            ),
             "experts": chosen,
         }
         if self.backward:
-            found["grad"] = whole(own, (self.tokens, self.hidden), 1, thin(self.hidden, 6)).to(dtype)
+            found["grad"] = whole(own, (self.tokens, self.hidden), 1, thin(self.hidden, 6)).to(
+                dtype
+            )
         return found
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         """Dense products of all tokens with all experts."""
         names = ("x", "weights", "w_in", "w_out")
-        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        leaves = [
+            {name: each[name].clone().requires_grad_(self.backward) for name in names}
+            for each in inputs
+        ]
         w_in, w_out = (torch.cat([each[name] for each in leaves]) for name in ("w_in", "w_out"))
         outputs = []
         for own, each in zip(leaves, inputs, strict=True):
             both = torch.einsum("th,efgh->etfg", own["x"], w_in)
-            results = torch.einsum("etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out)
+            results = torch.einsum(
+                "etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out
+            )
             shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
             chosen = torch.where(self._kept(each["experts"], len(w_in)), each["experts"], len(w_in))
-            shares = shares.scatter_add(1, chosen, own["weights"])  # dropped slots in a column of their own
+            shares = shares.scatter_add(
+                1, chosen, own["weights"]
+            )  # dropped slots in a column of their own
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
         if not self.backward:
             return [[output] for output in outputs]
-        found = iter(gradients(outputs, [each["grad"] for each in inputs], [each[name] for each in leaves for name in names]))
+        found = iter(
+            gradients(
+                outputs,
+                [each["grad"] for each in inputs],
+                [each[name] for each in leaves for name in names],
+            )
+        )
         return [[output.detach(), *(next(found) for _ in names)] for output in outputs]
 
     def _kept(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
@@ -124,12 +165,16 @@ class ExpertsCase(Case):
         impl, _, operands = self.impl.partition(" ")
         base = _CPU if group_of(group).backend == "cpu" else _CUDA
         options = {
-            "impl": impl, "config": dataclasses.replace(base, operands=operands) if operands else None,
+            "impl": impl,
+            "config": dataclasses.replace(base, operands=operands) if operands else None,
             "capacity": self.capacity or None, "group": group,
         }  # fmt: skip
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
-            leaves = {name: tensors[name].detach().requires_grad_(self.backward) for name in ("x", "weights", "w_in", "w_out")}
+            leaves = {
+                name: tensors[name].detach().requires_grad_(self.backward)
+                for name in ("x", "weights", "w_in", "w_out")
+            }
             y = interlace.mixture_of_experts(experts=tensors["experts"], **leaves, **options)  # type: ignore[arg-type]
             if not self.backward:
                 return [y]
@@ -150,6 +195,6 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     """A random call."""
     tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
     return ExpertsCase(
-        OPERATOR, impl, dtype, source.random() < 0.5, tokens, local, min(top_k, ranks * local), hidden, ffn,
-        source.choice(ROUTINGS), source.choice((0, 0, 3)),
+        OPERATOR, impl, dtype, source.random() < 0.5, tokens, local, min(top_k, ranks * local),
+        hidden, ffn, source.choice(ROUTINGS), source.choice((0, 0, 3)),
     )  # fmt: skip

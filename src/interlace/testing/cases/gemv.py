@@ -11,7 +11,16 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import group_of
 from interlace.ops.gemv_all_reduce.launch import choose
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+from interlace.testing.cases.base import (
+    DTYPES,
+    Case,
+    Make,
+    Tensors,
+    generator,
+    gradients,
+    thin,
+    whole,
+)
 
 OPERATOR = "gemv_all_reduce"
 IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "unfused")}
@@ -59,7 +68,10 @@ class GemvCase(Case):
         that it is in, once.
         """
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
-        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        leaves = [
+            {name: each[name].clone().requires_grad_(self.backward) for name in names}
+            for each in inputs
+        ]
         total = torch.stack([each["x"] @ each["w"].T for each in leaves]).sum(0)
         results = [total + each["bias"] if self.bias else total for each in leaves]
         if not self.backward:
@@ -81,8 +93,12 @@ class GemvCase(Case):
         def make(tensors: Tensors) -> list[torch.Tensor]:
             x, w, bias = tensors["x"], tensors["w"], tensors.get("bias")
             if not self.backward:
-                return [interlace.gemv_all_reduce(x, w, bias, group=group, impl=impl, config=config)]
-            leaves = [tensor.detach().requires_grad_() for tensor in (x, w, bias) if tensor is not None]
+                return [
+                    interlace.gemv_all_reduce(x, w, bias, group=group, impl=impl, config=config)
+                ]
+            leaves = [
+                tensor.detach().requires_grad_() for tensor in (x, w, bias) if tensor is not None
+            ]
             y = interlace.gemv_all_reduce(*leaves, group=group, impl=impl, config=config)
             return [y.detach(), *torch.autograd.grad(y, leaves, tensors["grad"])]
 

@@ -21,8 +21,20 @@ from interlace.units import next_power_of_2
 
 MAPPED, TRIGGERED, KERNEL = "mapped_output", "triggered_transfers", "put_signal kernel"
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    MAPPED: ("all_to_all", "all_to_all rotated", "reduce_scatter", "all_reduce", "gather", "scatter"),
-    TRIGGERED: ("all_to_all sent", "all_to_all counted", "reduce_scatter counted", "all_reduce counted"),
+    MAPPED: (
+        "all_to_all",
+        "all_to_all rotated",
+        "reduce_scatter",
+        "all_reduce",
+        "gather",
+        "scatter",
+    ),
+    TRIGGERED: (
+        "all_to_all sent",
+        "all_to_all counted",
+        "reduce_scatter counted",
+        "all_reduce counted",
+    ),
     KERNEL: ("sum",),
 }
 _PIECES = 2
@@ -58,7 +70,9 @@ class OutputCase(Case):
 
     @property
     def poisonable(self) -> bool:
-        return self.collective == "reduce_scatter"  # the others return views of memory that is shared with peers
+        return (
+            self.collective == "reduce_scatter"
+        )  # the others return views of memory that is shared with peers
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         own, dtype = generator(seed, rank), DTYPES[self.dtype]
@@ -70,7 +84,9 @@ class OutputCase(Case):
         }
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        made = [each["x"] * 2 if self.way == "counted" else each["x"] @ each["w"] for each in inputs]
+        made = [
+            each["x"] * 2 if self.way == "counted" else each["x"] @ each["w"] for each in inputs
+        ]
         ranks = range(len(made))
         match self.collective:
             case "all_to_all":
@@ -86,7 +102,11 @@ class OutputCase(Case):
     def open(self, group: dist.ProcessGroup | None) -> Make:
         owner = group_of(group)
         rank, ranks = owner.rank, owner.world_size
-        options: dict[str, Any] = {"shape": (ranks, self.rows, self.columns), "dtype": DTYPES[self.dtype], "group": group}
+        options: dict[str, Any] = {
+            "shape": (ranks, self.rows, self.columns),
+            "dtype": DTYPES[self.dtype],
+            "group": group,
+        }
         producer: Callable[..., Any] = torch.bmm
         if self.way == "rotated":
             options["order"] = "rotated"
@@ -95,20 +115,29 @@ class OutputCase(Case):
             options["transport"] = "copy_engine"
         elif self.way == "counted":
             producer = _double
-            options |= {"transport": "copy_engine", "tiles": self.rows // _PIECES, "pieces": _PIECES}
+            options |= {
+                "transport": "copy_engine",
+                "tiles": self.rows // _PIECES,
+                "pieces": _PIECES,
+            }
         run = interlace.fuse(producer, self.collective, **options)
         order = [(rank + 1 + i) % ranks for i in range(ranks)]
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             arguments = list(tensors.values())
             if self.way == "rotated":
-                arguments = [torch.cat([tensor[first : first + 1] for first in order]) for tensor in arguments]
+                arguments = [
+                    torch.cat([tensor[first : first + 1] for first in order])
+                    for tensor in arguments
+                ]
             return [run(*arguments)]
 
         return make
 
 
-def _send_parts(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, send: Callable[[int], None]) -> None:
+def _send_parts(
+    x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor, send: Callable[[int], None]
+) -> None:
     for part in range(len(x)):
         torch.mm(x[part], w[part], out=out[part])
         send(part)
@@ -119,7 +148,8 @@ def _double(x: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> No
 
     parts, rows, columns = x.shape
     double_and_count[(parts * rows,)](
-        x, out, counters, rows, rows // _PIECES, out.stride(0), out.stride(1), COLUMNS=columns, BLOCK=next_power_of_2(columns)
+        x, out, counters, rows, rows // _PIECES, out.stride(0), out.stride(1), COLUMNS=columns,
+        BLOCK=next_power_of_2(columns)
     )  # fmt: skip
 
 
@@ -178,7 +208,11 @@ class KernelCase(Case):
 
 def every(operator: str, impl: str, ranks: int) -> list[Case]:
     """One small call; these have no gradient."""
-    return [KernelCase(operator, impl)] if operator == KERNEL else [OutputCase(operator, impl, "bfloat16")]
+    return (
+        [KernelCase(operator, impl)]
+        if operator == KERNEL
+        else [OutputCase(operator, impl, "bfloat16")]
+    )
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> Case:

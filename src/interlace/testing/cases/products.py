@@ -12,13 +12,24 @@ import torch.distributed as dist
 import interlace
 from interlace.products.choice import ANY_ROWS, takes_bias
 from interlace.products.splits import balanced
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, gradients, thin, whole
+from interlace.testing.cases.base import (
+    DTYPES,
+    Case,
+    Make,
+    Tensors,
+    generator,
+    gradients,
+    thin,
+    whole,
+)
 
 SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 """Operators that add up all ranks' products, and a bias of which every rank has a copy."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gemm_all_to_all", *SUMS), ("fused", "mapped", "split", "triggered", "unfused")),
+    **dict.fromkeys(
+        ("gemm_all_to_all", *SUMS), ("fused", "mapped", "split", "triggered", "unfused")
+    ),
     "all_gather_gemm": ("fused", "mapped", "split", "unfused"),
 }
 
@@ -63,7 +74,9 @@ class ProductCase(Case):
     def _rows_of(self, rank: int) -> int:
         if self.splits is None or self.operator in SUMS:
             return self.rows
-        return sum(self.splits[rank]) if self.operator == "gemm_all_to_all" else int(self.splits[rank])
+        return (
+            sum(self.splits[rank]) if self.operator == "gemm_all_to_all" else int(self.splits[rank])
+        )
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         own, shared = generator(seed, rank), generator(seed, -1)
@@ -75,7 +88,9 @@ class ProductCase(Case):
         if self.w_along == "N":
             found["w"] = found["w"].T.contiguous().T
         if self.bias:
-            found["bias"] = whole(shared if self.operator in SUMS else own, (self.columns,), 8).to(self.result_dtype)
+            found["bias"] = whole(shared if self.operator in SUMS else own, (self.columns,), 8).to(
+                self.result_dtype
+            )
         if self.dtype == "float8":
             found["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=own)
             found["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=own)
@@ -97,7 +112,10 @@ class ProductCase(Case):
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
-        leaves = [{name: each[name].clone().requires_grad_(self.backward) for name in names} for each in inputs]
+        leaves = [
+            {name: each[name].clone().requires_grad_(self.backward) for name in names}
+            for each in inputs
+        ]
         outputs = self._forward(leaves, inputs)
         if not self.backward:
             return [[output] for output in outputs]
@@ -109,21 +127,31 @@ class ProductCase(Case):
         by_rank = [{name: next(found) for name in names} for _ in inputs]
         if shared_bias:
             by_rank = [each | {"bias": by_rank[0]["bias"]} for each in by_rank]
-        return [[output.detach(), *each.values()] for output, each in zip(outputs, by_rank, strict=True)]
+        return [
+            [output.detach(), *each.values()] for output, each in zip(outputs, by_rank, strict=True)
+        ]
 
     def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         ranks = len(inputs)
-        xs = [each["x"] * given.get("x_scale", 1) for each, given in zip(leaves, inputs, strict=True)]
-        ws = [
-            each["w"] * given["w_scale"].mT if "w_scale" in given else each["w"] for each, given in zip(leaves, inputs, strict=True)
+        xs = [
+            each["x"] * given.get("x_scale", 1) for each, given in zip(leaves, inputs, strict=True)
         ]
-        biases = [each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in leaves]
+        ws = [
+            each["w"] * given["w_scale"].mT if "w_scale" in given else each["w"]
+            for each, given in zip(leaves, inputs, strict=True)
+        ]
+        biases = [
+            each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in leaves
+        ]
         if self.operator == "all_gather_gemm":
             return [torch.cat(xs) @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
         parts = [x @ w.T for x, w in zip(xs, ws, strict=True)]
         if self.operator == "gemm_all_to_all":
             sent = self.splits or [[self.rows // ranks] * ranks] * ranks
-            pieces = [(part + bias).split(list(counts)) for part, bias, counts in zip(parts, biases, sent, strict=True)]
+            pieces = [
+                (part + bias).split(list(counts))
+                for part, bias, counts in zip(parts, biases, sent, strict=True)
+            ]
             return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
         total = torch.stack(parts).sum(0) + biases[0]
         if self.operator == "gemm_all_reduce":
@@ -162,7 +190,20 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     if can_be_uneven:
         splits = _uneven(operator, random.Random(1), ranks)
         rows = sum(splits) if operator == "gemm_reduce_scatter" else 0
-        cases.append(ProductCase(operator, impl, "float32", True, rows, 33, 17, takes_bias(operator, impl), splits, "N"))
+        cases.append(
+            ProductCase(
+                operator,
+                impl,
+                "float32",
+                True,
+                rows,
+                33,
+                17,
+                takes_bias(operator, impl),
+                splits,
+                "N",
+            )
+        )
     return cases
 
 
@@ -182,13 +223,16 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
         rows = sum(splits)
     backward = dtype != "float8" and source.random() < 0.4
     return ProductCase(
-        operator, impl, dtype, backward, rows, columns, inner, bias and takes_bias(operator, impl), splits, along
+        operator, impl, dtype, backward, rows, columns, inner, bias and takes_bias(operator, impl),
+        splits, along
     )  # fmt: skip
 
 
 def takes_any_rows(operator: str, impl: str) -> bool:
     """Whether rows may be split unevenly."""
-    return operator != "gemm_all_reduce" and (impl in ("fused", "unfused") or (operator, impl) in ANY_ROWS)
+    return operator != "gemm_all_reduce" and (
+        impl in ("fused", "unfused") or (operator, impl) in ANY_ROWS
+    )
 
 
 def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:

@@ -13,12 +13,12 @@ import torch._inductor.fx_passes.post_grad
 import torch.distributed.tensor.parallel
 import torch.testing._internal.optests
 
-import interlace.ops
+import interlace.operators
 import tests.pool
 
 __all__ = ["hypothesis", "pytest", "tests", "torch"]
 
-for module in pkgutil.walk_packages(interlace.ops.__path__, "interlace.ops."):
+for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators."):
     importlib.import_module(module.name)
 for name in interlace.__all__:
     getattr(interlace, name)

@@ -538,17 +538,19 @@ def kernels():
 
     from triton.runtime.jit import JITFunction
 
-    import interlace.ops
+    import interlace.operators
 
     packages = [
-        package.name for package in pkgutil.iter_modules(interlace.ops.__path__) if package.ispkg
+        package.name
+        for package in pkgutil.iter_modules(interlace.operators.__path__)
+        if package.ispkg
     ]
     operators = [
-        f"ops.{name}.kernel"
+        f"operators.{name}.kernel"
         for name in packages
-        if importlib.util.find_spec(f"interlace.ops.{name}.kernel")
+        if importlib.util.find_spec(f"interlace.operators.{name}.kernel")
     ]
-    for name in [*operators, "mapped.kernel", "products.counted", "products.staged"]:
+    for name in [*operators, "mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged"]:
         module = importlib.import_module(f"interlace.{name}")
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__

@@ -19,9 +19,9 @@ H200 = "NVIDIA H200"
 # are found.
 PRODUCT = ("rows", "columns", "inner")
 OTHERS = {
-    "all_gather_gemm": ("mapped", "split"),
-    "all_to_all_bmm": ("mapped",),
-    "bmm_all_to_all": ("split",),
+    "all_gather_gemm": ("pushed", "chunked"),
+    "all_to_all_bmm": ("pushed",),
+    "bmm_all_to_all": ("chunked",),
     **dict.fromkeys(("gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"), tuning.CARRIED),
 }
 OPERATORS = {
@@ -84,7 +84,7 @@ def test_what_is_faster_than_the_pair():
         place = tuning.Point(2, "bfloat16", {"rows": 32 * rows, "columns": 2048, "inner": inner})
         return tuning.nearest("bmm_all_to_all", H200, place).faster
 
-    assert faster(960, 1408) == ("split",)
+    assert faster(960, 1408) == ("chunked",)
     assert faster(120, 1408) == ()
 
 

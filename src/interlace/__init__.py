@@ -33,21 +33,21 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
-    from interlace.ops.all_gather_gemm.api import all_gather_gemm
-    from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
-    from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
-    from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
-    from interlace.ops.explain import explain
-    from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
-    from interlace.ops.gemm_all_reduce.config import GemmAllReduceConfig
-    from interlace.ops.gemm_all_to_all.api import gemm_all_to_all
-    from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
-    from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
-    from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
-    from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
-    from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
-    from interlace.ops.mixture_of_experts.api import mixture_of_experts
-    from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
+    from interlace.operators.all_gather_gemm.api import all_gather_gemm
+    from interlace.operators.all_gather_gemm.config import AllGatherGemmConfig
+    from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
+    from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+    from interlace.operators.explain import explain
+    from interlace.operators.gemm_all_reduce.api import gemm_all_reduce
+    from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig
+    from interlace.operators.gemm_all_to_all.api import gemm_all_to_all
+    from interlace.operators.gemm_all_to_all.config import GemmAllToAllConfig
+    from interlace.operators.gemm_reduce_scatter.api import gemm_reduce_scatter
+    from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+    from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
+    from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.operators.mixture_of_experts.api import mixture_of_experts
+    from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
 __version__ = "0.1.0"
 
@@ -77,21 +77,21 @@ _PUBLIC = {
     "MappedOutput": "interlace.mapped",
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
-    "all_gather_gemm": "interlace.ops.all_gather_gemm.api",
-    "AllGatherGemmConfig": "interlace.ops.all_gather_gemm.config",
-    "embedding_all_to_all": "interlace.ops.embedding_all_to_all.api",
-    "EmbeddingAllToAllConfig": "interlace.ops.embedding_all_to_all.config",
-    "explain": "interlace.ops.explain",
-    "gemm_all_reduce": "interlace.ops.gemm_all_reduce.api",
-    "GemmAllReduceConfig": "interlace.ops.gemm_all_reduce.config",
-    "gemm_all_to_all": "interlace.ops.gemm_all_to_all.api",
-    "GemmAllToAllConfig": "interlace.ops.gemm_all_to_all.config",
-    "gemm_reduce_scatter": "interlace.ops.gemm_reduce_scatter.api",
-    "GemmReduceScatterConfig": "interlace.ops.gemm_reduce_scatter.config",
-    "gemv_all_reduce": "interlace.ops.gemv_all_reduce.api",
-    "GemvAllReduceConfig": "interlace.ops.gemv_all_reduce.config",
-    "mixture_of_experts": "interlace.ops.mixture_of_experts.api",
-    "MixtureOfExpertsConfig": "interlace.ops.mixture_of_experts.config",
+    "all_gather_gemm": "interlace.operators.all_gather_gemm.api",
+    "AllGatherGemmConfig": "interlace.operators.all_gather_gemm.config",
+    "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
+    "EmbeddingAllToAllConfig": "interlace.operators.embedding_all_to_all.config",
+    "explain": "interlace.operators.explain",
+    "gemm_all_reduce": "interlace.operators.gemm_all_reduce.api",
+    "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
+    "gemm_all_to_all": "interlace.operators.gemm_all_to_all.api",
+    "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all.config",
+    "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter.api",
+    "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter.config",
+    "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
+    "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
+    "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
+    "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
 }
 
 _MODULES = ("compile", "data", "mapped", "models", "nn", "optim")

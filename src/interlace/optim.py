@@ -2,6 +2,6 @@
 :func:`interlace.embedding_all_to_all`.
 """
 
-from interlace.ops.embedding_all_to_all.update import SGD, RowWiseAdagrad
+from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
 
 __all__ = ["SGD", "RowWiseAdagrad"]

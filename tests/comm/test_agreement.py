@@ -20,8 +20,8 @@ from interlace.comm.kernels import Launch
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
 from tests.errors import error_of
 from tests.nn.features import Features, own, weights_of
-from tests.ops.embedding_all_to_all.calls import Call
-from tests.ops.embedding_all_to_all.test_gradients import bound, exact, upstream
+from tests.operators.embedding_all_to_all.calls import Call
+from tests.operators.embedding_all_to_all.test_gradients import bound, exact, upstream
 
 # Memory that belongs to a name
 
@@ -516,10 +516,12 @@ def _interrupt(where: str) -> Any:
 
 def _launch_nothing() -> None:
     class Kernel:
+        arg_names = ("x",)
+
         def __getitem__(self, _: Any) -> Any:
             return lambda *arguments, **options: None
 
-    Launch(Kernel(), (1,), (), {})()
+    Launch(Kernel(), (1,), {"x": None}, {})()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constants_follow_the_arguments_in_the_kernels_order() -> None:
     kernel = _Kernel("x", "n", "WIDE", "DEEP")
-    launch = Launch(kernel, (3,), (None, 5), {"DEEP": 7, "WIDE": 6, "num_warps": 4})
+    launch = Launch(kernel, (3,), {"n": 5, "x": None}, {"DEEP": 7, "WIDE": 6, "num_warps": 4})
     launch()
     launch()
     assert kernel.compiled == 1
@@ -63,7 +63,7 @@ ADDRESS = 1 << 40
 def test_what_a_kernel_is_compiled_for(first: Any, second: Any, same: bool) -> None:
     kernel = _Kernel("x")
     for value in (first, second):
-        Launch(kernel, (1,), (value,), {})()
+        Launch(kernel, (1,), {"x": value}, {})()
     assert kernel.compiled == (1 if same else 2)
     assert [arguments for _, arguments in kernel.launched] == ([(second,)] if same else [])
 
@@ -74,7 +74,7 @@ def test_tensors_differ_by_dtype_and_alignment() -> None:
     start = (16 - memory.data_ptr() % 16) % 16 // 4
     aligned, other = memory[start:], memory[start + 8 :]
     for tensor in (aligned, other, memory[start + 1 :], aligned.view(torch.int32), aligned):
-        Launch(kernel, (1,), (tensor,), {})()
+        Launch(kernel, (1,), {"x": tensor}, {})()
     assert kernel.compiled == 3
     assert [arguments[0].data_ptr() for _, arguments in kernel.launched] == [
         other.data_ptr(),
@@ -83,27 +83,44 @@ def test_tensors_differ_by_dtype_and_alignment() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"grid": (2,)}, {"options": {"WIDE": 2}}, {"options": {"WIDE": 1, "num_warps": 8}}]
+    "change",
+    [{"grid": (2,)}, {"constants": {"WIDE": 2}}, {"constants": {"WIDE": 1, "num_warps": 8}}],
 )
 def test_grids_and_constants(change: dict[str, Any]) -> None:
     kernel = _Kernel("x", "WIDE")
-    settings = {"kernel": kernel, "grid": (1,), "arguments": (None,), "options": {"WIDE": 1}}
+    settings = {"kernel": kernel, "grid": (1,), "arguments": {"x": None}, "constants": {"WIDE": 1}}
     Launch(**settings)()
     Launch(**settings | change)()
     assert kernel.compiled == 2
     assert kernel.launched == []
 
 
-@pytest.mark.parametrize("kernel", [_Kernel("x", interpreted=True), _Kernel("x", "WITH_A_DEFAULT")])
-def test_what_is_not_remembered(kernel: _Kernel) -> None:
+def test_interpreted_kernels_are_not_remembered() -> None:
+    kernel = _Kernel("x", interpreted=True)
     for _ in range(3):
-        Launch(kernel, (1,), (None,), {})()
+        Launch(kernel, (1,), {"x": None}, {})()
     assert kernel.compiled == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": None}, r"missing \['n'\], unknown \[\]"),
+        ({"x": None, "n": 1, "m": 2}, r"missing \[\], unknown \['m'\]"),
+    ],
+)
+def test_arguments_that_are_not_the_kernels(arguments: dict[str, Any], message: str) -> None:
+    kernel = _Kernel("x", "n")
+    with pytest.raises(TypeError, match=message):
+        Launch(kernel, (1,), arguments, {})()
+    Launch(kernel, (1,), {"x": None, "n": 1}, {})()
+    with pytest.raises(TypeError, match=message):
+        Launch(kernel, (1,), arguments, {})()
 
 
 def test_a_program_of_many_sizes_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_MOST_COMPILED", 2)
     kernel = _Kernel("x")
     for value in (1, 2, 3, 3, 1):
-        Launch(kernel, (1,), (value,), {})()
+        Launch(kernel, (1,), {"x": value}, {})()
     assert kernel.compiled == 4

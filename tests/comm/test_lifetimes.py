@@ -54,7 +54,7 @@ def _groups_come_and_go(release: bool, impl: str) -> tuple[int, int, list[bool]]
     return _mapped_bytes() - mapped, _address_space_gib() - reserved, alive
 
 
-@pytest.mark.parametrize("impl", ["fused", "mapped"])
+@pytest.mark.parametrize("impl", ["fused", "remote_stores"])
 @pytest.mark.parametrize("release", [False, True])
 def test_a_group_that_is_gone_leaves_nothing(ranks, release, impl):
     """A group reserves 128 GiB of addresses for two ranks; 2 GiB allow for what else the process

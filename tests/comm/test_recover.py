@@ -21,7 +21,7 @@ class _Program:
 
     def __init__(self) -> None:
         require("cpu")
-        import interlace.ops  # registers torch.ops.interlace
+        import interlace.operators  # registers torch.ops.interlace
 
         self.process_group = dist.new_group()
         self.group = interlace.group_of(self.process_group)
@@ -47,14 +47,14 @@ class _Program:
     def results(self) -> list[torch.Tensor]:
         """Of one call each; the same in every round."""
         found, group = [], {"group": self.process_group}
-        for impl in ("fused", "split", "mapped", "triggered"):
+        for impl in ("fused", "chunked", "remote_stores", "triggered"):
             for call in (interlace.gemm_reduce_scatter, interlace.gemm_all_to_all):
                 found.append(call(self.x, self.w, impl=impl, **group))
-        for impl in ("fused", "mapped"):
+        for impl in ("fused", "remote_stores"):
             found.append(interlace.gemm_all_reduce(self.x, self.w, impl=impl, **group))
-        for impl in ("fused", "split", "mapped"):
+        for impl in ("fused", "chunked", "pushed"):
             found.append(interlace.all_gather_gemm(self.x, self.w, impl=impl, **group))
-        for impl in ("fused", "mapped"):
+        for impl in ("chunked", "pushed"):
             name = self.process_group.group_name
             found += torch.ops.interlace.all_to_all_bmm(
                 self.x.new_ones(2 * len(self.x), 16), self.batch, name, impl
@@ -97,7 +97,7 @@ class _Program:
         """From an exchange on the host, in the middle of making an output."""
         if self.rank == 0:
             interlace.gemm_reduce_scatter(
-                self.x[:, :8], self.w[:, :8], group=self.process_group, impl="mapped"
+                self.x[:, :8], self.w[:, :8], group=self.process_group, impl="remote_stores"
             )
 
     def halfway(self) -> None:

@@ -15,11 +15,11 @@ from torch.fx import Graph
 from interlace.compile.choice import choose, choose_sum
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
-from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
-from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
-from interlace.ops.gemv_all_reduce import launch as gemv
-from interlace.products import choice as products
-from interlace.products.choice import Choice
+from interlace.gemm import choice as products
+from interlace.gemm.choice import Choice
+from interlace.operators.gemm_reduce_scatter import launch as reduce_scatter
+from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+from interlace.operators.gemv_all_reduce import launch as gemv
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
     with pytest.raises(
         LeftAlone,
-        match=r"^gemm_all_reduce would be faster by impl='mapped', .*; 250 over 4 ranks are not$",
+        match=r"^gemm_all_reduce would be faster by impl='remote_stores', .*; 250 over 4 ranks are not$",
     ):
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 

@@ -726,8 +726,8 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         patch.setattr(choice, "MAX_RANKS", 1)
         consider()
     with monkeypatch.context() as patch:
-        from interlace.ops.gemm_reduce_scatter import launch
-        from interlace.products.choice import Choice
+        from interlace.gemm.choice import Choice
+        from interlace.operators.gemm_reduce_scatter import launch
 
         patch.setattr(
             launch,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import interlace.ops  # registers torch.ops.interlace
+import interlace.operators  # registers torch.ops.interlace
 from tests.gpu.absent import call_without
 
 pytestmark = pytest.mark.gpu
@@ -81,12 +81,12 @@ def _long_run(turns: int, impl: str) -> tuple[float, int, int]:
     )
 
 
-@pytest.mark.parametrize("impl", ["fused", "split"])
+@pytest.mark.parametrize("impl", ["fused", "chunked"])
 def test_batches_sent(ranks: Any, world_size: int, turns: Any, impl: str) -> None:
     for worst, differs, wrong in ranks(world_size).run(_long_run, turns(200), impl):
         assert worst < 0.01
         assert wrong == 0
-        assert differs == 0 or impl == "split"  # which adds up in another order
+        assert differs == 0 or impl == "chunked"  # which adds up in another order
 
 
 def _sums(turns: int) -> tuple[float, int]:
@@ -161,7 +161,7 @@ def _arriving(impl: str, turns: int) -> tuple[int, float, int]:
     return int(differs), worst, wrong
 
 
-@pytest.mark.parametrize("impl", ["fused", "mapped"])
+@pytest.mark.parametrize("impl", ["chunked", "pushed"])
 def test_batches_received(ranks: Any, world_size: int, turns: Any, impl: str) -> None:
     for differs, worst, wrong in ranks(world_size).run(_arriving, impl, turns(200)):
         assert (differs, wrong) == (0, 0)
@@ -174,10 +174,10 @@ def _without_a_peer(impl: str) -> tuple[str, int, float, bool] | None:
     return call_without(1, lambda group: call(x, w, group.group_name, impl)[0])
 
 
-@pytest.mark.parametrize("impl", ["fused", "mapped"])
+@pytest.mark.parametrize("impl", ["chunked", "pushed"])
 def test_a_peer_that_never_calls(ranks: Any, impl: str) -> None:
     """By copies, products know nothing of peers that did not come, and all is NaN; else what needs
     them.
     """
-    spoilt = {"fused": 1.0, "mapped": 0.5}[impl]
+    spoilt = {"chunked": 1.0, "pushed": 0.5}[impl]
     assert ranks(2).run(_without_a_peer, impl)[0] == ("PeerTimeoutError", 1, spoilt, True)

@@ -11,7 +11,7 @@ import torch
 import interlace
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
 from tests.nn.test_autocast import linear
-from tests.ops.test_derivatives import SUMMED, second_derivatives
+from tests.operators.test_derivatives import SUMMED, second_derivatives
 
 pytestmark = pytest.mark.gpu
 

@@ -46,7 +46,7 @@ def _groups_come_and_go(release: bool) -> tuple[list[bool], float, float]:
         group = weakref.ref(interlace.group_of(process_group))
         symmetric = interlace.empty_symmetric((256 * MIB,), dtype=torch.uint8, group=process_group)
         x, w = _operands()
-        for impl in ("fused", "mapped", "split"):
+        for impl in ("fused", "remote_stores", "chunked"):
             for _ in range(3):
                 interlace.gemm_reduce_scatter(x, w, group=process_group, impl=impl)
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def _garbage_during_captures() -> tuple[bool, int, int]:
     for _ in range(4):  # becomes a graph of the group's replays, during which nothing is collected
         _Cycle()
         gc.set_threshold(1)
-        z = interlace.gemm_all_reduce(x, w, impl="split")
+        z = interlace.gemm_all_reduce(x, w, impl="chunked")
         gc.set_threshold(700, 10, 10)
         right &= torch.equal(z.float(), expected)
     interlace.synchronize()
@@ -124,7 +124,7 @@ def _on_another_gpu() -> bool:
     try:
         right = True
         for _ in range(3):
-            for impl in ("fused", "mapped", "split", "triggered"):
+            for impl in ("fused", "remote_stores", "chunked", "triggered"):
                 y = interlace.gemm_all_reduce(x, w, impl=impl)
                 right &= torch.equal(y.float(), expected)
         right &= torch.equal(
@@ -177,7 +177,7 @@ def _recovers(times: int) -> tuple[list[bool], list[bool]]:
     deadline_s = group.deadline_s
     x, w = _operands()
     expected, last = _expected(x), group.rank == group.world_size - 1
-    implementations = ("fused", "mapped", "split")
+    implementations = ("fused", "remote_stores", "chunked")
 
     def call(impl: str) -> torch.Tensor:
         return interlace.gemm_all_reduce(x, w, group=process_group, impl=impl)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import interlace
 from interlace import MixtureOfExpertsConfig
 from tests.gpu.absent import call_without
-from tests.ops.mixture_of_experts.calls import Call, check_all, forward
+from tests.operators.mixture_of_experts.calls import Call, check_all, forward
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.products.choice import ANY_ROWS, takes_bias
-from tests.gpu.absent import call_without
-from tests.products.calls import (
+from interlace.gemm.choice import ANY_ROWS, takes_bias
+from tests.gemm.calls import (
     IMPLS,
     Call,
     check_all,
@@ -25,11 +24,16 @@ from tests.products.calls import (
     differentiate,
     run,
 )
+from tests.gpu.absent import call_without
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
 
 AT_ONCE = {
-    operator: ["fused", "mapped", *(["split"] if (operator, "split") in ANY_ROWS else [])]
+    operator: [
+        "fused",
+        "pushed" if operator == "all_gather_gemm" else "remote_stores",
+        *(["chunked"] if (operator, "chunked") in ANY_ROWS else []),
+    ]
     for operator in IMPLS
 }
 """Implementations with protocols of their own; tests of triggered transfers have the others."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import interlace.ops  # registers torch.ops.interlace
+import interlace.operators  # registers torch.ops.interlace
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +21,8 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
     single kernels.
     """
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
-    found = [interlace.gemm_reduce_scatter(x, w, bias, impl=impl) for impl in ("split", "fused")]
-    for impl in ("split", "fused", "mapped"):
+    found = [interlace.gemm_reduce_scatter(x, w, bias, impl=impl) for impl in ("chunked", "fused")]
+    for impl in ("chunked", "fused", "remote_stores"):
         found += interlace.all_gather_gemm(mine, w, bias, impl=impl, return_gathered=True)
     found += [
         interlace.gemm_all_reduce(x, w, bias, impl="fused"),
@@ -31,12 +31,12 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
     found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="fused"))
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
-    for impl in ("fused", "mapped"):
+    for impl in ("fused", "remote_stores"):
         found += torch.ops.interlace.all_to_all_bmm(x, w.T[None], name, impl)
-    found.append(torch.ops.interlace.bmm_all_to_all(x[None], w.T[None], name, "split"))
-    found += [interlace.gemm_all_to_all(x, w, impl=impl) for impl in ("mapped", "split")]
-    found += [interlace.gemm_all_reduce(x, w, impl=impl) for impl in ("mapped", "split")]
-    return [*found, interlace.gemm_reduce_scatter(x, w, impl="mapped")]
+    found.append(torch.ops.interlace.bmm_all_to_all(x[None], w.T[None], name, "chunked"))
+    found += [interlace.gemm_all_to_all(x, w, impl=impl) for impl in ("remote_stores", "chunked")]
+    found += [interlace.gemm_all_reduce(x, w, impl=impl) for impl in ("remote_stores", "chunked")]
+    return [*found, interlace.gemm_reduce_scatter(x, w, impl="remote_stores")]
 
 
 def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

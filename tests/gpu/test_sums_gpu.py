@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import interlace.ops  # registers torch.ops.interlace
+import interlace.operators  # registers torch.ops.interlace
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def _long_run(turns: int) -> tuple[float, int]:
         worst = max(worst, float((y.double() - wanted).norm() / wanted.norm()))
         calls.append((x, w))
         expected.append(y)
-    alone = interlace.gemm_reduce_scatter(*(part[0] for part in calls[0]), impl="split")
+    alone = interlace.gemm_reduce_scatter(*(part[0] for part in calls[0]), impl="chunked")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(turns):
         if (turn + rank) % 5 == 0:
@@ -54,7 +54,7 @@ def _long_run(turns: int) -> tuple[float, int]:
         for (x, w), y in zip(calls, expected, strict=True):
             wrong += (torch.ops.interlace.gemm_sum_reduce_scatter(x, w, name) != y).sum()
         wrong += (
-            interlace.gemm_reduce_scatter(calls[0][0][0], calls[0][1][0], impl="split") != alone
+            interlace.gemm_reduce_scatter(calls[0][0][0], calls[0][1][0], impl="chunked") != alone
         ).sum()
     interlace.synchronize()
     return worst, int(wrong)

@@ -14,14 +14,14 @@ import triton.language as tl
 import interlace
 import interlace.language as il
 from tests.errors import error_of
+from tests.gemm.calls import Call, check_all, check_gradients, compiled, differentiate, run
 from tests.pool import pools
-from tests.products.calls import Call, check_all, check_gradients, compiled, differentiate, run
 
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    ("gemm_all_to_all", "split"),
-    ("gemm_all_reduce", "split"),
+    ("gemm_all_to_all", "chunked"),
+    ("gemm_all_reduce", "chunked"),
     ("gemm_all_to_all", "triggered"),
     ("gemm_reduce_scatter", "triggered"),
     ("gemm_all_reduce", "triggered"),

@@ -192,16 +192,20 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
     return [Mutant(protocol, *mistake) for mistake in mistakes]
 
 
-_GEMV, _SUM = "ops.gemv_all_reduce.kernel", "products.reduction:send_and_sum"
+_GEMV, _SUM = "operators.gemv_all_reduce.kernel", "gemm.kernels.reduction:send_and_sum"
 _RS, _AR, _A2A = (
-    f"ops.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_reduce", "all_to_all")
+    f"operators.gemm_{name}.kernel:gemm_{name}"
+    for name in ("reduce_scatter", "all_reduce", "all_to_all")
 )
-_EMBEDDING, _EXPERTS = "ops.embedding_all_to_all.kernel", "ops.mixture_of_experts.kernel"
+_EMBEDDING, _EXPERTS = (
+    "operators.embedding_all_to_all.kernel",
+    "operators.mixture_of_experts.kernel",
+)
 _FORWARD, _BACKWARD = (
     f"{_EMBEDDING}:embedding_all_to_all_forward",
     f"{_EMBEDDING}:embedding_all_to_all_backward",
 )
-_STAGED, _MAPPED = "products.staged", "mapped.kernel"
+_STAGED, _MAPPED = "gemm.kernels.staged", "mapped.kernel"
 
 MUTANTS = [
     *_of(
@@ -232,10 +236,10 @@ MUTANTS = [
     ),
     *_of(
         "gemm_reduce_scatter, split",
-        ("ops.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
-        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
-        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
-        ("ops.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
+        ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
+        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
+        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
+        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
     ),
     *_of(
         "gemm_all_reduce, fused",

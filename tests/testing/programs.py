@@ -83,7 +83,7 @@ def _product(
 
 def _rows(rank: Rank, impl: str) -> int:
     """Mapped outputs need whole pages for each rank."""
-    return (32 if impl == "mapped" else 20) * rank.world_size
+    return (32 if impl == "remote_stores" else 20) * rank.world_size
 
 
 def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None:
@@ -93,7 +93,7 @@ def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None
     config = interlace.GemmReduceScatterConfig(**_TILES)
     splits = (
         [_rows(rank, impl) // rank.world_size] * rank.world_size
-        if impl == "mapped"
+        if impl == "remote_stores"
         else [36, 4, 20][: rank.world_size]
     )
     splits[-1] *= not empty
@@ -142,7 +142,7 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
     def make(kind: int, turn: int) -> Call:
         # Few rows are moved by one program, so that a rank may be ahead of every program of
         # another.
-        rows, inner = ((4, 16), (3, 48))[kind] if impl == "mapped" else ((20, 16), (12, 48))[kind]
+        rows, inner = ((4, 16), (3, 48))[kind] if impl == "pushed" else ((20, 16), (12, 48))[kind]
         xs, w = _everyones(rank, rows, inner, seed=turn), _numbers(rank.rank, 32, inner, seed=9)
         call = functools.partial(
             interlace.all_gather_gemm,
@@ -397,17 +397,17 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemv, two phases": functools.partial(gemv, protocol="two_phase"),
     "gemm_reduce_scatter, fused": reduce_scatter,
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
-    "gemm_reduce_scatter, split": functools.partial(reduce_scatter, impl="split"),
-    "gemm_reduce_scatter, mapped": functools.partial(reduce_scatter, impl="mapped"),
+    "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),
+    "gemm_reduce_scatter, remote_stores": functools.partial(reduce_scatter, impl="remote_stores"),
     "gemm_all_reduce, fused": all_reduce,
-    "gemm_all_reduce, mapped": functools.partial(all_reduce, impl="mapped"),
+    "gemm_all_reduce, remote_stores": functools.partial(all_reduce, impl="remote_stores"),
     "gemm_all_to_all, fused": all_to_all,
-    "gemm_all_to_all, mapped": functools.partial(all_to_all, impl="mapped"),
+    "gemm_all_to_all, remote_stores": functools.partial(all_to_all, impl="remote_stores"),
     "all_gather_gemm, fused": all_gather,
-    "all_gather_gemm, split": functools.partial(all_gather, impl="split"),
-    "all_gather_gemm, mapped": functools.partial(all_gather, impl="mapped"),
-    "all_to_all_bmm, fused": to_all_bmm,
-    "all_to_all_bmm, mapped": functools.partial(to_all_bmm, impl="mapped"),
+    "all_gather_gemm, chunked": functools.partial(all_gather, impl="chunked"),
+    "all_gather_gemm, pushed": functools.partial(all_gather, impl="pushed"),
+    "all_to_all_bmm, chunked": to_all_bmm,
+    "all_to_all_bmm, pushed": functools.partial(to_all_bmm, impl="pushed"),
     "embedding forward, direct": embedding_forward,
     "embedding forward, sliced": functools.partial(embedding_forward, protocol="sliced"),
     "embedding forward, sliced, own samples first": functools.partial(

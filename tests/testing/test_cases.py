@@ -6,14 +6,14 @@ import random
 
 import pytest
 
+from interlace.gemm.choice import IMPLS as PRODUCT_IMPLS
 from interlace.mapped import COLLECTIVES
-from interlace.ops.all_gather_gemm.config import IMPLS as ALL_GATHER_IMPLS
-from interlace.ops.all_to_all_bmm.config import IMPLS as BATCH_IMPLS
-from interlace.ops.embedding_all_to_all.config import PROTOCOLS as EMBEDDING_PROTOCOLS
-from interlace.ops.explain import _OPERATORS as EXPLAINED
-from interlace.ops.gemv_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
-from interlace.ops.mixture_of_experts.config import OPERANDS
-from interlace.products.choice import IMPLS as PRODUCT_IMPLS
+from interlace.operators.all_gather_gemm.config import IMPLS as ALL_GATHER_IMPLS
+from interlace.operators.all_to_all_bmm.config import IMPLS as BATCH_IMPLS
+from interlace.operators.embedding_all_to_all.config import PROTOCOLS as EMBEDDING_PROTOCOLS
+from interlace.operators.explain import _OPERATORS as EXPLAINED
+from interlace.operators.gemv_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
+from interlace.operators.mixture_of_experts.config import OPERANDS
 from interlace.testing.cases import IMPLEMENTATIONS, draw_case, every_case
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import interlace.ops  # registers torch.ops.interlace
+import interlace.operators  # registers torch.ops.interlace
 from interlace.bench import products
 from interlace.bench.products import SETS, Step, timed, tolerance
 from interlace.bench.timing import host_us
@@ -23,9 +24,9 @@ from interlace.costs import gemm_all_to_all as sent_costs
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.ops.all_to_all_bmm.launch import choose as choose_received
-from interlace.ops.gemm_all_to_all.launch import choose_batch as choose_sent
-from interlace.products.choice import Choice
+from interlace.gemm.choice import Choice
+from interlace.operators.all_to_all_bmm.launch import choose as choose_received
+from interlace.operators.gemm_all_to_all.launch import choose_batch as choose_sent
 from interlace.tuning import CARRIED
 
 
@@ -80,7 +81,7 @@ class Case(abc.ABC):
 
     def ways(self) -> dict[str, Callable[[int], Any]]:
         """Every way to compute all of it."""
-        return {"fused": self.fused, "cuBLAS + NCCL": self.pair}
+        return {"cuBLAS + NCCL": self.pair}
 
     def error(self, i: int) -> float:
         """Largest relative difference of our ways from the same in float64, on this rank."""
@@ -116,9 +117,6 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def call(self, i: int, impl: str) -> torch.Tensor: ...
 
-    def fused(self, i: int) -> torch.Tensor:
-        return self.call(i, "fused")
-
     @abc.abstractmethod
     def pair(self, i: int) -> None: ...
 
@@ -148,9 +146,6 @@ class Sent(Case):
         y: torch.Tensor = torch.ops.interlace.bmm_all_to_all(x, w, default_name(self.group), impl)
         return y
 
-    def split(self, i: int) -> torch.Tensor:
-        return self.call(i, "split")
-
     def each(self, i: int) -> torch.Tensor:
         """An operator for each product, their results put together."""
         x, w = self.sets[i % SETS]
@@ -169,7 +164,11 @@ class Sent(Case):
         self.exchange(i)
 
     def ways(self) -> dict[str, Callable[[int], Any]]:
-        return super().ways() | {"split": self.split, "fused, product by product": self.each}
+        return super().ways() | {
+            "fused": functools.partial(self.call, impl="fused"),
+            "chunked": functools.partial(self.call, impl="chunked"),
+            "fused, product by product": self.each,
+        }
 
     def expected(self, i: int) -> torch.Tensor:
         x, w = self.sets[i % SETS]
@@ -205,11 +204,11 @@ class Received(Case):
         assert isinstance(y, torch.Tensor)
         return y
 
-    def mapped(self, i: int) -> torch.Tensor:
-        return self.call(i, "mapped")
-
     def ways(self) -> dict[str, Callable[[int], Any]]:
-        return super().ways() | {"mapped": self.mapped}
+        return super().ways() | {
+            "chunked": functools.partial(self.call, impl="chunked"),
+            "pushed": functools.partial(self.call, impl="pushed"),
+        }
 
     def sort(self, i: int) -> torch.Tensor:
         """What comes, ``[B, M, K]``."""

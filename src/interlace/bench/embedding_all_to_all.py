@@ -21,10 +21,14 @@ from interlace.comm.kernels import processors
 from interlace.costs import embedding_all_to_all as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
-from interlace.ops.embedding_all_to_all import backward, launch
-from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
-from interlace.ops.embedding_all_to_all.config import OPERATOR, ORDERS, EmbeddingAllToAllConfig
-from interlace.ops.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all import backward, launch
+from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
+from interlace.operators.embedding_all_to_all.config import (
+    OPERATOR,
+    ORDERS,
+    EmbeddingAllToAllConfig,
+)
+from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import next_power_of_2, round_up
 
 _SETS = 2  # of lookups that calls take in turn: rows in the L2 are then another call's
@@ -446,7 +450,7 @@ def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
     ready = launch.prepare(
         case.owner, call, config, 0, space.address, space.buffer_bytes, space.index
     )
-    compiled = ready.kernel.warmup(*ready.arguments, grid=ready.grid, **ready.options)
+    compiled = ready.compile()
     compiled._init_handles()
     registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
     by_registers = _REGISTERS_PER_SM // registers
@@ -591,4 +595,4 @@ def _compile(case: Case, config: EmbeddingAllToAllConfig, backwards: bool) -> No
         ready = launch.prepare(
             case.owner, call, config, 0, space.address, space.buffer_bytes, space.index
         )
-    ready.kernel.warmup(*ready.arguments, grid=ready.grid, **ready.options)
+    ready.compile()

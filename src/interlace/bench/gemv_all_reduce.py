@@ -19,9 +19,9 @@ from interlace.comm.group import MAX_PROGRAMS
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
-from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
-from interlace.ops.gemv_all_reduce.launch import choose, prepare
+from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
+from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.launch import choose, prepare
 
 _L2_MULTIPLE = 3
 
@@ -285,7 +285,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     works = torch.ones(len(configs), device=case.device)
     for i in range(owner.rank, len(configs), owner.world_size):  # ranks share out the compiling
         try:
-            ready[i].kernel.warmup(*ready[i].arguments, grid=ready[i].grid, **ready[i].options)
+            ready[i].compile()
         except (
             Exception
         ) as error:  # the compiler's errors have no common base: too much shared memory, say

@@ -21,8 +21,8 @@ from interlace.comm.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
-from interlace.ops.mixture_of_experts import launch
-from interlace.ops.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.units import NS_PER_S
 
 PARTS = ("combine", "forward", "backward")
@@ -546,7 +546,7 @@ def _candidate_us(case: Case, config: MixtureOfExpertsConfig) -> float:
     works = torch.ones((), device=case.x.device)
     try:
         for each in _launches(case):
-            each.kernel.warmup(*each.arguments, grid=each.grid, **each.options)
+            each.compile()
     except (
         Exception
     ) as error:  # the compiler's errors have no common base: too much shared memory, say

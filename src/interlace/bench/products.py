@@ -25,18 +25,18 @@ from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
+from interlace.gemm.config import ProductConfig
+from interlace.gemm.operands import Operands
+from interlace.gemm.outputs import count_product, split_product
 from interlace.mapped import Fused, TriggeredTransfers, empty_rotating, fuse
 from interlace.mapped.output import ORDERS
-from interlace.ops.all_gather_gemm.config import AllGatherGemmConfig
-from interlace.ops.all_gather_gemm.launch import choose as choose_all_gather
-from interlace.ops.gemm_all_reduce.launch import choose as choose_all_reduce
-from interlace.ops.gemm_all_to_all.launch import choose as choose_all_to_all
-from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
-from interlace.ops.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
-from interlace.ops.gemm_reduce_scatter.launch import prepare
-from interlace.products.config import ProductConfig
-from interlace.products.operands import Operands
-from interlace.products.outputs import count_product, split_product
+from interlace.operators.all_gather_gemm.config import AllGatherGemmConfig
+from interlace.operators.all_gather_gemm.launch import choose as choose_all_gather
+from interlace.operators.gemm_all_reduce.launch import choose as choose_all_reduce
+from interlace.operators.gemm_all_to_all.launch import choose as choose_all_to_all
+from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+from interlace.operators.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
+from interlace.operators.gemm_reduce_scatter.launch import prepare
 from interlace.units import ceil_div
 
 Step = Callable[[int], object]
@@ -60,7 +60,7 @@ _COLLECTIVES = {
     "gemm_all_reduce": "all_reduce",
 }
 """The collective of operators whose product may carry itself."""
-_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("mapped", "split")}
+_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("pushed", "chunked")}
 """Implementations that are neither the fused kernel nor the pair."""
 
 OPERATORS = tuple(_COSTS)

@@ -33,13 +33,13 @@ from interlace.bench.products import (
     timed,
     triggered,
 )
-from interlace.ops.gemm_all_to_all import launch as all_to_all
-from interlace.ops.gemm_all_to_all.config import GemmAllToAllConfig
-from interlace.ops.gemm_reduce_scatter import launch as reduce_scatter
-from interlace.ops.gemm_reduce_scatter.config import GemmReduceScatterConfig
-from interlace.products.config import ProductConfig
-from interlace.products.launch import padded_columns
-from interlace.products.operands import Operands
+from interlace.gemm.config import ProductConfig
+from interlace.gemm.launch import padded_columns
+from interlace.gemm.operands import Operands
+from interlace.operators.gemm_all_to_all import launch as all_to_all
+from interlace.operators.gemm_all_to_all.config import GemmAllToAllConfig
+from interlace.operators.gemm_reduce_scatter import launch as reduce_scatter
+from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
 
 _PIECES = (1, 2, 4)
 _PROFILED = 10  # calls

@@ -28,7 +28,7 @@ def run_rank(
     is cut off is not lost.
     """
     from interlace.bench import gemv_all_reduce as operator
-    from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 
     results = []
     for tokens, rows, columns in shapes:
@@ -64,7 +64,7 @@ def run_embedding_rank(
             result) or ``"study"``.
     """
     from interlace.bench import embedding_all_to_all as operator
-    from interlace.ops.embedding_all_to_all.config import EmbeddingAllToAllConfig
+    from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
 
     results: list[dict[str, Any]] = []
     for each in shapes:
@@ -98,7 +98,7 @@ def run_experts_rank(
             configuration.
     """
     from interlace.bench import mixture_of_experts as operator
-    from interlace.ops.mixture_of_experts.config import MixtureOfExpertsConfig
+    from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
     results: list[dict[str, Any]] = []
     for each in shapes:

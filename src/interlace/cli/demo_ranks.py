@@ -12,9 +12,9 @@ import torch.distributed as dist
 from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
 from interlace.costs.gemv_all_reduce import fused
-from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
-from interlace.ops.gemv_all_reduce.config import GemvAllReduceConfig, block_tokens
-from interlace.ops.gemv_all_reduce.launch import choose, prepare
+from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
+from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig, block_tokens
+from interlace.operators.gemv_all_reduce.launch import choose, prepare
 
 
 def run_rank(folder: str, shapes: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:

@@ -61,8 +61,14 @@ def run_t3(
     started = time.perf_counter()
     results = {
         name: simulate(
-            machine, product, ranks, name, collective, network=network, slowness=slowness
-        )  # type: ignore[arg-type]
+            machine,
+            product,
+            ranks,
+            name,
+            collective,  # type: ignore[arg-type]
+            network=network,  # type: ignore[arg-type]
+            slowness=slowness,
+        )
         for name in CONFIGURATIONS
     }
     seconds = time.perf_counter() - started

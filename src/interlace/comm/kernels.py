@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,53 +27,94 @@ _LARGE = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel launch, ready to go: what an operator runs, and its tuner compiles ahead.
+    """One kernel launch with all its arguments: what an operator runs, and its tuner compiles ahead.
 
     Attributes:
-        arguments: for all parameters but the constants, which come last.
-        options: the constants, and Triton's own.
-        keep: tensors whose addresses are among the arguments.
+        kernel: The ``@triton.jit`` function.
+        grid: The number of programs.
+        arguments: The value of every parameter that is no constant, by the parameter's name.
+        constants: The values of the ``tl.constexpr`` parameters, and Triton's own options such as
+            ``num_warps``.
+        keep: Tensors whose addresses are among the arguments; they live as long as the launch.
     """
 
     kernel: Any
     grid: tuple[int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    arguments: Mapping[str, Any]
+    constants: dict[str, Any]
     keep: tuple[Any, ...] = ()
 
     def __call__(self) -> None:
-        """Enqueue it on the current stream (run it, on the CPU backend); within ``Group.running``
-        if there are peers.
+        """Enqueue the kernel on the current stream; on the CPU backend, run it.
+
+        If the kernel reaches peers, this must happen within ``Group.running``.
+
+        Raises:
+            TypeError: The arguments are not those of the kernel.
         """
+        values = _in_order(self.kernel, self.arguments, self.constants)
         # Triton looks at every argument to find the kernel that it has compiled, which takes the
-        # host longer than the launch.
+        # host longer than the launch itself. So compiled kernels are remembered here.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        key = (self.kernel, self.grid, device, *map(_kind, self.arguments), *self.options.items())
-        found = _compiled.get(key)
-        launches.value += 1  # before the launch: if that is interrupted, the kernel may be running
-        if found is not None:
-            launch, constants = found
-            launch(*self.arguments, *constants)
+        key = (self.kernel, self.grid, device, *map(_kind, values), *self.constants.items())
+        compiled_launch = _compiled.get(key)
+        # Counted before the launch: if that is interrupted, the kernel may be running.
+        launches.value += 1
+        if compiled_launch is not None:
+            launch, constants = compiled_launch
+            launch(*values, *constants)
             return
         try:
-            compiled = self.kernel[self.grid](*self.arguments, **self.options)
+            compiled = self.kernel[self.grid](*values, **self.constants)
         except Exception:
-            # It did not compile, so nothing runs; in the interpreter a part of it has run
+            # A kernel that did not compile does not run; one that fails in the interpreter has run
+            # in part.
             if not interpreting():
                 launches.value -= 1
             raise
-        names = getattr(self.kernel, "arg_names", [])[len(self.arguments) :]
-        # None from the interpreter
-        if compiled is not None and all(name in self.options for name in names):
+        # The interpreter returns None instead of a compiled kernel.
+        if compiled is not None:
             if len(_compiled) >= _MOST_COMPILED:
                 _compiled.clear()
-            _compiled[key] = (
-                compiled[(*self.grid, 1, 1)],
-                tuple(self.options[name] for name in names),
-            )
+            names = self.kernel.arg_names[len(values) :]
+            constants = tuple(self.constants[name] for name in names)
+            _compiled[key] = (compiled[(*self.grid, 1, 1)], constants)
+
+    def compile(self) -> Any:
+        """Compile the kernel without running it; Triton's compiled kernel."""
+        values = _in_order(self.kernel, self.arguments, self.constants)
+        return self.kernel.warmup(*values, grid=self.grid, **self.constants)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_orders: dict[Any, Callable[[Mapping[str, Any]], Any]] = {}
+
+
+def _in_order(
+    kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments' values in the order of the kernel's parameters."""
+    if isinstance(arguments, tuple):  # until every launch names its arguments
+        return arguments
+    order = _orders.get(kernel)
+    if order is None:
+        names = [name for name in kernel.arg_names if name not in constants]
+        # For a single name itemgetter returns the value itself, not a tuple.
+        order = operator.itemgetter(*names) if len(names) > 1 else lambda given: (given[names[0]],)
+        _orders[kernel] = order
+    try:
+        values: tuple[Any, ...] = order(arguments)
+    except KeyError:
+        values = ()
+    if len(values) != len(arguments):
+        names = [name for name in kernel.arg_names if name not in constants]
+        missing = [name for name in names if name not in arguments]
+        unknown = [name for name in arguments if name not in names]
+        raise TypeError(
+            f"the launch of {getattr(kernel, '__name__', kernel)} must name all parameters of the "
+            f"kernel and no others; missing {missing}, unknown {unknown}."
+        )
+    return values
 
 
 def _kind(value: Any) -> Any:

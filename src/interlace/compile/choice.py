@@ -13,9 +13,9 @@ from interlace.comm import process_group_named
 from interlace.comm.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
-from interlace.ops.gemm_all_to_all import config as gemm_all_to_all
-from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
-from interlace.products.choice import ANY_ROWS, MAX_RANKS, takes_bias
+from interlace.gemm.choice import ANY_ROWS, MAX_RANKS, takes_bias
+from interlace.operators.gemm_all_to_all import config as gemm_all_to_all
+from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.tuning import CARRIED
 
 
@@ -99,8 +99,8 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
 def _chooser(operator: str) -> Any:
     """What chooses between the implementations of an operator."""
     if operator == gemm_all_to_all.BATCH:
-        return importlib.import_module("interlace.ops.gemm_all_to_all.launch").choose_batch
-    return importlib.import_module(f"interlace.ops.{operator}.launch").choose
+        return importlib.import_module("interlace.operators.gemm_all_to_all.launch").choose_batch
+    return importlib.import_module(f"interlace.operators.{operator}.launch").choose
 
 
 def are_small(products: list[Product], rows: int) -> bool:
@@ -129,9 +129,9 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     batches = operator == gemm_all_to_all.BATCH
     side_by_side = not batches and choice.impl == "fused" and are_small(products, rows)
     in_parts = (
-        "split" in choice.faster
+        "chunked" in choice.faster
         if batches
-        else operator == "gemm_reduce_scatter" and choice.impl == "split"
+        else operator == "gemm_reduce_scatter" and choice.impl == "chunked"
     )
     in_parts |= operator != "gemm_all_reduce" and first.device.type == "cpu"
     if first.device.type == "cuda" and not choice.measured:

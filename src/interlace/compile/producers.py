@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, argument, aten, is_static, value
-from interlace.products.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
+from interlace.gemm.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
 _WORK = (

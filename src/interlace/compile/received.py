@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
 from interlace.compile.choice import choose, usable_ranks
 from interlace.compile.collectives import Collective

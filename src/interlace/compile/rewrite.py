@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, received, rows, sums
 from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
 from interlace.compile.collectives import Collective

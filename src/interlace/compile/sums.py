@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, rows
 from interlace.compile.choice import choose_sum, usable_ranks
 from interlace.compile.collectives import Collective
@@ -24,7 +24,7 @@ from interlace.compile.requirements import (
     require_unchanged,
     rows_of,
 )
-from interlace.products.operands import contiguous_dimension
+from interlace.gemm.operands import contiguous_dimension
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.products.operands import FLOATS
+from interlace.gemm.operands import FLOATS
 
 
 def operands(

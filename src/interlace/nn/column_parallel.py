@@ -12,10 +12,10 @@ from torch import nn
 
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
+from interlace.gemm.replicated import replicated
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
-from interlace.ops.all_gather_gemm.api import all_gather_gemm
-from interlace.products.replicated import replicated
+from interlace.operators.all_gather_gemm.api import all_gather_gemm
 
 
 class ColumnParallelLinear(ParallelLinear):

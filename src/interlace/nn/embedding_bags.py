@@ -19,7 +19,7 @@ from interlace.errors import ArgumentError
 from interlace.nn.group_member import GroupMember
 from interlace.nn.input_distribution import Bags, InputDistribution
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, free_bytes, make_plan
-from interlace.ops.embedding_all_to_all.api import embedding_all_to_all
+from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
 
 GRADIENTS = ("dense", "sparse", "sgd", "rowwise_adagrad")
 

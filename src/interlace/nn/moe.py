@@ -14,8 +14,8 @@ from torch import nn
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
-from interlace.ops.mixture_of_experts.api import mixture_of_experts
-from interlace.ops.mixture_of_experts.layout import MAX_TOP_K, capacity_of
+from interlace.operators.mixture_of_experts.api import mixture_of_experts
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, capacity_of
 
 
 @dataclasses.dataclass(frozen=True)

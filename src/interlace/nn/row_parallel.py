@@ -9,10 +9,10 @@ from torch import nn
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
-from interlace.ops.gemm_all_reduce.api import gemm_all_reduce
-from interlace.ops.gemm_reduce_scatter.api import gemm_reduce_scatter
-from interlace.ops.gemv_all_reduce.api import gemv_all_reduce
-from interlace.ops.gemv_all_reduce.config import FEW_TOKENS
+from interlace.operators.gemm_all_reduce.api import gemm_all_reduce
+from interlace.operators.gemm_reduce_scatter.api import gemm_reduce_scatter
+from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
+from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 
 
 class RowParallelLinear(ParallelLinear):

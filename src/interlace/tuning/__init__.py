@@ -9,7 +9,7 @@ import json
 import math
 from typing import Any
 
-CARRIED = ("mapped", "split", "triggered")
+CARRIED = ("remote_stores", "chunked", "pushed", "triggered")
 """Implementations of a product and a collective that are neither one kernel nor the unfused pair.
 """
 
@@ -71,15 +71,14 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         return None
     entry = best[1]
     sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
-    others = "".join(f"{way} {entry[f'{way}_us']} us, " for way in CARRIED if f"{way}_us" in entry)
+    ours = [way for way in ("fused", *CARRIED) if f"{way}_us" in entry]
+    times = "".join(f"{way} {entry[f'{way}_us']} us, " for way in ours)
     pair = f" ({entry['unfused']})" if "unfused" in entry else ""
     reason = (
         f"measured on {device_name} at {entry['world_size']} ranks, {entry['dtype']}, {sizes}: "
-        f"fused {entry['fused_us']} us, {others}best unfused pair {entry['unfused_us']} us{pair}"
+        f"{times}best unfused pair {entry['unfused_us']} us{pair}"
     )
-    faster = tuple(
-        way for way in ("fused", *CARRIED) if entry.get(f"{way}_us", math.inf) < entry["unfused_us"]
-    )
+    faster = tuple(way for way in ours if entry[f"{way}_us"] < entry["unfused_us"])
     return Entry(
         str(entry["impl"]),
         str(entry.get("otherwise", "unfused")),

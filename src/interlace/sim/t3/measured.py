@@ -20,7 +20,7 @@ OPERATORS: dict[str, Collective] = {
     "gemm_reduce_scatter": "reduce-scatter",
     "gemm_all_to_all": "all-to-all",
 }
-IMPLEMENTATIONS = ("fused", "mapped", "split", "triggered")
+IMPLEMENTATIONS = ("fused", "remote_stores", "chunked", "triggered")
 """Ours, as a document's times name them; the unfused pair is none of them."""
 _OTHERS = {"unfused": "cuBLAS + NCCL", "product": "cuBLAS alone", "collective": "NCCL alone"}
 

@@ -10,15 +10,15 @@ import random
 import torch
 import torch.distributed as dist
 
-import interlace.ops  # noqa: F401  # registers torch.ops.interlace
+import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.comm import default_name
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "bmm_all_to_all": ("fused", "split"),
-    "bmm_sum_all_to_all": ("split",),  # the operator has no choice of implementations
-    "all_to_all_bmm": ("fused", "mapped"),
-    "gemm_sum_reduce_scatter": ("split",),  # neither has this one
+    "bmm_all_to_all": ("fused", "chunked"),
+    "bmm_sum_all_to_all": ("chunked",),  # the operator has no choice of implementations
+    "all_to_all_bmm": ("chunked", "pushed"),
+    "gemm_sum_reduce_scatter": ("chunked",),  # neither has this one
 }
 _SUMS = ("bmm_sum_all_to_all", "gemm_sum_reduce_scatter")
 _SECOND_INNER = 16  # of the second product of a sum

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import interlace
 from interlace import EmbeddingAllToAllConfig
 from interlace.comm import group_of
-from interlace.ops.embedding_all_to_all.update import Gradient
+from interlace.operators.embedding_all_to_all.update import Gradient
 from interlace.optim import SGD, RowWiseAdagrad
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole
 

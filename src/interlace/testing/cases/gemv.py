@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
-from interlace.ops.gemv_all_reduce.launch import choose
+from interlace.operators.gemv_all_reduce.launch import choose
 from interlace.testing.cases.base import (
     DTYPES,
     Case,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.products.choice import ANY_ROWS, takes_bias
-from interlace.products.splits import balanced
+from interlace.gemm.choice import ANY_ROWS, takes_bias
+from interlace.gemm.splits import balanced
 from interlace.testing.cases.base import (
     DTYPES,
     Case,
@@ -28,9 +28,9 @@ SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("gemm_all_to_all", *SUMS), ("fused", "mapped", "split", "triggered", "unfused")
+        ("gemm_all_to_all", *SUMS), ("fused", "remote_stores", "chunked", "triggered", "unfused")
     ),
-    "all_gather_gemm": ("fused", "mapped", "split", "unfused"),
+    "all_gather_gemm": ("fused", "pushed", "chunked", "unfused"),
 }
 
 # Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w
@@ -214,7 +214,7 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     )
     uneven = uneven and takes_any_rows(operator, impl)
     splits = _uneven(operator, source, ranks) if uneven else None
-    sizes = _MAPPED_ROWS if impl == "mapped" and operator != "all_gather_gemm" else _ROWS
+    sizes = _MAPPED_ROWS if impl == "remote_stores" else _ROWS
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
     rows = share if operator == "all_gather_gemm" else share * ranks
     if operator == "gemm_all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:

@@ -1,0 +1,1 @@
+"""Triton functions that the kernels around a matrix product share, and their signals' layout."""

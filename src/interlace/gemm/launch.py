@@ -1,0 +1,180 @@
+"""What the operators around a product hand to their kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm import MAX_PROGRAMS, Group
+from interlace.comm.constants import on_device
+from interlace.comm.group import Workspace
+from interlace.comm.kernels import (
+    addressable,
+    describe_matrix,
+    describe_ranks,
+    processors,
+    triton_dtype,
+)
+from interlace.gemm.config import ProductConfig
+from interlace.gemm.kernels import layout
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.units import ceil_div, round_up
+
+_DESCRIPTOR_CAPABILITY = (9, 0)
+_FLOP_PER_NS = 5600  # of one processor of an H200 that computes and sends tiles (decision 0009)
+
+
+def programs(group: Group, config: ProductConfig) -> int:
+    """Of a launch: as many as may run at once, one a processor, unless the configuration says less."""
+    if group.backend == "cpu":
+        return min(config.max_programs or MAX_PROGRAMS, 8)
+    most = processors(group.device)
+    return min(config.max_programs or most, most, MAX_PROGRAMS)
+
+
+def spread_ns(config: ProductConfig, inner: int) -> int:
+    """Over what time programs begin; see ``ProductConfig.stagger``."""
+    return tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
+
+
+def tile_ns(block_m: int, block_n: int, inner: int) -> int:
+    """How long a program takes for a tile, roughly."""
+    return 2 * block_m * block_n * inner // _FLOP_PER_NS
+
+
+def has_descriptors(group: Group) -> bool:
+    """Whether this GPU moves tiles by tensor descriptors."""
+    return group.backend == "cuda" and _moves_tiles(group.device)
+
+
+@functools.cache
+def _moves_tiles(device: torch.device) -> bool:
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
+    )
+
+
+def operand_arguments(
+    operands: Operands, config: ProductConfig, descriptors: bool
+) -> tuple[Any, ...]:
+    """x and w, of ``Operands.for_kernel``, then bias, scales, and the four strides of x, w and the
+    scales.
+    """
+    x, w = operands.x, operands.w
+    strides = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
+    if descriptors:
+        x = describe_matrix(x, strides[0], [config.block_m, config.block_k])
+        if contiguous_dimension(w) == 1:
+            w = describe_matrix(w, strides[1], [config.block_n, config.block_k])
+        else:
+            w = describe_matrix(w.T, strides[1], [config.block_k, config.block_n])
+    scales = operands.x_scale, operands.w_scale
+    scale_strides = (0 if scale is None or scale.numel() == 1 else 1 for scale in scales)
+    return x, w, operands.bias, *scales, *strides, *scale_strides
+
+
+def options(
+    operands: Operands, config: ProductConfig, group: Group, descriptors: bool
+) -> dict[str, Any]:
+    """The constants that every kernel with a product has."""
+    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+    # bfloat16.
+    return {
+        "WORLD_SIZE": group.world_size,
+        "OUT": triton_dtype(operands.out_dtype),
+        "DESCRIPTORS": descriptors,
+        "W_ALONG_K": contiguous_dimension(operands.w) == 1,
+        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
+        "GROUP_M": config.group_m,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
+    """A tensor descriptor of this rank's result, ``[0, 0, 0, row, column]``, in tiles of the shape
+    of those that travel.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    rows, stride = max(y.shape[0], 1), y.shape[1]
+    strides = [rows * stride] * 3 + [stride, 1]
+    return TensorDescriptor(
+        addressable(y, stride), [1, 1, 1, rows, columns], strides, [1, 1, 1, *block]
+    )
+
+
+def padded_columns(columns: int, dtype: torch.dtype) -> int:
+    """Elements between two rows of a result, so that each begins where a descriptor may."""
+    return round_up(columns, ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def row_stride(matrix: torch.Tensor) -> int:
+    """Elements between two rows of a matrix whose rows are contiguous."""
+    return _stride(matrix, 1)
+
+
+def _stride(matrix: torch.Tensor, dimension: int) -> int:
+    """Elements from one row (``dimension`` 1) or column to the next, where there are two; else a
+    distance that would do.
+    """
+    other = matrix.shape[1 - dimension]
+    if other > 1:
+        return matrix.stride(1 - dimension)
+    return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where parts arrive before they are summed, ``[rank, half, source, row, column]``, and the
+    signals that say so.
+
+    Attributes:
+        workspace: of the operator.
+        tiles: a tensor descriptor; None without descriptors.
+        per_source: signals of one source.
+        routes: ``[ranks][ROUTE]`` on the device.
+    """
+
+    workspace: Workspace
+    tiles: Any
+    per_source: int
+    routes: torch.Tensor
+
+
+def slots_for(
+    group: Group,
+    operator: str,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    config: ProductConfig,
+    tiles: bool,
+) -> Slots:
+    """Slots for ``rows`` of each rank. Collective when the workspace must grow."""
+    most, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
+    count = ceil_div(most, config.block_m) * ceil_div(columns, config.block_n)
+    workspace = group.workspace(
+        operator, max(4096, ranks * most * stride * dtype.itemsize), layout.HEADER + ranks * count
+    )
+    routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])
+    descriptor = None
+    if tiles:
+        sizes = [
+            (2, workspace.half_bytes // dtype.itemsize),
+            (ranks, most * stride),
+            (most, stride),
+            (columns, 1),
+        ]
+        descriptor = describe_ranks(
+            group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
+        )
+    return Slots(workspace, descriptor, (workspace.signal_count - layout.HEADER) // ranks, routes)

@@ -1,0 +1,199 @@
+"""What ranks tell each other about their tables: in every call, or once for each name, and then a
+constant of graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.comm import Group, group_named
+from interlace.comm.group import Answers
+from interlace.errors import ArgumentError, GroupError, RankMismatchError
+from interlace.operators.embedding_all_to_all.config import OPERATOR
+from interlace.operators.embedding_all_to_all.record import MAX_RANKS
+
+anchors: dict[str, torch.Tensor] = {}
+"""By device, a tensor that requires a gradient, which is zero: the operator's output then requires
+one on every rank.
+
+A compiled function takes it as an input, like any tensor that is global. Made within, it would not
+count: on a rank whose own tables do not train, the graph would be one without a backward pass, in
+which the peers wait for this rank.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a call.
+
+    Attributes:
+        rank: this one.
+        counts: tables of each rank.
+        widths: of all ranks' tables, in one list.
+        output_dtype: ``"float32"``, say.
+        trains: whether the backward pass takes place, on every rank.
+    """
+
+    rank: int
+    counts: tuple[int, ...]
+    widths: tuple[int, ...]
+    output_dtype: str
+    trains: bool
+
+
+class Question(NamedTuple):
+    """What this rank knows of a call before it has asked the others.
+
+    Attributes:
+        group_name: of the process group; ``""`` for the default one.
+        device: of the tensors.
+        name: tells calls apart whose tables differ on some ranks; ``""`` for none.
+        widths: of this rank's tables.
+        dtype: of this rank's tables; None if it has none.
+        output_dtype: as the caller gave it, or None.
+        grad_enabled: whether gradients are recorded.
+        trains: whether they are, and one of this rank's tables requires one.
+    """
+
+    group_name: str
+    device: str
+    name: str
+    widths: tuple[int, ...]
+    dtype: str | None
+    output_dtype: str | None
+    grad_enabled: bool
+    trains: bool
+
+
+def ask(fields: tuple[Any, ...]) -> Agreed:
+    """What all ranks say of a call without a name: exchanged on the host in every call, between two
+    compiled graphs.
+
+    Args:
+        fields: of the :class:`Question`.
+
+    Raises:
+        RankMismatchError: tables or outputs of different dtypes.
+        ArgumentError: no rank has a table, and nobody says what dtype the output has.
+    """
+    frames = torch._C._dynamo.eval_frame
+    # Between two graphs, Dynamo would compile what is called from here
+    before = frames.set_eval_frame(None)
+    try:
+        question = Question(*fields)
+        group = _group(question)
+        answers = _answers(group, question, {"trains": question.trains})
+        return _agreed(group, question, answers, any(answer["trains"] for answer in answers))
+    finally:
+        frames.set_eval_frame(before)
+
+
+# What torch.compiler.disable does, without importing the compiler, which takes seconds.
+ask._torchdynamo_disable = True  # type: ignore[attr-defined]
+ask._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    f"{OPERATOR} without a name asks the other ranks in every call; pass name=... to have the "
+    "call in a graph"
+)
+
+
+def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
+    """What all ranks said of the calls with a name when the first one was made: a constant of
+    compiled graphs.
+
+    The name, the output's dtype and whether gradients are recorded are the same on every rank, so
+    every rank asks in the same call, or none does. This rank's widths and dtype are no part of that
+    key, and must not change. Whether a rank trains its tables may change: once one did, every
+    rank's backward pass takes part, also that of a rank which has frozen its tables since. As long
+    as no rank does, calls that record gradients ask again.
+
+    Args:
+        fields: of the :class:`Question`; a plain tuple, as tracing can evaluate no other.
+        traced: the call is traced into a graph. A graph is traced again when only this rank's
+            arguments change, so nothing is asked then: the answer to the first trace is final.
+
+    Raises:
+        RankMismatchError: on every rank, if tables or outputs have different dtypes.
+        ArgumentError: no rank has a table, and nobody says what dtype the output has; or this
+            rank's tables are not those that had this name before.
+    """
+    question = Question(*fields)
+    group = _group(question)
+    answers = _answers(group, question, {})
+    trains = question.grad_enabled and group.any_rank(
+        f"{OPERATOR}: whether a rank trains tables named {question.name!r}",
+        question.trains,
+        final=traced,
+    )
+    if question.trains and not trains:
+        raise ArgumentError(
+            f"{OPERATOR}: tables named {question.name!r} must require gradients on some rank when "
+            "a graph with them is first "
+            "compiled, or never; got ones that do now. Unfreeze them before, or give the call "
+            "another name on every rank."
+        )
+    return _agreed(group, question, answers, trains)
+
+
+# What torch.compiler.assume_constant_result does.
+recall._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _group(question: Question) -> Group:
+    group = group_named(question.group_name, torch.device(question.device))
+    group.check()
+    if group.world_size > MAX_RANKS:
+        raise GroupError(
+            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
+        )
+    return group
+
+
+def _answers(group: Group, question: Question, more: dict[str, bool]) -> Answers:
+    return group.gather(
+        OPERATOR,
+        question.name,
+        {"output_dtype": question.output_dtype, "grad_enabled": question.grad_enabled},
+        {"widths": question.widths, "dtype": question.dtype, **more},
+        check=_require_outputs,
+    )
+
+
+def _require_outputs(answers: Answers) -> None:
+    """Refuse tables from which no output can be made; on every rank, as all have the same answers."""
+    dtypes = [answer["dtype"] for answer in answers]
+    held = {dtype for dtype in dtypes if dtype is not None}
+    if len(held) > 1:
+        got = ", ".join(f"{dtype!r} on rank {rank}" for rank, dtype in enumerate(dtypes))
+        raise RankMismatchError(
+            f"{OPERATOR}: the dtype of weights must be the same on every rank; got {got}. Nothing "
+            "was computed."
+        )
+    if not held and answers[0]["output_dtype"] is None:
+        raise ArgumentError(
+            f"{OPERATOR}: some rank must have a table, or output_dtype must be given; got neither."
+        )
+
+
+def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:
+    if trains and question.device not in anchors:
+        with torch.inference_mode(False):
+            anchors[question.device] = torch.zeros((), device=question.device, requires_grad=True)
+    dtypes = [question.output_dtype, *(answer["dtype"] for answer in answers)]
+    return Agreed(
+        rank=group.rank,
+        counts=tuple(len(answer["widths"]) for answer in answers),
+        widths=tuple(width for answer in answers for width in answer["widths"]),
+        output_dtype=next(dtype for dtype in dtypes if dtype is not None).removeprefix("torch."),
+        trains=trains,
+    )
+
+
+def checks_indices(wanted: bool | None, device: torch.device) -> bool:
+    """Whether a call looks at the numbers in indices and offsets."""
+    if wanted is not None:
+        return wanted
+    return device.type == "cpu" or os.environ.get("INTERLACE_CHECK_INDICES", "0") not in ("", "0")

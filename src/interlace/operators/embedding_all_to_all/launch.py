@@ -1,0 +1,322 @@
+"""From a call to a kernel launch: which implementation, which configuration, which memory, which
+grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace import tuning
+from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.constants import on_device
+from interlace.comm.group import solo_group
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
+from interlace.comm.outputs import BUFFERS
+from interlace.errors import ArgumentError
+from interlace.operators.embedding_all_to_all import record, reference
+from interlace.operators.embedding_all_to_all.config import (
+    OPERATOR,
+    EmbeddingAllToAllConfig,
+    default_config,
+)
+from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.tables import alignment, entry
+from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.units import ceil_div, next_power_of_2
+
+MOST_TILE_BYTES = 1 << 16
+"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two
+programs of this.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The configuration that a call without one takes, and why."""
+
+    config: EmbeddingAllToAllConfig
+    reason: str
+
+
+@functools.cache
+def choose(
+    *,
+    tables: int,
+    width: int,
+    batch: int,
+    pooling_factor: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice:
+    """The fastest configuration by the tuned table of this GPU; on the CPU backend one of few
+    programs.
+
+    Args:
+        tables, width: of the rank that has most, and of the widest table.
+        pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a
+            kernel.
+    """
+    here = processors(device) if device.type == "cuda" else 1
+    config = default_config(width=width, itemsize=dtype.itemsize, processors=here)
+    if device.type == "cpu":
+        small = dataclasses.replace(
+            config,
+            max_programs=8,
+            block_bags=8,
+            push_programs=2,
+            push_rows=16,
+            update_programs=4,
+            block_runs=8,
+        )
+        return Choice(
+            small,
+            "the cpu backend exists to run the kernels; no time measured on it means anything",
+        )
+    sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
+    point = tuning.Point(
+        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    )
+    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if found is None:
+        return Choice(
+            config, "nothing was measured on this GPU near these sizes; the default configuration"
+        )
+    return Choice(EmbeddingAllToAllConfig.parse(found.config), found.reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call whose arguments ``api`` has validated, on one rank; see ``op`` for the fields.
+
+    Attributes:
+        dtype: of the output, and so of the gradients that travel.
+        alone: whether this rank computes without its peers, whatever the group.
+    """
+
+    weights: Sequence[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    scale: torch.Tensor | None
+    layout: Layout
+    rank: int
+    mode: str
+    dtype: torch.dtype
+    group_name: str
+    impl: str
+    config: str
+    alone: bool = False
+
+    @property
+    def group(self) -> Group:
+        if self.alone:
+            return solo_group(group_named(self.group_name, self.indices.device).device)
+        return group_named(self.group_name, self.indices.device)
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        return self.weights[0].dtype if self.weights else self.dtype
+
+    def agree(self, check: bool) -> int:
+        """The mark of this call; see ``Group.agree``."""
+        return self.group.agree(
+            OPERATOR,
+            the_global_batch=self.layout.batch,
+            widths=self.layout.widths,
+            dtype=str(self.dtype),
+            mode=self.mode,
+            impl=self.impl,
+            config=self.config,
+            check_indices=check,
+        )
+
+    def chosen(self) -> EmbeddingAllToAllConfig:
+        """The given configuration, or the tuned one."""
+        if self.config:
+            return EmbeddingAllToAllConfig.parse(self.config)
+        bags = max(1, len(self.weights) * self.layout.batch)
+        return choose(
+            tables=self.layout.most_tables,
+            width=max(max(widths, default=1) for widths in self.layout.widths),
+            batch=self.layout.batch,
+            pooling_factor=next_power_of_2(ceil_div(self.indices.shape[0], bags)),
+            dtype=self.table_dtype,
+            world_size=self.layout.world_size,
+            device=self.indices.device,
+        ).config
+
+
+def run(call: Call, check: bool) -> torch.Tensor:
+    """The forward pass: ``[samples of this rank, columns]``."""
+    group, layout = call.group, call.layout
+    group.check()
+    mark = call.agree(check)
+    if check:
+        refuse_bad_values(call)
+    shape = [layout.samples(call.rank), layout.columns]
+    if layout.batch == 0 or layout.columns == 0:
+        return call.indices.new_empty(shape, dtype=call.dtype)
+    if call.impl == "unfused":
+        samples = [layout.samples(rank) for rank in range(layout.world_size)]
+        pooled = reference.pool(
+            call.weights,
+            call.indices,
+            call.offsets,
+            call.scale,
+            call.mode,
+            layout.batch,
+            call.dtype,
+        )
+        process_group = process_group_named(call.group_name)
+        return reference.exchange(
+            pooled, samples, list(layout.rank_columns), call.rank, process_group
+        )
+    config = call.chosen()
+    if layout.world_size == 1:
+        y = call.indices.new_empty(shape, dtype=call.dtype)
+        launch = prepare(group, call, config, mark, y.data_ptr(), 0, 0)
+        with group.running():
+            launch()
+        return y
+    output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
+    y = output.tensor(shape, call.dtype, group.device)
+    launch = prepare(group, call, config, mark, output.address, output.buffer_bytes, output.index)
+    with group.running():
+        launch()
+    return y if output.lent else y.clone()
+
+
+def refuse_bad_values(call: Call) -> None:
+    """Look at indices and offsets, and tell every rank what is wrong on any; waits for the device.
+
+    Raises:
+        ArgumentError: on every rank.
+    """
+    wrong = check_values(call.weights, call.indices, call.offsets, call.layout.batch)
+    for rank, found in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
+        if found is not None:
+            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {found} Nothing was computed.")
+
+
+def prepare(
+    group: Group,
+    call: Call,
+    config: EmbeddingAllToAllConfig,
+    mark: int,
+    buffers: int,
+    buffer_bytes: int,
+    taken: int,
+) -> Launch:
+    """The forward launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy).
+
+    Collective when the workspace must grow.
+    """
+    require(group.backend)
+    from interlace.operators.embedding_all_to_all import kernel
+
+    layout, ranks = call.layout, call.layout.world_size
+    blocks = ceil_div(layout.chunk, config.block_bags)
+    tasks = len(call.weights) * blocks * max(1, ranks - 1)
+    programs = max(1, min(tasks, config.max_programs))
+    operator, slots, staging = OPERATOR, 0, None
+    if config.protocol == "sliced":
+        operator = f"{OPERATOR}.sliced"
+        slices = layout.most_tables * ceil_div(blocks, config.slice_blocks)
+        workspace = group.workspace(operator, 4096, record.HEADER + 2 * ranks * slices)
+        slots = (workspace.signal_count - record.HEADER) // (2 * ranks)
+        staging = call.indices.new_empty(
+            ranks * layout.chunk * layout.rank_columns[call.rank], dtype=call.dtype
+        )
+    else:
+        workspace = group.workspace(operator, 4096, record.HEADER)
+    rows, align = forward_records(call)
+    widths = widths_of(layout.widths[call.rank])
+    protocol, tiles = config.protocol, None
+    if protocol == "tiles":
+        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the
+        # same places.
+        fits = (
+            widths["WHOLE"]
+            and align * call.dtype.itemsize == 16
+            and bool(call.weights)
+            and ranks > 1
+        )
+        fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
+        protocol = "tiles" if fits and group.backend == "cuda" else "direct"
+    if protocol == "tiles":
+        sizes = [
+            (BUFFERS + 1, buffer_bytes // call.dtype.itemsize),
+            (layout.chunk, layout.columns),
+            (layout.columns, 1),
+        ]
+        tiles = describe_ranks(
+            group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]]
+        )
+    counts = on_device(group, [[len(widths) for widths in layout.widths]])
+    arguments = (
+        on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
+        None if call.scale is None else call.scale.contiguous(), tiles, buffers,
+        workspace.data.address, workspace.signals.address,
+        0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator),
+        counts, mark, buffer_bytes, taken, slots, layout.batch, layout.chunk, len(call.weights),
+        layout.columns // align, layout.rank_columns[call.rank] // align,
+    )  # fmt: skip
+    options = {
+        "WORLD_SIZE": ranks,
+        "PROTOCOL": protocol,
+        "ORDER": config.order,
+        "MEAN": call.mode == "mean",
+        "DTYPE": triton_dtype(call.table_dtype),
+        "OUT": triton_dtype(call.dtype),
+        **widths,
+        "BAGS": config.block_bags,
+        "UNROLL": config.unroll,
+        "ALIGN": align,
+        "SLICE_BLOCKS": config.slice_blocks,
+        "num_warps": config.num_warps,
+    }
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
+
+
+def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """This rank's table records, and how its vectors are aligned, in elements."""
+    places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
+    return _forward_records(
+        places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_records(
+    places: tuple[tuple[int, int], ...],
+    layout: Layout,
+    rank: int,
+    itemsize: int,
+    output_itemsize: int,
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    first, widths = layout.first_column(rank), layout.widths[rank]
+    rows = tuple(
+        entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
+        for (address, stride), width, column in zip(
+            places, widths, layout.table_columns(rank), strict=True
+        )
+    )
+    starts = [address // itemsize for address, _ in places]
+    numbers = [layout.columns, first, *widths, *(stride for _, stride in places), *starts]
+    return rows or (entry(width=1, column=0, own_column=0),), alignment(
+        numbers, min(itemsize, output_itemsize)
+    )
+
+
+def widths_of(widths: Sequence[int]) -> dict[str, Any]:
+    """``WIDTH`` and ``WHOLE``: lanes of a vector, and whether every table fills them."""
+    width = next_power_of_2(max(widths, default=1))
+    return {"WIDTH": width, "WHOLE": all(each == width for each in widths)}

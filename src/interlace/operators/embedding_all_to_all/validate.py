@@ -1,0 +1,232 @@
+"""Rules for the arguments of ``embedding_all_to_all``, checked on every rank before anything is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.errors import ArgumentError
+from interlace.operators.embedding_all_to_all.config import (
+    MAX_WIDTH,
+    OPERATOR,
+    EmbeddingAllToAllConfig,
+)
+from interlace.operators.embedding_all_to_all.record import MAX_TABLES
+from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def validate(
+    weights: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    per_sample_weights: torch.Tensor | None,
+    mode: str,
+    output_dtype: torch.dtype | None,
+    gradient: object,
+    impl: str,
+    config: object,
+) -> None:
+    """Refuse what no rank could compute; see ``api`` for the rules."""
+    if isinstance(weights, torch.Tensor):
+        raise ArgumentError(
+            f"{OPERATOR}: weights must be a list of tables; got one tensor. Write [weights]."
+        )
+    if len(weights) > MAX_TABLES:
+        raise ArgumentError(
+            f"{OPERATOR}: a rank must have at most {MAX_TABLES} tables; got {len(weights)}."
+        )
+    for table, weight in enumerate(weights):
+        _validate_table(table, weight, weights[0].dtype, indices.device)
+    for name, numbers in (("indices", indices), ("offsets", offsets)):
+        if numbers.dim() != 1:
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must have one dimension; got shape {list(numbers.shape)}."
+            )
+        if numbers.dtype not in INTEGERS:
+            raise ArgumentError(f"{OPERATOR}: {name} must be int32 or int64; got {numbers.dtype}.")
+        if numbers.device != indices.device:
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be on the device of indices, {indices.device}; got "
+                f"{numbers.device}."
+            )
+    if mode not in ("sum", "mean"):
+        raise ArgumentError(f"{OPERATOR}: mode must be sum or mean; got {mode!r}.")
+    if per_sample_weights is not None:
+        _validate_scale(per_sample_weights, indices, mode)
+    if output_dtype is not None and output_dtype not in FLOATS:
+        raise ArgumentError(
+            f"{OPERATOR}: output_dtype must be float16, bfloat16 or float32; got {output_dtype}."
+        )
+    _validate_gradient(weights, gradient)
+    if impl not in ("auto", "fused", "unfused"):
+        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
+    if config is not None and not isinstance(config, EmbeddingAllToAllConfig):
+        raise ArgumentError(
+            f"{OPERATOR}: config must be an EmbeddingAllToAllConfig; got {type(config).__name__}."
+        )
+
+
+def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
+    """Samples of all ranks: what the offsets say, or, on a rank without tables, the caller."""
+    count = offsets.shape[0]
+    if not tables:
+        if batch_size is None:
+            raise ArgumentError(
+                f"{OPERATOR}: a rank without tables must be told the global batch; got "
+                "batch_size=None."
+            )
+        if batch_size < 0:
+            raise ArgumentError(f"{OPERATOR}: batch_size must not be negative; got {batch_size}.")
+        return batch_size
+    if count < 1 or (count - 1) % tables:
+        raise ArgumentError(
+            f"{OPERATOR}: offsets must be [T * B + 1] for T = {tables} tables; got {count}. "
+            f"They are table-major over the global batch: table 0's bags of all samples first."
+        )
+    batch = (count - 1) // tables
+    if batch_size is not None and batch_size != batch:
+        raise ArgumentError(
+            f"{OPERATOR}: batch_size must be what offsets say, {batch}; got {batch_size}."
+        )
+    return batch
+
+
+def check_values(
+    weights: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int
+) -> str | None:
+    """What is wrong with the numbers in ``indices`` and ``offsets``, if anything is. Waits for the
+    device.
+    """
+    lookups = indices.shape[0]
+    if not weights:
+        return (
+            f"indices must be empty on a rank without tables; got {lookups}." if lookups else None
+        )
+    ends = offsets[[0, -1]].tolist()
+    if ends[0] != 0 or ends[1] != lookups:
+        return f"offsets must go from 0 to the number of indices, {lookups}; got {ends[0]} to {ends[1]}."
+    falls = (offsets.diff() < 0).nonzero()
+    if falls.numel():
+        place = int(falls[0])
+        values = offsets[place : place + 2].tolist()
+        return f"offsets must not decrease; got {values[0]} and then {values[1]} at position {place + 1}."
+    bounds = offsets[:: max(batch, 1)].tolist()
+    for table, weight in enumerate(weights):
+        part = indices[bounds[table] : bounds[table + 1]] if batch else indices[:0]
+        outside = ((part < 0) | (part >= weight.shape[0])).nonzero()
+        if outside.numel():
+            place = bounds[table] + int(outside[0])
+            return (
+                f"indices of table {table} must be at least 0 and below {weight.shape[0]}, its "
+                "rows; "
+                f"got {int(indices[place])} at position {place}."
+            )
+    return None
+
+
+def _validate_table(
+    table: int, weight: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    name = f"{OPERATOR}: weights[{table}]"
+    if weight.dim() != 2:
+        raise ArgumentError(f"{name} must be [rows, width]; got shape {list(weight.shape)}.")
+    if weight.dtype not in FLOATS:
+        raise ArgumentError(f"{name} must be float16, bfloat16 or float32; got {weight.dtype}.")
+    if weight.dtype != dtype:
+        raise ArgumentError(
+            f"{name} must have the dtype of weights[0], {dtype}; got {weight.dtype}."
+        )
+    if weight.device != device:
+        raise ArgumentError(
+            f"{name} must be on the device of indices, {device}; got {weight.device}."
+        )
+    if not 1 <= weight.shape[1] <= MAX_WIDTH:
+        raise ArgumentError(
+            f"{name} must be between 1 and {MAX_WIDTH} wide; got {weight.shape[1]}. Cut a wider "
+            "table by columns into several."
+        )
+    if weight.shape[0] > 1 and weight.stride(1) != 1 and weight.shape[1] > 1:
+        raise ArgumentError(
+            f"{name} must have contiguous rows; got strides {list(weight.stride())}. Call "
+            ".contiguous() once."
+        )
+
+
+def _validate_scale(scale: torch.Tensor, indices: torch.Tensor, mode: str) -> None:
+    name = f"{OPERATOR}: per_sample_weights"
+    if mode != "sum":
+        raise ArgumentError(f"{name} must go with mode='sum'; got mode={mode!r}.")
+    if scale.shape != indices.shape:
+        raise ArgumentError(
+            f"{name} must be {list(indices.shape)}, one for each index; got shape "
+            f"{list(scale.shape)}."
+        )
+    if scale.dtype not in FLOATS:
+        raise ArgumentError(f"{name} must be float16, bfloat16 or float32; got {scale.dtype}.")
+    if scale.device != indices.device:
+        raise ArgumentError(
+            f"{name} must be on the device of indices, {indices.device}; got {scale.device}."
+        )
+    if scale.requires_grad:
+        raise ArgumentError(
+            f"{name} must not require a gradient, which is not implemented; got one that does. "
+            "Detach it."
+        )
+
+
+def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> None:
+    if isinstance(gradient, (SGD, RowWiseAdagrad)):
+        places = [
+            weight.data_ptr()
+            for weight in weights
+            if weight.numel() and weight.device.type != "meta"
+        ]
+        if not torch.compiler.is_compiling() and len(set(places)) != len(places):
+            raise ArgumentError(
+                f"{OPERATOR}: a fused update must have each table once; got the same memory twice "
+                "in weights."
+            )
+        for table, weight in enumerate(weights):
+            if not weight.is_leaf:
+                raise ArgumentError(
+                    f"{OPERATOR}: a fused update must have tables that are leaves of the graph; "
+                    f"weights[{table}] was computed. "
+                    f"Pass the parameter itself."
+                )
+        if isinstance(gradient, RowWiseAdagrad):
+            _validate_states(weights, gradient.states)
+    elif gradient not in ("dense", "sparse"):
+        raise ArgumentError(
+            f"{OPERATOR}: gradient must be 'dense', 'sparse', interlace.optim.SGD or "
+            "interlace.optim.RowWiseAdagrad; "
+            f"got {gradient!r}."
+        )
+
+
+def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+    if len(states) != len(weights):
+        raise ArgumentError(
+            f"{OPERATOR}: RowWiseAdagrad's states must be one for each of {len(weights)} tables; "
+            f"got {len(states)}."
+        )
+    for table, (weight, state) in enumerate(zip(weights, states, strict=True)):
+        name = f"{OPERATOR}: RowWiseAdagrad's states[{table}]"
+        if (
+            list(state.shape) != [weight.shape[0]]
+            or state.dtype != torch.float32
+            or not state.is_contiguous()
+        ):
+            raise ArgumentError(
+                f"{name} must be contiguous float32 [{weight.shape[0]}]; got {state.dtype} "
+                f"{list(state.shape)}."
+            )
+        if state.device != weight.device:
+            raise ArgumentError(
+                f"{name} must be on the device of its table, {weight.device}; got {state.device}."
+            )

@@ -1,0 +1,102 @@
+"""``interlace.gemm_all_reduce``, as users call it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name
+from interlace.gemm.choice import IMPLS
+from interlace.gemm.operands import output_dtype, validate
+from interlace.operators.gemm_all_reduce.config import OPERATOR, GemmAllReduceConfig
+
+
+def gemm_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemmAllReduceConfig | None = None,
+) -> torch.Tensor:
+    """Matrix product and the all-reduce of its result, in one kernel.
+
+    ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a Transformer
+    for many tokens (training, prefill), its weight sharded along K. While some programs still
+    multiply, others' tiles are on their way to be added. For up to some hundred tokens, see
+    :func:`interlace.gemv_all_reduce`.
+
+    Dimensions: M rows (tokens), K inner, N columns, R ranks.
+
+    Products are summed in float32; what travels is rounded to ``out_dtype``; parts are added in
+    float32, in rank order: the result is the same, bit by bit, on every rank. Runs on the current
+    stream, without synchronising the host; calls of one group on several streams are put in order.
+
+    Args:
+        x: ``[M, K/R]``: float16, bfloat16, float32 or float8_e4m3fn. Other than contiguous rows are
+            copied.
+        w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
+            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
+            costs the fused kernel a copy in each call.
+        bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
+        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
+            default: x's, and bfloat16 for float8.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
+            split evenly, no bias), ``"chunked"`` (``torch.mm`` for each rank's rows, and copy engines
+            that take them; rows split evenly), ``"triggered"`` (a kernel that counts its tiles, and
+            copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then ``all_reduce``), or
+            ``"auto"``: which of these was measured to be the fastest; :func:`interlace.explain`
+            says which and why. An explicit choice is never replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``, the same on every rank.
+
+        Its gradient must be the same on every rank too, as it is when each rank goes on with the
+        same computation: x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad``
+        over rows, all without communication.
+
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it,
+        keep it until this one has waited for that; ``record_stream`` does nothing here, as the
+        memory is not torch's.
+
+    Raises:
+        ArgumentError: shapes, strides, dtypes, devices do not fit; or float8 operands require
+            gradients.
+        RankMismatchError: ranks differ in shapes, dtypes, bias, impl or config; raised on every
+            rank.
+        GroupError: the group is too large or spans machines.
+        BackendError: float8 on a GPU without it (compute capability below 8.9).
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> y = interlace.gemm_all_reduce(x_shard_k, w_shard_k)  # [4096, 8192/R], [4096, 8192/R] -> [4096, 4096]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
+    """
+    validate(
+        OPERATOR, x, w, bias, x_scale, w_scale, out_dtype, impl, config, GemmAllReduceConfig, IMPLS
+    )
+    y: torch.Tensor = torch.ops.interlace.gemm_all_reduce(
+        x,
+        w,
+        bias,
+        x_scale,
+        w_scale,
+        output_dtype(x, out_dtype),
+        default_name(group),
+        impl,
+        "" if config is None else str(config),
+    )
+    return y

@@ -1,0 +1,132 @@
+"""The kernel of ``gemm_all_to_all``; README.md explains the protocol."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.tiles import add_bias, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
+
+_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+_DONE = tl.constexpr(layout.DONE)
+_COUNTER = tl.constexpr(layout.COUNTER)
+_GRANTS = tl.constexpr(layout.GRANTS)
+_FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
+_ROWS = tl.constexpr(layout.ROWS)
+_PLACE = tl.constexpr(layout.PLACE)
+_ROUTE = tl.constexpr(layout.ROUTE)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows",
+        "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
+        "row_groups", "spread_ns",
+    ]
+)
+def gemm_all_to_all(
+    x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
+    taken, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
+    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
+    BATCH: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr,
+    INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply, tile by tile, each tile straight into its place in its owner's output.
+
+    Protocol: every rank takes a free buffer for its output; program 0 *grants* it to every source:
+    puts the buffer's number into ``GRANTS[me]`` there and signals. So a rank that is not in this
+    call yet receives nothing. Once all grants are here, programs go round over tiles,
+    ``INTERLEAVE`` for one destination and then for the next, from the neighbour on, this rank being
+    the last: links are busy from beginning to end, and nobody's are crowded. A tile's copy runs
+    while the next tile is computed. The last program to have sent all its tiles signals every
+    destination. The program of the highest index waits, last of all, until all sources are done. A
+    granted buffer is written by nobody after that. All signals have two sets.
+
+    No program waits for one that waits, other than for program 0's grants, which come first of all.
+
+    Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the
+    other; routes are of the first product's rows, and what a destination gets of the others'
+    follows.
+
+    Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
+    rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes
+    b0 to row 1 of rank 0's, then b1 to row 1 of its own. Outputs: [a0, b0] and [a1, b1].
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    grants, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
+    row_stride = row_groups * ALIGN
+    own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
+    number = taken + tl.zeros_like(peers)
+    granted = program >= 0
+    if WORLD_SIZE > 1:
+        if program == 0:
+            il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
+            il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, others)
+        if spread_ns > 0:
+            start_in_turn(spread_ns)
+        granted = il.wait(grants + peers, stamp, peers, 0, group, others)
+        number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
+    each = (BATCH * tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
+    for task in tl.range(program, tl.where(granted, each * WORLD_SIZE, 0), programs):
+        dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
+        tile = task // (INTERLEAVE * WORLD_SIZE) * INTERLEAVE + task % INTERLEAVE
+        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
+        place = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
+        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
+        which = tile_m // tiles_m
+        if BATCH > 1:
+            first += which * product_rows
+            place += which * rows
+            # There are no rows beyond the last product's
+            tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if (row < rows) & (column < N):
+            if BATCH > 1:
+                total = multiply_tile_of(
+                    which, x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
+                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            else:
+                total = multiply_tile(
+                    x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
+                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            if x_scale is not None:
+                total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
+            if bias is not None:
+                total = add_bias(total, bias, column, N)
+            value = total.to(OUT)
+            buffer = tl.sum(tl.where(peers == dest, number, 0))
+            # A whole tile at the end of what this source sends would cover the next source's rows.
+            if DESCRIPTORS and EVEN:
+                il.put_tile(tiles, [dest, buffer, place + row, column], tl.reshape(value, [1, 1, BLOCK_M, BLOCK_N]))
+            else:
+                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+                target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)
+                cells = target + (place + m).to(tl.int64)[:, None] * row_stride + n[None, :]
+                il.put(cells, value, dest, group, (m < rows)[:, None] & (n < N)[None, :])
+    if WORLD_SIZE > 1:
+        if DESCRIPTORS and EVEN:
+            il.complete_tiles()
+        if granted:
+            if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+                il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+        if program == programs - 1:
+            arrived = granted
+            complete = il.wait(done + peers, stamp, peers, 0, group, others)
+            arrived = arrived & complete
+            if not arrived:
+                il.fill_nan(il.pointer(own_address, OUT), own_rows.to(tl.int64) * row_stride)
+    il.advance_epoch(epochs, epoch)

@@ -1,0 +1,169 @@
+"""The kernel of ``gemm_reduce_scatter``; README.md explains the protocol."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.tiles import add_bias, multiply_tile, start_in_turn, tile_place
+from interlace.gemm.kernels.reduction import add_parts, send_and_sum
+
+_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+_DONE = tl.constexpr(layout.DONE)
+_COUNTER = tl.constexpr(layout.COUNTER)
+_HEADER = tl.constexpr(layout.HEADER)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slot_address", "half_bytes", "y_address", "signals", "call", "per_source", "most_rows",
+        "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride", "row_groups",
+        "spread_ns",
+    ]
+)
+def gemm_reduce_scatter(
+    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals,
+    epochs, ctx, routes, call, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride,
+    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
+
+    Protocol: a tile of rank d's rows goes into the slot ``[half][me]`` on d, then its signal
+    ``[me][tile]`` is set there. d adds the slots' tiles to its own when these signals are all
+    there; see :func:`send_and_sum`. The last program to have sent everything sets DONE at every
+    peer, and the program of the highest index waits for all peers' DONE: so a rank is never two
+    calls ahead of another one, and the epoch's parity chooses a half that nobody reads any more. It
+    may be one call ahead (a rank without rows waits for nothing else), so DONE has two sets. A
+    tile's signal has one: it is set again only after DONE of its reader, which has seen it then.
+
+    Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0
+    puts a1 into rank 1's slot and adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to
+    b1. Outputs: [a0 + b0] and [a1 + b1].
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    flags = il.pointer(signals, tl.int32)
+    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    if spread_ns > 0:
+        start_in_turn(spread_ns)
+    send_and_sum(
+        x, w, bias, x_scale, w_scale, slots, slot_address, results, y_address, peers * 0, 0, routes,
+        flags + _HEADER, per_source, stamp, group, epoch & 1, half_bytes, most_rows, N, K, x_stride,
+        w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN, WORLD_SIZE, OUT, False,
+        DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if WORLD_SIZE > 1:
+        if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+        if program == programs - 1:
+            il.wait(done + peers, stamp, peers, 0, group, others)
+        il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
+    il.advance_epoch(epochs, epoch)
+
+
+# Around the products of a call in parts
+
+
+@triton.jit(do_not_specialize=["signals", "call"])
+def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
+    """Wait until parts may be sent: every peer has read those of the last call. One program.
+
+    Protocol: a peer's signal ``[DONE]`` here, of the set of the last call, is then the last call's
+    epoch. ``notes``, for what follows: this call's epoch, and its stamp, which copies set as the
+    parts' signals; or what nobody waits for, if a peer is missing.
+
+    Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its
+    stamp.
+    """
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    me = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    others = (peers < WORLD_SIZE) & (peers != me)
+    last = il.previous_epoch(epoch)
+    done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, last, _MAX_RANKS)
+    free = il.wait(done + peers, last, peers, 0, group, others)
+    tl.store(notes, epoch)
+    tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slot_address", "y_address", "signals", "call", "most_rows", "rows", "piece_rows", "N", "K",
+        "x_stride", "w_stride", "row_groups",
+    ]
+)
+def multiply_and_sum(
+    x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows,
+    piece_rows, N, K, x_stride, w_stride, row_groups, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have
+    come.
+
+    Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and
+    this call's stamp into the signal ``[source][piece]`` behind each. A tile is added up when all
+    peers' pieces of its rows are here. The last program to have read everything sets DONE at every
+    peer. Of a sum of products (``OWN_PART``) the others' own rows are in this rank's slot.
+
+    Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other
+    rank's first piece only.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    group = il.join(ctx)
+    me = il.rank(group)
+    flags = il.pointer(signals, tl.int32)
+    epoch = tl.load(notes)
+    stamp = il.mark(epoch, call)
+    row_stride = row_groups * ALIGN
+    parts = il.pointer(slot_address, OUT)
+    lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
+    sources, pieces = lanes // PIECES, lanes % PIECES
+    others = (sources < WORLD_SIZE) & (sources != me)
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    here, arrived = 0, 1  # pieces of every peer
+    for tile in tl.range(program, tiles_m * tiles_n, programs):
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        total = multiply_tile(
+            x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
+        if needed > here:
+            came = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, others & (pieces < needed))
+            arrived = arrived * came.to(tl.int32)
+            here = needed
+            if TILES:
+                il.accept_tiles()
+        total = add_parts(
+            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride,
+            row_stride, group, WORLD_SIZE, TILES, OWN_PART,
+        )  # fmt: skip
+        total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
+        if bias is not None:
+            total = add_bias(total, bias, column, N)
+        if TILES:
+            results.store([0, 0, 0, row, column], tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N]))
+        else:
+            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+            cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
+            tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=(m < rows)[:, None] & (n < N)[None, :])
+    if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+        peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+        mask = (peers < WORLD_SIZE) & (peers != me)
+        done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+        il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, mask)
+    il.clear_old(flags + _HEADER, WORLD_SIZE * PIECES, epoch, group)

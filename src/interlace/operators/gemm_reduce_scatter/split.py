@@ -1,0 +1,250 @@
+"""``impl="chunked"``: cuBLAS for the peers' rows, copy engines that take them there, a product that
+adds what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.comm import Group, copies
+from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.group import Workspace
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_ranks
+from interlace.comm.replays import places
+from interlace.gemm.kernels import layout
+from interlace.gemm.launch import (
+    describe_own,
+    has_descriptors,
+    operand_arguments,
+    options,
+    padded_columns,
+    programs,
+    tile_ns,
+)
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.outputs import multiply_into
+from interlace.operators.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
+from interlace.units import ceil_div, round_up
+
+_PIECES = 2  # of the rows for one rank, at most
+_LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
+
+
+def run(
+    products: Sequence[Operands], splits: Sequence[int], group: Group,
+    config: GemmReduceScatterConfig, mark: int
+) -> torch.Tensor:  # fmt: skip
+    """``[splits[rank], N]`` of x's dtype, of a product or the sum of several. Collective when the
+    workspace must grow.
+
+    Args:
+        products: of the same rows, columns and dtypes; only the first one may have a bias.
+    """
+    products = [product.with_contiguous_rows() for product in products]
+    operands, *others = products
+    rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
+    rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
+    y = operands.x.new_empty([splits[rank], stride])
+    weights = [product.w.T for product in products]
+    if ranks == 1:
+        _multiply(y[:, :columns], [product.x for product in products], weights, operands.bias)
+        return y[:, :columns].contiguous()
+    require(group.backend)
+    from interlace.operators.gemm_reduce_scatter import kernel
+
+    row_bytes = stride * dtype.itemsize
+    piece_rows = _piece_rows(rows, row_bytes, operands.inner, config)
+    # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves
+    # of the workspace.
+    workspace = group.workspace(
+        f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), layout.HEADER + ranks * _PIECES
+    )
+    context, signals, address = (
+        group.context(OPERATOR),
+        workspace.signals.address,
+        workspace.data.address,
+    )
+    key = (f"{OPERATOR}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
+    pieces = group.once(
+        key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals)
+    )
+    sent = operands.x.new_empty([sum(pieces.sent), stride])
+    notes = workspace.notes
+    own = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
+
+    def enqueue() -> None:
+        # Of views each one costs the host as much as a copy that it enqueues.
+        inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
+        parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
+        with copies.beside(group):  # only copies have to wait for it
+            admission = signals, workspace.epochs, context, notes, mark
+            Launch(kernel.admit_parts, (1,), admission, {"WORLD_SIZE": ranks, "num_warps": 1})()
+            admitted = copies.so_far(group)
+        for piece in pieces.order:
+            _multiply(parts[piece.part], inputs[piece.input], weights)
+            part_there = copies.Transfer(
+                piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to
+            )
+            copies.push(
+                group,
+                [part_there, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
+            )
+        if others and len(y):  # in the place of a peer's part, which is added like it
+            here = address + rank * group.stride + rank * rows * row_bytes
+            part = view_as(
+                bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype
+            )
+            _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
+        last = _multiply_and_sum(
+            group, workspace, own, y, rows, piece_rows, config, mark, own_part=bool(others)
+        )
+        copies.wait_for(group, admitted)
+        last()
+        copies.join(group)
+
+    with group.running():
+        operands_there = own.place(), *(product.place() for product in products)
+        group.replays.run((*key, config, mark, places(y, sent), operands_there), enqueue)
+    return y if stride == columns else y[:, :columns].contiguous()
+
+
+def _multiply_and_sum(
+    group: Group,
+    workspace: Workspace,
+    own: Operands,
+    y: torch.Tensor,
+    rows: int,
+    piece_rows: int,
+    config: GemmReduceScatterConfig,
+    mark: int,
+    *,
+    own_part: bool,
+) -> Launch:
+    """The launch that multiplies this rank's own rows and adds what came, into ``y [its rows,
+    padded columns]``.
+
+    Args:
+        rows: between two sources' slots.
+        own_part: this rank's slot holds a part of the sum, too.
+    """
+    from interlace.operators.gemm_reduce_scatter import kernel
+
+    dtype, stride, tiles = y.dtype, y.shape[1], has_descriptors(group)
+    x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
+    slots = results = None
+    if tiles:
+        whole = 2 * workspace.half_bytes // dtype.itemsize
+        sizes = [(1, whole), (group.world_size, rows * stride), (rows, stride), (own.columns, 1)]
+        slots = describe_ranks(
+            group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
+        )
+        results = describe_own(y, own.columns, [config.block_m, config.block_n])
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    arguments = (
+        x, w, bias, slots, results, workspace.data.address, y.data_ptr(), workspace.signals.address,
+        group.context(OPERATOR), workspace.notes, mark, rows, len(y), piece_rows, own.columns,
+        own.inner, x_stride, w_stride, stride // align,
+    )  # fmt: skip
+    constants = options(own, config, group, tiles)
+    constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
+    return Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)
+
+
+def _multiply(
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> None:
+    """The sum of products into ``out``."""
+    multiply_into(out, inputs[0], weights[0], bias)
+    for x, w in zip(inputs[1:], weights[1:], strict=True):
+        out.addmm_(x, w)
+
+
+class _Piece(NamedTuple):
+    """Rows for a peer: which of the inputs' and the products' pieces, where they lie among the
+    products, where they go.
+    """
+
+    input: int
+    part: int
+    offset: int
+    nbytes: int
+    slot: int
+    signal: int
+    to: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """How rows are cut, which is the same in every call.
+
+    Attributes:
+        rows: of each piece of x, in order; this rank's own rows are one.
+        own: which one that is.
+        own_rows: and where.
+        sent: of each piece of what is sent.
+        order: the pieces in the order of their products: first ones of all peers, from the
+            neighbour on, then second ones.
+    """
+
+    rows: list[int]
+    own: int
+    own_rows: slice
+    sent: list[int]
+    order: list[_Piece]
+
+    @staticmethod
+    def of(
+        group: Group,
+        splits: Sequence[int],
+        piece_rows: int,
+        row_bytes: int,
+        slots: int,
+        signals: int,
+    ) -> _Pieces:
+        """For slots and signals at these addresses (rank 0's copies)."""
+        rank, ranks, most = group.rank, group.world_size, max(splits)
+        rows: list[int] = []
+        sent: list[int] = []
+        own, found = 0, {}
+        for to, count in enumerate(splits):
+            if to == rank:
+                own = len(rows)
+                rows.append(count)
+                continue
+            for index, first in enumerate(range(0, count, piece_rows)):
+                there, size = to * group.stride, min(piece_rows, count - first)
+                slot = slots + there + (rank * most + first) * row_bytes
+                signal = signals + there + 4 * (layout.HEADER + rank * _PIECES + index)
+                offset, nbytes = sum(sent) * row_bytes, size * row_bytes
+                found[index, (to - rank) % ranks] = _Piece(
+                    len(rows), len(sent), offset, nbytes, slot, signal, to
+                )
+                rows.append(size)
+                sent.append(size)
+        start = sum(rows[:own])
+        return _Pieces(
+            rows,
+            own,
+            slice(start, start + splits[rank]),
+            sent,
+            [piece for _, piece in sorted(found.items())],
+        )
+
+
+def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:
+    """Rows that are multiplied and copied at a time.
+
+    The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make
+    it shorter; else they would only make cuBLAS's products smaller.
+    """
+    if rows * row_bytes < tile_ns(config.block_m, config.block_n, inner) * _LINK_BYTES_PER_NS:
+        return rows
+    return min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))

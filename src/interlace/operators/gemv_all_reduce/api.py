@@ -1,0 +1,70 @@
+"""``interlace.gemv_all_reduce``, as users call it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name
+from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.validate import validate
+
+
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemvAllReduceConfig | None = None,
+) -> torch.Tensor:
+    """Matrix-vector product and the all-reduce of its result, in one kernel.
+
+    ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a
+    Transformer's decoding step, its weight sharded along K. While some programs still multiply,
+    others' partial sums are on their way to the peers.
+
+    Partial sums are float32 and are added in rank order, so the result is the same, bit by bit, on
+    every rank and in every run. Runs on the current stream, without synchronising the host; calls
+    of one group on several streams are put in order.
+
+    Args:
+        x: ``[K/R]`` or ``[B, K/R]``: float16, bfloat16 or float32; B is meant to be 1 to 256
+            tokens.
+        w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
+        bias: ``[N]``, the same on every rank; added once, after the sum.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: which
+            of the two was measured to be faster; :func:`interlace.explain` says which and why. An
+            explicit choice is never replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[N]`` or ``[B, N]``, of x's dtype, the same on every rank.
+
+        Its gradient must be the same on every rank too, as it is when each rank goes on with the
+        same computation: x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad``
+        over tokens, all without communication.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit.
+        RankMismatchError: ranks differ in shapes, dtype, bias, impl or config; raised on every
+            rank.
+        GroupError: the group is too large or spans machines.
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)  # [1, 8192/R], [4096, 8192/R] -> [1, 4096]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
+    """
+    validate(x, w, bias, impl, config)
+    text = "" if config is None else str(config)
+    y: torch.Tensor = torch.ops.interlace.gemv_all_reduce(
+        x, w, bias, default_name(group), impl, text
+    )
+    return y

@@ -1,0 +1,228 @@
+"""From a call to a kernel launch: which implementation, which configuration, which memory, which
+grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from interlace import tuning
+from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
+from interlace.comm.replays import places
+from interlace.errors import ArgumentError, GroupError
+from interlace.operators.gemv_all_reduce import reference
+from interlace.operators.gemv_all_reduce.config import (
+    OPERATOR,
+    GemvAllReduceConfig,
+    block_tokens,
+    default_config,
+)
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+MAX_RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than
+    a default.
+    """
+
+    impl: str
+    config: GemvAllReduceConfig
+    reason: str
+    measured: bool = False
+
+
+@functools.cache
+def choose(
+    *,
+    tokens: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice:
+    """The fastest implementation by the tuned table of this GPU; on the CPU backend always the
+    kernel.
+    """
+    config = default_config(
+        tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize
+    )
+    if device.type == "cpu":
+        small = dataclasses.replace(
+            config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8
+        )
+        return Choice(
+            "fused",
+            small,
+            "the cpu backend exists to run the kernels; no time measured on it means anything",
+        )
+    point = tuning.Point(
+        world_size=world_size,
+        dtype=str(dtype).removeprefix("torch."),
+        sizes={"tokens": tokens, "rows": rows, "columns": columns},
+    )
+    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if found is None:
+        return Choice(
+            "fused",
+            config,
+            "nothing was measured on this GPU near these sizes; the default configuration",
+        )
+    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason, measured=True)
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> torch.Tensor:
+    """Run one call whose shapes and devices ``api`` has validated.
+
+    Raises:
+        ArgumentError: The operands have different dtypes.
+    """
+    group = group_named(group_name, x.device)
+    key = (
+        OPERATOR,
+        x.shape,
+        w.shape,
+        x.dtype,
+        w.dtype,
+        None if bias is None else bias.dtype,
+        impl,
+        config,
+    )
+    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
+    if how == "unfused":
+        group.check()
+        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+    y = x.new_empty([*x.shape[:-1], w.shape[0]])
+    matrix = x if x.dim() == 2 else x[None]
+    if matrix.stride(-1) != 1:
+        matrix = matrix.contiguous()
+    if y.numel():
+        with group.running():
+            call = (OPERATOR, chosen, mark, places(matrix, w, bias, y))
+            group.replays.run(
+                call,
+                lambda: prepare(group, matrix, w, bias, y, chosen, mark)(),
+                with_libraries=False,
+            )
+    return y
+
+
+def _decide(
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    impl: str,
+    config: str,
+) -> tuple[str, GemvAllReduceConfig, int]:
+    """How calls alike run, with which configuration, and their mark."""
+    dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
+    if len(set(dtypes)) > 1:
+        raise ArgumentError(
+            f"{OPERATOR}: x, w and bias must have the same dtype; got {dtypes}. Convert them."
+        )
+    if group.world_size > MAX_RANKS:
+        raise GroupError(
+            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
+        )
+    mark = group.agree(
+        OPERATOR,
+        the_shape_of_x=tuple(x.shape),
+        the_shape_of_w=tuple(w.shape),
+        dtype=str(x.dtype),
+        bias=bias is not None,
+        impl=impl,
+        config=config,
+    )
+    (rows, columns), tokens = w.shape, x.shape[0] if x.dim() == 2 else 1
+    choice = choose(
+        tokens=tokens,
+        rows=rows,
+        columns=columns,
+        dtype=x.dtype,
+        world_size=group.world_size,
+        device=x.device,
+    )
+    return (
+        choice.impl if impl == "auto" else impl,
+        GemvAllReduceConfig.parse(config) if config else choice.config,
+        mark,
+    )
+
+
+def prepare(
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: GemvAllReduceConfig,
+    mark: int = 0,
+) -> Launch:
+    """The launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``. Collective
+    when the workspace must grow.
+
+    Args:
+        mark: what the ranks' agreement returned.
+    """
+    require(group.backend)
+    from interlace.operators.gemv_all_reduce import kernel
+
+    tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
+    block_b = block_tokens(tokens)
+    row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
+    tiles = row_tiles * token_tiles
+    programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
+    options = {
+        "WORLD_SIZE": ranks,
+        "ONE_TILE": programs == tiles,
+        "EVEN": rows % config.block_n == 0 and tokens % block_b == 0,
+        "EVEN_K": columns > 0 and columns % config.block_k == 0,
+        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+        # bfloat16.
+        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
+        "BLOCK_N": config.block_n,
+        "BLOCK_B": block_b,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    values = options["VALUES"] = 2 if x.element_size() == 2 and block_b > 1 else 1
+    operator = f"{OPERATOR}.{config.protocol}"
+    padded = tiles * config.block_n * block_b // values
+    if config.protocol == "one_shot":
+        launched, slot, results = kernel.gemv_all_reduce_one_shot, round_up(padded, 16), 0
+    else:
+        owned = ceil_div(config.block_n, ranks)
+        launched, slot, results = (
+            kernel.gemv_all_reduce_two_phase,
+            round_up(tiles * owned * block_b // values, 16),
+            padded,
+        )
+        options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
+    # 16 words in front say which call this is.
+    workspace = group.workspace(operator, 8 * (16 + ranks * slot + results))
+    arguments = (
+        x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
+        mark, workspace.half_bytes // 8, slot, rows, tokens, columns, tiles, x.stride(0),
+        w.stride(0),
+    )  # fmt: skip
+    return Launch(launched, (programs,), arguments, options)

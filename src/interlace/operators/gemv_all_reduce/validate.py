@@ -1,0 +1,52 @@
+"""Rules for the arguments of ``gemv_all_reduce``, checked on every rank before anything is sent."""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.errors import ArgumentError
+from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
+
+
+def validate(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: object
+) -> None:
+    """Refuse what no rank could compute; see ``api`` for the rules."""
+    if x.dim() not in (1, 2):
+        raise ArgumentError(f"{OPERATOR}: x must be [K] or [B, K]; got shape {list(x.shape)}.")
+    if w.dim() != 2:
+        raise ArgumentError(f"{OPERATOR}: w must be [N, K]; got shape {list(w.shape)}.")
+    if x.shape[-1] != w.shape[1]:
+        raise ArgumentError(
+            f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got "
+            f"{x.shape[-1]} and {w.shape[1]}."
+        )
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
+    if w.dtype != x.dtype:
+        raise ArgumentError(f"{OPERATOR}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
+    if w.device != x.device:
+        raise ArgumentError(
+            f"{OPERATOR}: w must be on the device of x, {x.device}; got {w.device}."
+        )
+    if w.shape[1] > 1 and w.shape[0] > 0 and w.stride(1) != 1:
+        raise ArgumentError(
+            f"{OPERATOR}: rows of w must be contiguous; got strides {list(w.stride())}. "
+            f"Keep w as nn.Linear does, [N, K], or call .contiguous() once."
+        )
+    if bias is not None:
+        if list(bias.shape) != [w.shape[0]]:
+            raise ArgumentError(
+                f"{OPERATOR}: bias must be [N] with N = {w.shape[0]}; got shape {list(bias.shape)}."
+            )
+        if bias.dtype != x.dtype or bias.device != x.device:
+            raise ArgumentError(
+                f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on "
+                f"{bias.device}."
+            )
+    if impl not in ("auto", "fused", "unfused"):
+        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
+    if config is not None and not isinstance(config, GemvAllReduceConfig):
+        raise ArgumentError(
+            f"{OPERATOR}: config must be a GemvAllReduceConfig; got {type(config).__name__}."
+        )

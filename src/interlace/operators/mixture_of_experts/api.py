@@ -1,0 +1,102 @@
+"""``interlace.mixture_of_experts``, as users call it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name, rank_and_size
+from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.validate import validate
+
+
+def mixture_of_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    *,
+    capacity: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: MixtureOfExpertsConfig | None = None,
+) -> torch.Tensor:
+    """Send tokens to the experts that a router chose, and bring the weighted sum of their outputs
+    back.
+
+    Dimensions: T tokens of this rank, k experts a token, R ranks, L experts a rank (E = R L in all;
+    rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of weights[t, j] *
+    f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x) * (w_in[e, :, 1]
+    @ x))`` (SwiGLU, as in Mixtral).
+
+    Two fused kernels: tokens go to their experts' ranks while the first product works on those that
+    have arrived; tiles of the second product go straight to the tokens' ranks. Nothing waits for
+    the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for the worst case,
+    unless ``capacity`` says less.
+
+    Products accumulate in float32. The sum over j is float32, in the order of j: the same bits in
+    every run. Runs on the current stream, without synchronising the host; calls of one group on
+    several streams are put in order.
+
+    Args:
+        x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
+        experts: ``[T, k]``, int32 or int64, 0 to E - 1; k from 1 to 8. A negative number, or one
+            from E on, drops the slot.
+        weights: ``[T, k]``, floating; used as float32.
+        w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
+            :, 1]`` that of up.
+        w_out: ``[L, hidden, F]`` of x's dtype.
+        capacity: rows that an expert takes from each rank at most. Further slots, by token and then
+            by j, are dropped: they add nothing to y. None: no limit.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"unfused"`` (torch and all-to-all; waits for the device), or
+            ``"auto"``: the fused kernels, as ``"unfused"`` has not been measured;
+            :func:`interlace.explain` says so.
+        config: how the fused kernels cut their work; default: from the tuned table of this GPU, if
+            ``interlace tune`` has made one. None comes with the package: then it is the default
+            configuration. The same on every rank.
+
+    Returns:
+        ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in and w_out. Those of w_in and
+        w_out are sums over the tokens of *all* ranks: do not reduce them again. The backward pass
+        is collective; ranks must agree on whether any argument requires a gradient.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit.
+        RankMismatchError: ranks differ in sizes, dtype, capacity, impl or config; raised on every
+            rank.
+        GroupError: the group is too large or spans machines.
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernels end, fill their outputs with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> weights, experts = torch.softmax(router(x), -1).topk(2)
+        >>> y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)  # [4096, 4096] -> [4096, 4096]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
+    """
+    _, world_size = rank_and_size(group)
+    validate(x, experts, weights, w_in, w_out, capacity, impl, config, world_size)
+    most = max(1, x.shape[0])
+    limit = most if capacity is None else min(capacity, most)
+    keeps = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (x, weights, w_in, w_out)
+    )
+    text = "" if config is None else str(config)
+    y, *_ = torch.ops.interlace.mixture_of_experts(
+        x,
+        experts,
+        weights.float(),
+        w_in,
+        w_out,
+        world_size,
+        limit,
+        default_name(group),
+        impl,
+        text,
+        keeps,
+    )
+    result: torch.Tensor = y
+    return result

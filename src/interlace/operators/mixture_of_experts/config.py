@@ -1,0 +1,106 @@
+"""How ``mixture_of_experts`` cuts its work; chosen by the tuned table, or given by the caller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from interlace.errors import ArgumentError
+from interlace.operators.mixture_of_experts.layout import ROWS
+
+OPERATOR = "mixture_of_experts"
+OPERANDS = ("tiles", "pointers")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureOfExpertsConfig:
+    """One way to run the fused kernels. Every rank of a call must use the same one.
+
+    Attributes:
+        operands: of products and their results: ``"tiles"`` (by tensor descriptors, where shapes
+            and GPU allow) or ``"pointers"``.
+        block_m: rows of a tile of every product; a power of two from 16 to 128.
+        block_n: columns of it; a power of two from 32 on.
+        block_k: of the products' inner dimension at a time; a power of two from 16 on.
+        group_m: tiles of rows that share columns of weights before the next columns, to be found in
+            the L2.
+        num_warps, num_stages: of the products.
+        programs: that compute; 0 for one a processor.
+        push_programs: that send tokens, in front of these and at the same time.
+        push_rows: rows of one expert that such a program sends at a time; a power of two.
+        sum_programs: that add results, at most.
+        stagger: over how much of the time that a tile of the second product takes programs begin
+            one after another, in percent.
+    """
+
+    operands: str = "tiles"
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    programs: int = 0
+    push_programs: int = 32
+    push_rows: int = 64
+    sum_programs: int = 2112
+    stagger: int = 100
+
+    def __post_init__(self) -> None:
+        if self.operands not in OPERANDS:
+            raise ArgumentError(
+                f"MixtureOfExpertsConfig: operands must be one of {OPERANDS}; got "
+                f"{self.operands!r}."
+            )
+        for name, least, most in (
+            ("block_m", 16, ROWS), ("block_n", 32, 512), ("block_k", 16, 512), ("num_warps", 1, 32),
+            ("push_rows", 1, 1024),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not least <= value <= most or value & (value - 1):
+                raise ArgumentError(
+                    f"MixtureOfExpertsConfig: {name} must be a power of two from {least} to "
+                    f"{most}; got {value}."
+                )
+        for name, least, most in (
+            ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048),
+            ("push_programs", 1, 2048), ("sum_programs", 1, 4096), ("stagger", 0, 1000),
+        ):  # fmt: skip
+            if not least <= getattr(self, name) <= most:
+                raise ArgumentError(
+                    f"MixtureOfExpertsConfig: {name} must be between {least} and {most}; got "
+                    f"{getattr(self, name)}."
+                )
+
+    def __str__(self) -> str:
+        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
+        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+
+    @classmethod
+    def parse(cls, text: str) -> MixtureOfExpertsConfig:
+        """The configuration whose ``str`` is ``text``."""
+        try:
+            operands, *numbers = text.split()
+            return cls(operands, *map(int, numbers))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(
+                f"MixtureOfExpertsConfig: text must be str() of a configuration; got {text!r}."
+            ) from None
+
+
+# From this inner width on, tiles take twice as long to compute as the links take for all programs'
+# tiles: nobody crowds them.
+_CALM = 4096
+
+
+def default_config(*, ffn: int, itemsize: int) -> MixtureOfExpertsConfig:
+    """A sound choice where nothing has been measured: the tile with which Triton equals cuBLAS on
+    H200s.
+    """
+    stagger = 100 if ffn < _CALM else 0
+    if itemsize == 4:
+        return MixtureOfExpertsConfig(
+            block_m=64, block_n=64, block_k=32, num_warps=4, stagger=stagger
+        )
+    return MixtureOfExpertsConfig(stagger=stagger)

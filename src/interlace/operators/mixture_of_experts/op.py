@@ -1,0 +1,200 @@
+"""``torch.ops.interlace.mixture_of_experts``: schema, shape inference, gradient. Triton is imported
+by the first call.
+
+What the forward pass saves for the backward pass is among its outputs: ``plan``, ``slot_rows``,
+``slot_at``, ``received`` and ``kept`` (``launch.Saved``); they are empty where ``keeps`` is false
+or the implementation is the unfused one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.operators.mixture_of_experts.layout import Sizes
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_INPUTS = "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out"
+_HOW = "int world_size, SymInt capacity, str group_name, str impl, str config"
+_SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
+_library.define(
+    f"mixture_of_experts({_INPUTS}, {_HOW}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor, Tensor)",
+    tags=OPERATOR_TAGS,
+)
+_library.define(
+    f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_HOW}, bool[] wanted) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    tags=OPERATOR_TAGS,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _call(
+    inputs: Sequence[torch.Tensor],
+    capacity: int,
+    group_name: str,
+    impl: str,
+    config: str,
+    keeps: bool,
+) -> Any:
+    from interlace.operators.mixture_of_experts.launch import Call
+
+    x, experts, weights, w_in, w_out = inputs
+    return Call(x, experts, weights, w_in, w_out, capacity, group_name, impl, config, keeps)
+
+
+def _run(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    world_size: int,
+    capacity: int,
+    group_name: str,
+    impl: str,
+    config: str,
+    keeps: bool,
+) -> Tensors:
+    from interlace.operators.mixture_of_experts.launch import run
+
+    y, saved = run(
+        _call((x, experts, weights, w_in, w_out), capacity, group_name, impl, config, keeps)
+    )
+    return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
+
+
+def _fake(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    world_size: int,
+    capacity: int,
+    group_name: str,
+    impl: str,
+    config: str,
+    keeps: bool,
+) -> Tensors:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # By impl alone: under "auto" the tuned table might choose the unfused one, which then pads what
+    # it saves.
+    if not keeps or impl == "unfused":
+        nothing = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
+        return y, *nothing, x.new_empty(0), x.new_empty(0)
+    tokens, hidden = x.shape
+    sizes = Sizes(
+        tokens,
+        experts.shape[1],
+        world_size * w_in.shape[0],
+        hidden,
+        w_in.shape[1],
+        world_size,
+        capacity,
+    )
+    numbers = [
+        x.new_empty(shape, dtype=torch.int32)
+        for shape in (sizes.plan, experts.shape, sizes.returns)
+    ]
+    return (
+        y,
+        *numbers,
+        x.new_empty(sizes.arrivals, hidden),
+        x.new_empty(2, sizes.arrivals, sizes.ffn),
+    )
+
+
+def _run_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    plan: torch.Tensor,
+    slot_rows: torch.Tensor,
+    slot_at: torch.Tensor,
+    received: torch.Tensor,
+    kept: torch.Tensor,
+    world_size: int,
+    capacity: int,
+    group_name: str,
+    impl: str,
+    config: str,
+    wanted: Sequence[bool],
+) -> Tensors:
+    from interlace.operators.mixture_of_experts.launch import Saved, run_backward
+
+    call = _call((x, experts, weights, w_in, w_out), capacity, group_name, impl, config, True)
+    return run_backward(call, grad, Saved(plan, slot_rows, slot_at, received, kept), wanted)
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    plan: torch.Tensor,
+    slot_rows: torch.Tensor,
+    slot_at: torch.Tensor,
+    received: torch.Tensor,
+    kept: torch.Tensor,
+    world_size: int,
+    capacity: int,
+    group_name: str,
+    impl: str,
+    config: str,
+    wanted: Sequence[bool],
+) -> Tensors:
+    like = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
+    ]
+    given = [
+        torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if need
+        else weight.new_empty(0)
+        for weight, need in zip((w_in, w_out), wanted, strict=True)
+    ]
+    return *like, *given
+
+
+# Autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *tensors, world_size, capacity, group_name, impl, config, _ = inputs
+    ctx.how = world_size, capacity, group_name, impl, config
+    _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *saved)
+
+
+@once_differentiable("mixture_of_experts")
+def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    nothing: list[Any] = [None] * 6
+    if grad is None:
+        return None, None, None, None, None, *nothing
+    tensors = ctx.saved_tensors
+    need_x, _, need_weights, *wanted = ctx.needs_input_grad[:5]
+    x, weights, w_in, w_out = torch.ops.interlace.mixture_of_experts_backward(
+        grad, *tensors, *ctx.how, wanted
+    )
+    return (
+        x if need_x else None, None, weights if need_weights else None, w_in if wanted[0] else None,
+        w_out if wanted[1] else None, *nothing,
+    )  # fmt: skip
+
+
+register(
+    _library, "mixture_of_experts", _run, _fake, backward=_backward, setup_context=_setup_context
+)
+register(_library, "mixture_of_experts_backward", _run_backward, _fake_backward)

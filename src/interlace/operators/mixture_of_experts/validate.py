@@ -1,0 +1,103 @@
+"""Rules for the arguments of ``mixture_of_experts``, checked on every rank before anything is sent."""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.errors import ArgumentError
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def validate(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    capacity: int | None,
+    impl: str,
+    config: object,
+    world_size: int,
+) -> None:
+    """Refuse what no rank could compute; see ``api`` for the rules."""
+    if x.dim() != 2:
+        raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
+    tokens, hidden = x.shape
+    if x.dtype not in FLOATS:
+        raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
+    if tokens > MAX_TOKENS:
+        raise ArgumentError(
+            f"{OPERATOR}: a rank must have at most {MAX_TOKENS} tokens; got {tokens}. Call in "
+            "parts."
+        )
+    _validate_weights(w_in, w_out, hidden, x)
+    every = world_size * w_in.shape[0]
+    if every > MAX_EXPERTS:
+        raise ArgumentError(
+            f"{OPERATOR}: all ranks together must have at most {MAX_EXPERTS} experts; got {every}."
+        )
+    if experts.dim() != 2 or experts.shape[0] != tokens:
+        raise ArgumentError(
+            f"{OPERATOR}: experts must be [T, k] with T = {tokens}; got shape "
+            f"{list(experts.shape)}."
+        )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"{OPERATOR}: experts must be int32 or int64; got {experts.dtype}.")
+    top_k = experts.shape[1]
+    if not 1 <= top_k <= min(MAX_TOP_K, every):
+        raise ArgumentError(
+            f"{OPERATOR}: a token must go to 1 to {min(MAX_TOP_K, every)} of {every} experts; got "
+            f"{top_k}."
+        )
+    if weights.shape != experts.shape or weights.dtype not in FLOATS:
+        raise ArgumentError(
+            f"{OPERATOR}: weights must be {list(experts.shape)}, like experts, of a floating "
+            "dtype; "
+            f"got {weights.dtype} {list(weights.shape)}."
+        )
+    for name, tensor in (("experts", experts), ("weights", weights)):
+        if tensor.device != x.device:
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be on the device of x, {x.device}; got {tensor.device}."
+            )
+    if capacity is not None and capacity < 1:
+        raise ArgumentError(
+            f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."
+        )
+    if impl not in ("auto", "fused", "unfused"):
+        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
+    if config is not None and not isinstance(config, MixtureOfExpertsConfig):
+        raise ArgumentError(
+            f"{OPERATOR}: config must be a MixtureOfExpertsConfig; got {type(config).__name__}."
+        )
+
+
+def _validate_weights(
+    w_in: torch.Tensor, w_out: torch.Tensor, hidden: int, x: torch.Tensor
+) -> None:
+    if w_in.dim() != 4 or w_in.shape[2] != 2 or w_in.shape[3] != hidden:
+        raise ArgumentError(
+            f"{OPERATOR}: w_in must be [L, F, 2, hidden], gate and up of this rank's L experts, "
+            f"with hidden = {hidden}; "
+            f"got shape {list(w_in.shape)}. torch.stack([w_gate, w_up], dim=2) makes it of two "
+            "[L, F, hidden]."
+        )
+    local, ffn = w_in.shape[:2]
+    if min(local, ffn, hidden) < 1:
+        raise ArgumentError(
+            f"{OPERATOR}: experts, F and hidden must be positive; got {local}, {ffn} and {hidden}."
+        )
+    if list(w_out.shape) != [local, hidden, ffn]:
+        raise ArgumentError(
+            f"{OPERATOR}: w_out must be [L, hidden, F] = {[local, hidden, ffn]}; got shape "
+            f"{list(w_out.shape)}."
+        )
+    for name, weight in (("w_in", w_in), ("w_out", w_out)):
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {weight.dtype} "
+                f"on {weight.device}."
+            )

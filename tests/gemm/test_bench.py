@@ -1,0 +1,145 @@
+"""The benchmark's steps, on small shapes and the CPU backend: they run, they are right, and the
+tuner keeps the fastest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace.bench import report
+from interlace.cli import tuned
+
+
+def _measure(step, *, period, samples=15, group=None):
+    """Runs the step for every set of operands instead of timing it."""
+    from interlace.bench.timing import Timing
+
+    for i in range(period):
+        step(i)
+    return Timing(10.0, 9.0, 11.0, 1.0, samples)
+
+
+def _bench(operator):
+    from interlace.bench import products
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measure", _measure)
+        patch.setattr(products, "host_us", functools.partial(products.host_us, calls=1, samples=1))
+        patch.setattr(products, "_async_tensor_parallel", lambda case: {})  # CUDA's
+        shape = products.Shape(operator, 8, 16, 24, torch.float32)
+        group = dist.new_group()
+        start = products.Case(shape, group).choice.config
+        tried = [dataclasses.replace(start, block_m=32), start]
+        patch.setattr(products, "candidates", lambda *_: tried)
+        return products.bench(shape, None, group), str(products.tune(shape, group)), str(tried[0])
+
+
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "all_gather_gemm"])
+def test_every_way_of_an_operator(ranks, operator):
+    for result, best, first in ranks(2).run(_bench, operator):
+        summary = report.summarise(result)
+        assert (summary.fused_us, summary.unfused, summary.compute[0]) == (
+            10.0,
+            ("cuBLAS + NCCL", 10.0),
+            "cuBLAS alone",
+        )
+        assert result["flops"] == 2 * 8 * 16 * 24
+        assert best == first, "ties keep what was tried first"
+        assert {"fused", "chunked", "cuBLAS + NCCL"} <= result["host_us"].keys()
+        assert all(us > 0 for us in result["host_us"].values())
+        assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
+
+
+def _bench_batch(operator):
+    from interlace.bench import batches, products
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measure", _measure)
+        patch.setattr(
+            batches, "host_us", lambda step, **_: 1.0
+        )  # fifty calls take the interpreter a while
+        shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
+        case = batches.CASES[operator](shape)
+        case.pair(0)
+        found = case.received if operator == "bmm_all_to_all" else case.product
+        ways = [way for name, way in case.ways().items() if "fused" in name]
+        same = [bool(torch.allclose(way(0).view(found.shape), found, atol=1e-4)) for way in ways]
+        return batches.bench(shape), same
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("operator", "columns", "ways"), [("bmm_all_to_all", 16, 2), ("all_to_all_bmm", 24, 1)]
+)
+def test_a_batch(ranks, operator, columns, ways):
+    for result, same in ranks(2).run(_bench_batch, operator):
+        assert same == [True] * ways
+        summary = report.summarise(result)
+        assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == (
+            "cuBLAS + NCCL",
+            "cuBLAS alone",
+            "NCCL alone",
+        )
+        assert result["flops"] == 3 * 2 * 8 * 16 * 24
+        assert result["link_bytes"] == 3 * 4 * columns * 4
+        assert report.fastest_impl(result)[0] in ("fused", "unfused")
+        assert report.title(operator, result) == f"{operator}: 3 x 8 x 16 x 24, float32, 2 ranks"
+        assert report.table(operator, result).row_count == len(result["times"]) + 1
+        entry = tuned.entry(result)
+        assert (entry["rows"], entry["columns"], entry["inner"]) == (24, 16, 24)
+
+
+def _compare(operator):
+    from interlace.bench import products, transports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measure", _measure)
+        patch.setattr(products, "_async_tensor_parallel", lambda case: {})  # CUDA's
+        return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
+
+
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_to_all"])
+def test_every_transport(ranks, operator):
+    for result in ranks(2).run(_compare, operator):
+        carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
+        assert carried == {
+            "fused, tile stores", "fused, SM stores", "cuBLAS, mapped output, natural",
+            "cuBLAS, mapped output, rotated", "cuBLAS in parts, copy engines",
+            "counted product, copy engines", "counted product, copy engines, 2 pieces a rank",
+            "counted product, copy engines, 4 pieces a rank", "cuBLAS + NCCL",
+        }  # fmt: skip
+        assert report.transports_table(operator, result).row_count == len(result["ways"])
+
+
+def test_kernels_of_a_trace():
+    """Two calls: a product and a copy each, and one odd kernel."""
+    from interlace.bench.transports import Kernel, kernels
+
+    events = [
+        {"cat": "kernel", "name": "product", "dur": 10.0, "args": {"grid": [132, 1, 1]}},
+        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 4.0, "args": {}},
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 100.0},
+        {"cat": "kernel", "name": "product", "dur": 12.0, "args": {"grid": [132, 1, 1]}},
+        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 5.0, "args": {}},
+        {"cat": "kernel", "name": "sum", "dur": 2.0, "args": {"grid": [4, 2, 1]}},
+    ]
+    found = kernels(events, 2)
+    assert found == [
+        Kernel("product", 132, 11.0, 1.0),
+        Kernel("Memcpy PtoP", 0, 4.5, 1.0),
+        Kernel("sum", 8, 2.0, 0.5),
+    ]
+
+
+@pytest.mark.parametrize("text", ["8192x8192", "0x8x8", "axbxc"])
+def test_shapes_that_are_none(text):
+    from interlace.cli.bench_products import parse_sizes
+    from interlace.errors import ArgumentError
+
+    with pytest.raises(ArgumentError, match="--shape must be MxNxK"):
+        parse_sizes(text, "MxNxK", "product")

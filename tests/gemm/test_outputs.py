@@ -1,0 +1,297 @@
+"""``impl="remote_stores"``, ``"chunked"`` and ``"triggered"``: products whose output is carried to the peers
+as it is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import BackendError, tuning
+from interlace.gemm.choice import ANY_ROWS
+from interlace.gemm.operands import Operands
+from interlace.gemm.outputs import run_into_output
+from interlace.mapped import triggered
+from tests.errors import error_of
+from tests.gemm.calls import Call, check_all, check_gradients, differentiate, run
+
+OPERATORS = ["gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"]
+CONFIGS = {
+    "gemm_all_to_all": interlace.GemmAllToAllConfig,
+    "gemm_reduce_scatter": interlace.GemmReduceScatterConfig,
+    "gemm_all_reduce": interlace.GemmAllReduceConfig,
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_mapped_matches_float64(ranks, world_size, operator):
+    """Every dtype, w along either dimension, sizes that need padding; the same memory for several
+    calls.
+    """
+    sizes = [
+        (16, 24, 20, "float32", "K"),
+        (64, 1000, 12, "bfloat16", "N"),
+        (8, 1024, 5, "float16", "K"),
+        (64, 1000, 12, "bfloat16", "K"),
+    ]
+    calls = [
+        Call(operator, *size[:4], w_along=size[4], impl="remote_stores", seed=i)
+        for i, size in enumerate(sizes)
+    ]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_triggered_matches_float64(ranks, world_size, operator):
+    """What mapped outputs do not take, too: biases, float8; tiles that the rows of a rank fill, and
+    that they do not.
+    """
+    config = CONFIGS[operator](
+        block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0
+    )
+    calls = [
+        Call(operator, 128, 40, 20, bias=True, impl="triggered", config=config),
+        Call(operator, 8, 1024, 5, "float16", w_along="N", impl="triggered", config=config, seed=1),
+        Call(operator, 72, 24, 40, "float8", bias=True, impl="triggered", config=config, seed=2),
+        Call(operator, 128, 40, 20, bias=True, impl="triggered", config=config, seed=3),
+    ]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_split_matches_float64(ranks, world_size, operator):
+    """Biases; rows that would have to be padded; rows for a rank in two pieces, the second one
+    shorter.
+    """
+    config = CONFIGS[operator](
+        block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0
+    )
+    calls = [
+        Call(operator, 16, 24, 20, bias=True, impl="chunked"),
+        Call(operator, 80 * world_size, 24, 20, bias=True, impl="chunked", config=config, seed=4),
+        Call(operator, 36, 100, 12, "bfloat16", True, w_along="N", impl="chunked", seed=1),
+        Call(operator, 8, 1024, 5, "float16", impl="chunked", seed=2),
+        Call(operator, 16, 24, 20, bias=True, impl="chunked", seed=3),
+    ]
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients(ranks, operator, impl):
+    call = Call(operator, 8, 12, 6, impl=impl, bias=impl != "remote_stores")
+    check_gradients(call, ranks(2).run(differentiate, call))
+
+
+def _as_graphs(call, turns):
+    """Whether calls are right where each rank, in some of them, does what a graph does: all of it,
+    and nothing on the host.
+    """
+    group, random = interlace.group_of(), torch.Generator().manual_seed(dist.get_rank())
+    right = []
+
+    def run(key, enqueue):
+        output = next(reversed(group.kept.values())).output
+        half, turn = output.half, output.turn
+        enqueue()
+        if torch.rand((), generator=random) < 0.5:
+            return True
+        output._half, output._turn = half, turn
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.replays, "run", run)
+        for turn in range(turns):
+            tensors = call.placed()
+            tensors["x"] += turn
+            y = call.make(**tensors)
+            wanted = dataclasses.replace(call, impl="unfused").make(**tensors)
+            right.append(torch.allclose(y, wanted, atol=1e-4, rtol=1e-4))
+    return right
+
+
+_KEPT = [
+    (operator, impl)
+    for operator in OPERATORS
+    for impl in ("remote_stores", "chunked")
+    if (operator, impl) not in ANY_ROWS
+]
+
+
+@pytest.mark.parametrize(("operator", "impl"), _KEPT)
+def test_ranks_that_replay_graphs_in_some_calls(ranks, operator, impl):
+    """The two sets of slots go on in turn."""
+    assert ranks(2).run(_as_graphs, Call(operator, 8, 1024, 4, impl=impl), 12) == [[True] * 12] * 2
+
+
+def _memory_of_many_sizes(impl):
+    """Sizes come and go; what is kept is bounded, and ``release`` gives it back."""
+    group, config = (
+        interlace.group_of(),
+        interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
+    )
+    w = torch.ones(512, 4)
+    for rows in range(2, 28, 2):
+        Call("gemm_all_reduce", rows, 512, 4, impl=impl, config=config).make()
+    kept = len(group.kept)
+    # Nobody has asked for an output of these sizes: the ones that are used stay.
+    unasked = []
+    for rows in (40, 26):
+        operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
+        y = run_into_output(
+            impl, "all_reduce", operands, group, dist.group.WORLD, config, replace=False
+        )
+        unasked.append(y is None)
+    interlace.synchronize()
+    group.release()
+    return kept, unasked, len(group.kept)
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+def test_memory_is_bounded(ranks, impl):
+    assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
+
+
+def _sum_of(rows, impl, process_group, replace):
+    """The all-reduce of ones ``[rows, 4] @ [4, 512]`` by ``impl``; None if there is no output for
+    it.
+    """
+    group, config = (
+        interlace.group_of(process_group),
+        interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
+    )
+    operands = Operands(torch.ones(rows, 4), torch.ones(512, 4), None, None, None, torch.float32)
+    return run_into_output(
+        impl, "all_reduce", operands, group, process_group, config, replace=replace
+    )
+
+
+def _captured_on_one_rank():
+    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone: which are kept when two
+    more sizes come.
+    """
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    for rows in range(2, 18, 2):
+        _sum_of(rows, "remote_stores", process_group, True)
+    next(iter(group.kept.values())).output.captured = dist.get_rank() == 1
+    for rows in (18, 20):
+        y = _sum_of(rows, "remote_stores", process_group, True)
+    return [key[2][0] for key in group.kept], float(y.max())
+
+
+def test_ranks_give_up_the_same_output(ranks):
+    """A rank that gave up another one than its peers would map it again alone in a later call."""
+    assert ranks(2).run(_captured_on_one_rank) == [([2, 6, 8, 10, 12, 14, 16, 18, 20], 8.0)] * 2
+
+
+def _without_driver(impl, replace):
+    """Rank 1 cannot map memory, or let copies wait: what comes of it, and of the same call once it
+    can.
+    """
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(90.0, process_group)
+
+    def refuse(*_):
+        raise BackendError("the driver refuses.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(group._heap, "remap", refuse)
+            patch.setattr(triggered, "TransferQueue", refuse)
+        try:
+            found = _sum_of(4, impl, process_group, replace)
+        except BackendError as error:
+            found = str(error)
+    again = _sum_of(4, impl, process_group, replace)
+    return found, None if again is None else float(again.max()), group.broken
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+def test_ranks_fall_back_together(ranks, impl):
+    """One rank's driver refuses. No rank was asked for this implementation, so all take another
+    one, now and later.
+    """
+    assert ranks(2).run(_without_driver, impl, False) == [(None, None, False)] * 2
+
+
+@pytest.mark.parametrize("impl", tuning.CARRIED)
+def test_ranks_fail_together(ranks, impl):
+    """Where the implementation was asked for, every rank is told which one cannot, and the next
+    call works.
+    """
+    told, found = ranks(2).run(_without_driver, impl, True)
+    assert told[0].endswith("must succeed on every rank; got on rank 1: the driver refuses.")
+    assert found[0] == "the driver refuses."
+    assert told[1:] == found[1:] == (8.0, False)
+
+
+def _mostly_padding():
+    """Six rows of 500 floats on two ranks fill whole pages only with rows of 1024."""
+    group, config = (
+        interlace.group_of(),
+        interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16),
+    )
+    operands = Operands(torch.ones(6, 4), torch.ones(500, 4), None, None, None, torch.float32)
+    call = "remote_stores", "reduce_scatter", operands, group, dist.group.WORLD, config
+    return run_into_output(*call, replace=False) is None, error_of(
+        lambda: run_into_output(*call, replace=True)
+    )[0]
+
+
+def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
+    assert ranks(2).run(_mostly_padding) == [(True, "ArgumentError")] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        (Call("gemm_reduce_scatter", 7, 8, 4, impl="remote_stores"), "rows that are split evenly"),
+        (Call("gemm_all_to_all", 8, 8, 4, bias=True, impl="remote_stores"), "no bias"),
+        (
+            Call("gemm_all_reduce", 8, 8, 4, "float8", impl="remote_stores"),
+            "a result of the dtype of x",
+        ),
+        (
+            Call("gemm_all_reduce", 7, 8, 4, bias=True, impl="remote_stores"),
+            "rows that are split evenly and no bias",
+        ),
+        (
+            Call("gemm_all_reduce", 7, 8, 4, "float8", impl="chunked"),
+            "rows that are split evenly and a result of the dtype of x",
+        ),
+        (
+            Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="chunked"),
+            "a result of the dtype of x",
+        ),
+        (
+            Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"),
+            "rows that are split evenly",
+        ),
+        (Call("all_gather_gemm", 7, 8, 4, "float8", impl="chunked"), "a result of the dtype of x"),
+        (
+            Call("all_gather_gemm", 7, 8, 4, "float16", out_dtype="float32", impl="chunked"),
+            "a result of the dtype of x",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(ranks, call, missing):
+    for kind, message in ranks(2).run(_refused, call):
+        assert kind == "ArgumentError"
+        assert (
+            message
+            == f"{call.operator}: impl={call.impl!r} must have {missing}. Take impl='auto', 'fused' or 'unfused'."
+        )
+
+
+def _refused(call):
+    dist.barrier()
+    return error_of(call.make)[:2]

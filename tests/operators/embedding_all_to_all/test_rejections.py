@@ -1,0 +1,216 @@
+"""Calls of ``embedding_all_to_all`` that must be refused, each with its message, and without anyone
+hanging.
+"""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import ArgumentError, EmbeddingAllToAllConfig
+from interlace.optim import SGD, RowWiseAdagrad
+from tests.errors import error_of
+from tests.operators.embedding_all_to_all.calls import SMALL, Call
+
+f32, f64, i64 = torch.float32, torch.float64, torch.int64
+
+
+def _t(*shape, dtype=f32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+W, IDS, ENDS = _t(5, 4), _t(3, dtype=i64), torch.tensor([0, 1, 3])
+TWICE = _t(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "indices", "offsets", "more", "message"),
+    [
+        (W, IDS, ENDS, {}, "weights must be a list of tables; got one tensor. Write [weights]."),
+        ([W] * 4097, IDS, ENDS, {}, "a rank must have at most 4096 tables; got 4097."),
+        ([W[0]], IDS, ENDS, {}, "weights[0] must be [rows, width]; got shape [4]."),
+        ([_t(5, 4, dtype=f64)], IDS, ENDS, {}, "weights[0] must be float16, bfloat16 or float32; got torch.float64."),
+        ([W, _t(5, 4, dtype=torch.float16)], IDS, ENDS, {},
+            "weights[1] must have the dtype of weights[0], torch.float32; got torch.float16."),
+        ([W, _t(5, 4, device="meta")], IDS, ENDS, {}, "weights[1] must be on the device of indices, cpu; got meta."),
+        ([_t(5, 2049)], IDS, ENDS, {},
+            "weights[0] must be between 1 and 2048 wide; got 2049. Cut a wider table by columns into several."),
+        ([_t(4, 5).T], IDS, ENDS, {}, "weights[0] must have contiguous rows; got strides [1, 5]. Call .contiguous() once."),
+        ([W], _t(3, 1, dtype=i64), ENDS, {}, "indices must have one dimension; got shape [3, 1]."),
+        ([W], _t(3), ENDS, {}, "indices must be int32 or int64; got torch.float32."),
+        ([W], IDS, _t(3), {}, "offsets must be int32 or int64; got torch.float32."),
+        ([W], IDS, _t(3, dtype=i64, device="meta"), {}, "offsets must be on the device of indices, cpu; got meta."),
+        ([W, _t(5, 4)], IDS, _t(4, dtype=i64), {},
+            "offsets must be [T * B + 1] for T = 2 tables; got 4. "
+            "They are table-major over the global batch: table 0's bags of all samples first."),
+        ([W], IDS, ENDS, {"batch_size": 3}, "batch_size must be what offsets say, 2; got 3."),
+        ([], IDS[:0], ENDS[:1], {}, "a rank without tables must be told the global batch; got batch_size=None."),
+        ([W], IDS, ENDS, {"mode": "max"}, "mode must be sum or mean; got 'max'."),
+        ([W], IDS, ENDS, {"per_sample_weights": _t(2)},
+            "per_sample_weights must be [3], one for each index; got shape [2]."),
+        ([W], IDS, ENDS, {"per_sample_weights": _t(3, dtype=i64)},
+            "per_sample_weights must be float16, bfloat16 or float32; got torch.int64."),
+        ([W], IDS, ENDS, {"per_sample_weights": _t(3), "mode": "mean"},
+            "per_sample_weights must go with mode='sum'; got mode='mean'."),
+        ([W], IDS, ENDS, {"per_sample_weights": _t(3).requires_grad_()},
+            "per_sample_weights must not require a gradient, which is not implemented; got one that does. Detach it."),
+        ([W], IDS, ENDS, {"output_dtype": f64}, "output_dtype must be float16, bfloat16 or float32; got torch.float64."),
+        ([W], IDS, ENDS, {"gradient": "both"},
+            "gradient must be 'dense', 'sparse', interlace.optim.SGD or interlace.optim.RowWiseAdagrad; got 'both'."),
+        ([TWICE, TWICE], IDS, _t(5, dtype=i64), {"gradient": SGD(0.1)},
+            "a fused update must have each table once; got the same memory twice in weights."),
+        ([W.clone().requires_grad_() * 2], IDS, ENDS, {"gradient": SGD(0.1)},
+            "a fused update must have tables that are leaves of the graph; weights[0] was computed. Pass the parameter itself."),
+        ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [])},
+            "RowWiseAdagrad's states must be one for each of 1 tables; got 0."),
+        ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [_t(4)])},
+            "RowWiseAdagrad's states[0] must be contiguous float32 [5]; got torch.float32 [4]."),
+        ([W], IDS, ENDS, {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+        ([W], IDS, ENDS, {"config": "direct"}, "config must be an EmbeddingAllToAllConfig; got str."),
+    ],
+)  # fmt: skip
+def test_bad_arguments(weights, indices, offsets, more, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape('embedding_all_to_all: ' + message)}$"):
+        interlace.embedding_all_to_all(weights, indices, offsets, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"protocol": "ring"},
+            "protocol must be one of ('direct', 'tiles', 'sliced'); got 'ring'.",
+        ),
+        (
+            {"order": "any"},
+            "order must be one of ('interleaved', 'remote_first', 'local_first'); got 'any'.",
+        ),
+        ({"block_bags": 3}, "block_bags must be a power of two, at most 64; got 3."),
+        ({"push_rows": 128}, "push_rows must be a power of two, at most 64; got 128."),
+        ({"num_warps": 0}, "num_warps must be a power of two, at most 32; got 0."),
+        ({"unroll": 0}, "unroll must be between 1 and 32; got 0."),
+        ({"max_programs": 0}, "max_programs must be between 1 and 4096; got 0."),
+        ({"slice_blocks": 1025}, "slice_blocks must be between 1 and 1024; got 1025."),
+        ({"run_lookups": 1}, "run_lookups must be between 2 and 1048576; got 1."),
+    ],
+)
+def test_bad_configurations(change, message):
+    with pytest.raises(
+        ArgumentError, match=f"^{re.escape('EmbeddingAllToAllConfig: ' + message)}$"
+    ):
+        EmbeddingAllToAllConfig(**change)
+
+
+def test_a_configuration_is_its_text():
+    config = EmbeddingAllToAllConfig(
+        "sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
+    )
+    assert EmbeddingAllToAllConfig.parse(str(config)) == config
+    for text in (
+        "",
+        "direct",
+        "direct remote_first direct four",
+        "direct remote_first direct 3",
+        f"{config} 9",
+    ):
+        with pytest.raises(ArgumentError, match="EmbeddingAllToAllConfig: "):
+            EmbeddingAllToAllConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(float("nan")), "SGD: learning_rate must be not negative and finite; got nan."),
+        (
+            lambda: RowWiseAdagrad(0.1, 0.0, []),
+            "RowWiseAdagrad: epsilon must be positive and finite; got 0.0.",
+        ),
+    ],
+)
+def test_bad_updates(make, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        make()
+
+
+def _bad_values(change):
+    """Rank 1's numbers are bad; what every rank is told, and whether the next call works."""
+    rank = dist.get_rank()
+    table = torch.arange(20.0).reshape(5, 4)
+    # Tables of 5 and 6 rows, 2 samples
+    indices, offsets = torch.tensor([0, 4, 1, 5, 2]), torch.tensor([0, 2, 3, 4, 5])
+    if rank == 1:
+        for name, place, value in change:
+            {"indices": indices, "offsets": offsets}[name][place] = value
+    tables = [table, torch.zeros(6, 4)]
+    error = error_of(interlace.embedding_all_to_all, tables, indices, offsets, config=SMALL)
+    good = interlace.embedding_all_to_all(
+        tables, torch.tensor([0]), torch.tensor([0, 1, 1, 1, 1]), config=SMALL
+    )
+    return error, good.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            [("indices", 2, 5)],
+            "indices of table 0 must be at least 0 and below 5, its rows; got 5 at position 2.",
+        ),
+        (
+            [("indices", 3, -1)],
+            "indices of table 1 must be at least 0 and below 6, its rows; got -1 at position 3.",
+        ),
+        ([("offsets", 1, 4)], "offsets must not decrease; got 4 and then 3 at position 2."),
+        ([("offsets", 4, 9)], "offsets must go from 0 to the number of indices, 5; got 0 to 9."),
+        ([("offsets", 0, 1)], "offsets must go from 0 to the number of indices, 5; got 1 to 5."),
+    ],
+)
+def test_bad_numbers_on_one_rank_are_told_on_every_rank(ranks, change, message):
+    expected = (
+        "ArgumentError",
+        f"embedding_all_to_all: on rank 1, {message} Nothing was computed.",
+    )
+    for error, shape in ranks(2).run(_bad_values, change):
+        assert error is not None
+        assert error[:2] == expected
+        assert shape == (1, 16)
+
+
+def _disagree(name, values):
+    rank = dist.get_rank()
+    call = Call(((4,), (2,)), 6)
+    more = {"config": SMALL, "check_indices": False, "name": name}
+    if name in ("batch", "dtype"):
+        call = dataclasses.replace(call, **{name: values[rank]})
+    else:
+        more[name] = values[rank]
+    indices, offsets, _ = call.lookups(rank)
+    error = error_of(interlace.embedding_all_to_all, call.tables(rank), indices, offsets, **more)
+    return error, interlace.group_of().broken
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("batch", (6, 7), "the global batch must be the same on every rank; got 6 on rank 0, 7 on rank 1."),
+        ("dtype", ("float32", "float16"), "the dtype of weights must be the same on every rank; got 'torch.float32' on rank 0, "
+            "'torch.float16' on rank 1."),
+        ("output_dtype", (None, torch.float16), "output dtype must be the same on every rank; got None on rank 0, "
+            "'torch.float16' on rank 1."),
+        ("mode", ("sum", "mean"), "mode must be the same on every rank; got 'sum' on rank 0, 'mean' on rank 1."),
+        ("impl", ("fused", "auto"), "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        ("name", ("users", "items"), "name must be the same on every rank; got 'users' on rank 0, 'items' on rank 1."),
+        ("check_indices", (True, False), "check indices must be the same on every rank; got True on rank 0, False on rank 1."),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message):
+    for error, broken in ranks(2).run(_disagree, name, values):
+        assert error is not None
+        assert error[:2] == (
+            "RankMismatchError",
+            f"embedding_all_to_all: {message} Nothing was computed.",
+        )
+        assert not broken

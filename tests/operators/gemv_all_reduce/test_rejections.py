@@ -1,0 +1,204 @@
+"""Calls of ``gemv_all_reduce`` that must be refused, each with its message, and without anyone
+hanging.
+"""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import ArgumentError, GemvAllReduceConfig
+from tests.errors import error_of
+from tests.operators.gemv_all_reduce.calls import Call, run_one
+
+f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def _t(*shape, dtype=f32, device="cpu"):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "more", "message"),
+    [
+        (_t(2, 3, 4), _t(5, 4), {}, "x must be [K] or [B, K]; got shape [2, 3, 4]."),
+        (_t(), _t(5, 4), {}, "x must be [K] or [B, K]; got shape []."),
+        (_t(4), _t(4), {}, "w must be [N, K]; got shape [4]."),
+        (
+            _t(2, 3),
+            _t(5, 4),
+            {},
+            "x and w must have the same last dimension, this rank's part of K; got 3 and 4.",
+        ),
+        (
+            _t(4, dtype=f64),
+            _t(5, 4, dtype=f64),
+            {},
+            "x must be float16, bfloat16 or float32; got torch.float64.",
+        ),
+        (
+            _t(4, dtype=torch.int32),
+            _t(5, 4),
+            {},
+            "x must be float16, bfloat16 or float32; got torch.int32.",
+        ),
+        (
+            _t(4),
+            _t(5, 4, dtype=bf16),
+            {},
+            "w must have the dtype of x, torch.float32; got torch.bfloat16.",
+        ),
+        (_t(4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
+        (
+            _t(4),
+            _t(4, 5).T,
+            {},
+            (
+                "rows of w must be contiguous; got strides [1, 5]. Keep w as nn.Linear does, [N, "
+                "K], or call .contiguous() once."
+            ),
+        ),
+        (_t(4), _t(5, 4), {"bias": _t(4)}, "bias must be [N] with N = 5; got shape [4]."),
+        (_t(4), _t(5, 4), {"bias": _t(1, 5)}, "bias must be [N] with N = 5; got shape [1, 5]."),
+        (
+            _t(4),
+            _t(5, 4),
+            {"bias": _t(5, dtype=bf16)},
+            "bias must be torch.float32 on cpu, like x; got torch.bfloat16 on cpu.",
+        ),
+        (
+            _t(4),
+            _t(5, 4),
+            {"bias": _t(5, device="meta")},
+            "bias must be torch.float32 on cpu, like x; got torch.float32 on meta.",
+        ),
+        (_t(4), _t(5, 4), {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+        (
+            _t(4),
+            _t(5, 4),
+            {"config": "one_shot 4 64 4"},
+            "config must be a GemvAllReduceConfig; got str.",
+        ),
+    ],
+)
+def test_bad_arguments(x, w, more, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape('gemv_all_reduce: ' + message)}$"):
+        interlace.gemv_all_reduce(x, w, **more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"protocol": "ring"}, "protocol must be one of ('one_shot', 'two_phase'); got 'ring'."),
+        ({"block_n": 0}, "block_n must be a power of two; got 0."),
+        ({"block_n": 12}, "block_n must be a power of two; got 12."),
+        ({"block_k": 100}, "block_k must be a power of two; got 100."),
+        ({"block_k": 8}, "block_k must be at least 16; got 8."),
+        ({"num_warps": 3}, "num_warps must be a power of two; got 3."),
+        ({"num_warps": 64}, "num_warps must be at most 32; got 64."),
+        ({"num_stages": 0}, "num_stages must be at least 1; got 0."),
+        (
+            {"max_programs": -1},
+            "max_programs and max_registers must not be negative; got -1 and 0.",
+        ),
+        (
+            {"max_registers": -1},
+            "max_programs and max_registers must not be negative; got 0 and -1.",
+        ),
+    ],
+)
+def test_bad_configurations(change, message):
+    with pytest.raises(ArgumentError, match=f"^{re.escape('GemvAllReduceConfig: ' + message)}$"):
+        GemvAllReduceConfig(**change)
+
+
+def test_a_configuration_is_its_text():
+    config = GemvAllReduceConfig("two_phase", 8, 32, 2, 3, 7, 64)
+    assert GemvAllReduceConfig.parse(str(config)) == config
+
+
+@pytest.mark.parametrize("text", ["", "one_shot four", "one_shot 4 64 4 1 0 0 9", "one_shot 3"])
+def test_text_that_is_no_configuration(text):
+    with pytest.raises(ArgumentError, match="GemvAllReduceConfig: "):
+        GemvAllReduceConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("tokens", (2, 3), "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank 1."),
+        ("tokens", (None, 1), "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
+        ("rows", (5, 6), "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank 1."),
+        ("dtype", ("float32", "bfloat16"), "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
+                "'torch.bfloat16' on rank 1."),
+        ("bias", (True, False), "bias must be the same on every rank; got True on rank 0, False on rank 1."),
+        ("impl", ("fused", "auto"), "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        (
+            "config",
+            (GemvAllReduceConfig(block_n=8), GemvAllReduceConfig(block_n=16)),
+            (
+                "config must be the same on every rank; got 'one_shot 8 1024 4 1 0 0' on rank 0, "
+                "'one_shot 16 1024 4 1 0 0' on rank 1."
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message):
+    """Before anything is sent: a kernel of one shape would wait for words that a peer's never
+    sends.
+    """
+    outcomes = ranks(2).run(_disagree, name, values)
+    for error, _, broken in outcomes:
+        assert error is not None
+        assert error[:2] == (
+            "RankMismatchError",
+            f"gemv_all_reduce: {message} Nothing was computed.",
+        )
+        assert not broken
+    good = Call(2, 5, 8)
+    good.check([y for _, y, _ in outcomes])
+
+
+def _disagree(name, values):
+    """Rank r calls with ``values[r]``; then all call rightly: nothing may be left over from the
+    refused call.
+    """
+    group = dist.new_group()
+    good = Call(2, 5, 8, config=GemvAllReduceConfig("one_shot", block_n=4, block_k=16))
+    bad = dataclasses.replace(good, **{name: values[dist.get_rank()]})
+    return error_of(run_one, bad, group), run_one(good, group), interlace.group_of(group).broken
+
+
+def _other_operator():
+    """Rank 1 allocates while rank 0 multiplies."""
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        return error_of(interlace.empty_symmetric, (4,), dtype=f32, group=group)
+    return error_of(run_one, Call(2, 5, 8), group)
+
+
+def test_different_calls_are_told_on_every_rank(ranks):
+    for error in ranks(2).run(_other_operator):
+        assert error is not None
+        assert error[:2] == (
+            "RankMismatchError",
+            "ranks must make the same calls in the same order; got 'gemv_all_reduce' on rank 0, "
+            "'empty_symmetric' on rank 1. "
+            "Look for a call that depends on the rank.",
+        )
+
+
+def _too_large():
+    from interlace.operators.gemv_all_reduce import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "MAX_RANKS", 1)
+        return error_of(run_one, Call(2, 5, 8))
+
+
+def test_groups_that_are_too_large(ranks):
+    expected = ("GroupError", "gemv_all_reduce: a group must have at most 1 ranks; got 2.")
+    assert [error and error[:2] for error in ranks(2).run(_too_large)] == [expected] * 2

@@ -1,0 +1,82 @@
+"""The benchmark's steps, on a small layer and the CPU backend: they run, fused and unfused agree,
+and the floor is the costs'.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace import ArgumentError
+from interlace.bench import report
+from tests.operators.mixture_of_experts.calls import SMALL
+
+
+def _measure(step, *, samples=15, group=None):
+    """Runs the step instead of timing it."""
+    from interlace.bench.timing import Timing
+
+    step(0)
+    return Timing(10.0, 9.0, 11.0, 1.0, samples)
+
+
+def _bench(routing):
+    from interlace.bench import mixture_of_experts as operator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "measure", _measure)
+        shape = operator.Shape(
+            tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32
+        )
+        return operator.bench(shape, dataclasses.replace(SMALL), dist.new_group())
+
+
+def test_every_way_runs(ranks):
+    first, second = ranks(2).run(_bench, "skewed")
+    assert first == second
+    assert [result["part"] for result in first] == ["combine", "forward", "backward"]
+    combine, forward, backward = first
+    for result in first:
+        summary = report.summarise(result)
+        assert (
+            summary.fused_us,
+            summary.unfused[1],
+            summary.compute[1],
+            summary.communication[1],
+        ) == (10.0, 10.0, 10.0, 10.0)
+        assert result["relative_error"] < 1e-5
+    assert forward["flops"] == 3 * combine["flops"]
+    assert backward["flops"] == 2 * forward["flops"]
+    assert 0 < combine["link_bytes"] <= forward["link_bytes"] == backward["link_bytes"]
+    title = "mixture_of_experts: 4 tokens, 4 x 8 x 8, top 2, skewed, combine, float32, 2 ranks"
+    assert report.title("mixture_of_experts", combine) == title
+
+
+def _tune():
+    from interlace.bench import mixture_of_experts as operator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "measure", _measure)
+        patch.setattr(operator, "_launches", lambda case: [])
+        patch.setattr(operator, "AXES", {"group_m": (4, 8)})
+        shape = operator.Shape(tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32)
+        return operator.tune(shape, dist.new_group())
+
+
+def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
+    (first,), (second,) = ranks(2).run(_tune)
+    assert first == second
+    assert first[0] == 10.0
+    assert first[1].split()[:5] == ["tiles", "32", "64", "32", "8"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"routing": "even"}, "routing must be one of"), ({"top_k": 9}, "top_k must be")],
+)
+def test_shapes_that_are_none(change, what):
+    from interlace.bench.mixture_of_experts import Shape
+
+    with pytest.raises(ArgumentError, match=what):
+        Shape(**change)

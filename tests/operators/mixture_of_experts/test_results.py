@@ -1,0 +1,148 @@
+"""What ``mixture_of_experts`` returns, forward and backward, against float64; and what it sends,
+against ``costs``.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import interlace
+from interlace.costs import mixture_of_experts as costs
+from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.layout import capacity_of
+from tests.operators.mixture_of_experts.calls import DTYPES, SMALL, Call, check_all, run
+
+
+def _example(impl):
+    """Experts 0 and 1, one on each rank: expert e makes 10 (e + 1) silu(1) of 1. Rank 0's token has
+    both, rank 1's one only.
+    """
+    rank = dist.get_rank()
+    x = torch.ones(1, 1)
+    experts, weights = (
+        torch.tensor([[1, 0]] if rank == 0 else [[0, -1]]),
+        torch.tensor([[0.75, 0.25]]),
+    )
+    w_in, w_out = torch.tensor([1.0, rank + 1.0]).view(1, 1, 2, 1), torch.tensor([[[10.0]]])
+    return interlace.mixture_of_experts(x, experts, weights, w_in, w_out, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["unfused", "fused"])
+def test_worked_example(ranks, impl):
+    silu = 0.7310586
+    first, second = ranks(2).run(_example, impl)
+    assert first.item() == pytest.approx(0.75 * 20 * silu + 0.25 * 10 * silu)
+    assert second.item() == pytest.approx(0.75 * 10 * silu)
+
+
+def _calls(world_size):
+    """Each dtype, k, kind of routing and size that no tile divides, with and without capacity; on
+    other than two ranks, some.
+    """
+    base = Call(world_size)
+    changes = [
+        {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
+        {"impl": "unfused", "factor": 0.75, "routing": "holes"},
+        {"top_k": 1, "routing": "one"},
+        {"top_k": 2, "routing": "one", "factor": 1.25, "tokens": 17},
+        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"routing": "holes", "local": 3, "factor": 0.5, "hidden": 1, "ffn": 1, "config": None},
+        {"tokens": 0},
+    ]
+    changes = {1: changes[:2], 2: changes, 4: changes[:3]}[world_size]
+    return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_matches_float64(ranks, world_size):
+    """Forward and backward; the unfused one too, against the same."""
+    calls = _calls(world_size)
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+def _with_tiles(call):
+    """The interpreter can do them too; but it does not count what they send."""
+    from interlace.operators.mixture_of_experts import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "fits_descriptors", lambda call, config: True)
+        return run([call])
+
+
+def test_tiles_of_descriptors(ranks):
+    """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows
+    to spare.
+    """
+    call = Call(
+        2,
+        tokens=37,
+        hidden=48,
+        ffn=64,
+        config=dataclasses.replace(SMALL, block_n=32, block_k=16),
+        seed=1,
+    )
+    check_all([call], ranks(2).run(_with_tiles, call))
+
+
+def test_reference_and_kernels_drop_the_same_slots():
+    assert [capacity_of(100, 2, 8, factor) for factor in (None, 1.0, 1.25, 0.01, 9.0)] == [
+        100,
+        25,
+        32,
+        1,
+        100,
+    ]
+
+
+def _traffic(call):
+    traffic = interlace.group_of().traffic
+    tensors = call.inputs(dist.get_rank())
+    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    found = []
+
+    def measured(step):
+        traffic.reset()
+        result = step()
+        found.append((traffic.message_bytes, traffic.messages, traffic.signals))
+        return result
+
+    y = measured(
+        lambda: interlace.mixture_of_experts(
+            *tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config
+        )
+    )
+    grads = measured(lambda: torch.autograd.grad(y, leaves, tensors[5]))
+    return found, [y.detach(), *grads]
+
+
+@settings(max_examples=4)
+@given(
+    tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3),
+    hidden=st.integers(1, 70), ffn=st.integers(1, 40), factor=st.sampled_from([None, 0.6]),
+    routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
+)  # fmt: skip
+def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
+    """For any call: bytes, messages and signals of each rank, both ways; and the results are right."""
+    top_k = min(top_k, local) if routing == "few" else top_k
+    call = Call(2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed)
+    outcomes = ranks(2).run(_traffic, call)
+    itemsize = DTYPES[call.dtype].itemsize
+    sizes = {
+        "counts": call.counts, "tokens": tokens, "hidden": hidden, "ffn": ffn, "itemsize": itemsize,
+        "push_tile": layout.push_tile(hidden, itemsize, SMALL.num_warps, SMALL.push_rows),
+        "product_tile": (SMALL.block_m, SMALL.block_n),
+    }  # fmt: skip
+    for rank, (found, _) in enumerate(outcomes):
+        there = costs.forward(rank=rank, **sizes)
+        back = costs.backward(rank=rank, number_rows=layout.activation_tile(ffn)[0], **sizes)
+        assert found == [(cost.link_bytes, cost.messages, cost.signals) for cost in (there, back)]
+        least = costs.floor_link_bytes(
+            counts=call.counts, rank=rank, hidden=hidden, itemsize=itemsize
+        )
+        assert there.link_bytes - least == costs.NUMBER_BYTES * (call.experts + 1)
+        assert back.flops == 2 * there.flops
+    call.check([results for _, results in outcomes])

@@ -1,0 +1,155 @@
+"""``torch.ops.interlace.mixture_of_experts`` as torch's own tools see it, and arguments that are
+refused.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import ArgumentError, MixtureOfExpertsConfig
+from tests.operators.mixture_of_experts.calls import SMALL, Call
+
+
+def _opcheck():
+    call = Call(1, tokens=2, top_k=1, local=1, hidden=8, ffn=5)
+    x, experts, weights, w_in, w_out, grad = call.inputs(0)
+    leaves = [tensor.requires_grad_() for tensor in (x, weights, w_in, w_out)]
+    assert interlace.mixture_of_experts is not None  # the first use of the name registers the op
+    ops = torch.ops.interlace
+    how = (
+        1,
+        2,
+        dist.new_group().group_name,
+        "fused",
+        str(SMALL),
+    )  # its buffers are zero where no row arrives
+    outcomes = torch.library.opcheck(
+        ops.mixture_of_experts.default, (x, experts, weights, w_in, w_out, *how, True)
+    )
+    x, weights, w_in, w_out = (leaf.detach() for leaf in leaves)
+    _, *saved = ops.mixture_of_experts(x, experts, weights, w_in, w_out, *how, True)
+    inputs = (grad, x, experts, weights, w_in, w_out, *saved, *how, [True, False])
+    return outcomes, torch.library.opcheck(ops.mixture_of_experts_backward.default, inputs)
+
+
+def test_opcheck(ranks):
+    """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with
+    the kernels.
+    """
+    for outcome in ranks(1).run(_opcheck)[0]:
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+
+def _step(x, experts, weights, w_in, w_out):
+    return torch.relu(
+        interlace.mixture_of_experts(x * 2, experts, weights, w_in, w_out, config=SMALL)
+    ).sum(-1)
+
+
+def _compiled(call):
+    outcomes = []
+    for function in (_step, torch.compile(_step, fullgraph=True, backend="aot_eager")):
+        tensors = call.inputs(dist.get_rank())[:5]
+        leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+        y = function(*tensors)
+        y.sum().backward()
+        outcomes.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    return outcomes
+
+
+def test_compiles_into_one_graph(ranks):
+    """With its gradients; a graph break or an input that the op forgets to declare fails here."""
+    for eager, compiled in ranks(2).run(_compiled, Call(2, tokens=3)):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def _t(*shape, dtype=torch.float32, device="cpu"):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _arguments(**changes):
+    ids = _t(5, 2, dtype=torch.int64)
+    given = {
+        "x": _t(5, 8),
+        "experts": ids,
+        "weights": _t(5, 2),
+        "w_in": _t(3, 4, 2, 8),
+        "w_out": _t(3, 8, 4),
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": _t(8)}, "x must be [T, hidden]; got shape [8]."),
+        (
+            {"x": _t(5, 8, dtype=torch.float64)},
+            "x must be float16, bfloat16 or float32; got torch.float64.",
+        ),
+        (
+            {"w_in": _t(3, 8, 8)},
+            "w_in must be [L, F, 2, hidden], gate and up of this rank's L experts, with hidden = "
+            "8; got shape [3, 8, 8]. "
+            "torch.stack([w_gate, w_up], dim=2) makes it of two [L, F, hidden].",
+        ),
+        ({"w_out": _t(3, 4, 8)}, "w_out must be [L, hidden, F] = [3, 8, 4]; got shape [3, 4, 8]."),
+        (
+            {"w_out": _t(3, 8, 4).half()},
+            "w_out must be torch.float32 on cpu, like x; got torch.float16 on cpu.",
+        ),
+        (
+            {"w_in": _t(0, 4, 2, 8), "w_out": _t(0, 8, 4)},
+            "experts, F and hidden must be positive; got 0, 4 and 8.",
+        ),
+        (
+            {"experts": _t(4, 2, dtype=torch.int64)},
+            "experts must be [T, k] with T = 5; got shape [4, 2].",
+        ),
+        ({"experts": _t(5, 2)}, "experts must be int32 or int64; got torch.float32."),
+        (
+            {"experts": _t(5, 4, dtype=torch.int32)},
+            "a token must go to 1 to 3 of 3 experts; got 4.",
+        ),
+        (
+            {"weights": _t(5, 3)},
+            "weights must be [5, 2], like experts, of a floating dtype; got torch.float32 [5, 3].",
+        ),
+        (
+            {"experts": _t(5, 2, dtype=torch.int64, device="meta")},
+            "experts must be on the device of x, cpu; got meta.",
+        ),
+        ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
+        ({"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+        ({"config": "128"}, "config must be a MixtureOfExpertsConfig; got str."),
+    ],
+)
+def test_rejected_arguments(changes, message):
+    with pytest.raises(ArgumentError, match=re.escape(f"mixture_of_experts: {message}")):
+        interlace.mixture_of_experts(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: MixtureOfExpertsConfig(block_m=256),
+            "block_m must be a power of two from 16 to 128; got 256.",
+        ),
+        (
+            lambda: MixtureOfExpertsConfig(push_programs=0),
+            "push_programs must be between 1 and 2048; got 0.",
+        ),
+        (
+            lambda: MixtureOfExpertsConfig.parse("a b"),
+            "text must be str() of a configuration; got 'a b'.",
+        ),
+    ],
+)
+def test_configurations(make, message):
+    with pytest.raises(ArgumentError, match=re.escape(f"MixtureOfExpertsConfig: {message}")):
+        make()
+    assert MixtureOfExpertsConfig.parse(str(SMALL)) == SMALL

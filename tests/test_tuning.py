@@ -6,7 +6,9 @@ import json
 import pytest
 
 import interlace
+import interlace.operators  # registers them
 from interlace import tuning
+from interlace.registry import operator_named
 
 TABLES = sorted(
     file.name
@@ -14,33 +16,6 @@ TABLES = sorted(
     if file.name.endswith(".json")
 )
 H200 = "NVIDIA H200"
-
-# Each operator's configuration, if it has a kernel of its own, and the sizes by which its entries
-# are found.
-PRODUCT = ("rows", "columns", "inner")
-OTHERS = {
-    "all_gather_gemm": ("pushed", "chunked"),
-    "all_to_all_bmm": ("pushed",),
-    "bmm_all_to_all": ("chunked",),
-    **dict.fromkeys(("gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"), tuning.CARRIED),
-}
-OPERATORS = {
-    "all_gather_gemm": (interlace.AllGatherGemmConfig, PRODUCT),
-    "all_to_all_bmm": (None, PRODUCT),
-    "bmm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
-    "embedding_all_to_all": (
-        interlace.EmbeddingAllToAllConfig,
-        ("tables", "width", "batch", "pooling_factor"),
-    ),
-    "gemm_all_reduce": (interlace.GemmAllReduceConfig, PRODUCT),
-    "gemm_all_to_all": (interlace.GemmAllToAllConfig, PRODUCT),
-    "gemm_reduce_scatter": (interlace.GemmReduceScatterConfig, PRODUCT),
-    "gemv_all_reduce": (interlace.GemvAllReduceConfig, ("tokens", "rows", "columns")),
-    "mixture_of_experts": (
-        interlace.MixtureOfExpertsConfig,
-        ("tokens", "hidden", "ffn", "experts", "top_k"),
-    ),
-}
 
 
 def point(tokens=1, rows=8192, columns=2048, world_size=4, dtype="bfloat16"):
@@ -62,14 +37,14 @@ def test_every_entry_of_a_table_can_be_run(name):
     )
     assert table["operator"] == operator
     assert {device.lower().replace(" ", "_") for device in table["machine"]["gpus"]} == {gpu}
-    config_type, sizes = OPERATORS[operator]
+    declaration = operator_named(operator)
     for entry in table["entries"]:
-        assert entry["config"] == (
-            "" if config_type is None else str(config_type.parse(entry["config"]))
-        )
-        assert entry["impl"] in ("fused", "unfused", *OTHERS.get(operator, ()))
+        if entry["config"]:  # an operator without a kernel of its own has none
+            assert entry["config"] == str(declaration.config_type.parse(entry["config"]))
+        assert entry["impl"] in (*declaration.words, "unfused")
+        assert entry.get("fallback", "unfused") in (*declaration.words, "unfused")
         place = tuning.Point(
-            entry["world_size"], entry["dtype"], {name: entry[name] for name in sizes}
+            entry["world_size"], entry["dtype"], {name: entry[name] for name in declaration.sizes}
         )
         found = tuning.nearest(operator, table["machine"]["gpus"][0], place)
         assert (found.impl, found.config) == (entry["impl"], entry["config"])

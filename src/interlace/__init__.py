@@ -33,17 +33,13 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
-    from interlace.operators.all_gather_gemm.api import all_gather_gemm
-    from interlace.operators.all_gather_gemm.config import AllGatherGemmConfig
+    from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
-    from interlace.operators.gemm_all_reduce.api import gemm_all_reduce
-    from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig
-    from interlace.operators.gemm_all_to_all.api import gemm_all_to_all
-    from interlace.operators.gemm_all_to_all.config import GemmAllToAllConfig
-    from interlace.operators.gemm_reduce_scatter.api import gemm_reduce_scatter
-    from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+    from interlace.operators.gemm_all_reduce import GemmAllReduceConfig, gemm_all_reduce
+    from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
+    from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
@@ -77,17 +73,17 @@ _PUBLIC = {
     "MappedOutput": "interlace.mapped",
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
-    "all_gather_gemm": "interlace.operators.all_gather_gemm.api",
-    "AllGatherGemmConfig": "interlace.operators.all_gather_gemm.config",
+    "all_gather_gemm": "interlace.operators.all_gather_gemm",
+    "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
     "EmbeddingAllToAllConfig": "interlace.operators.embedding_all_to_all.config",
     "explain": "interlace.operators.explain",
-    "gemm_all_reduce": "interlace.operators.gemm_all_reduce.api",
-    "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
-    "gemm_all_to_all": "interlace.operators.gemm_all_to_all.api",
-    "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all.config",
-    "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter.api",
-    "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter.config",
+    "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
+    "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce",
+    "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
+    "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
+    "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",
+    "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter",
     "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts.api",

@@ -49,6 +49,7 @@ def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str,
         for name, us in times.items()
     }
     return {
+        "operator": "gemv_all_reduce",
         "tokens": 1,
         "rows": 8192,
         "columns": 2048,
@@ -136,7 +137,7 @@ def test_markdown_shows_the_fastest_of_several_implementations() -> None:
     text = report.markdown([{"machine": MACHINE, "results": [result(times=times)]}])
     assert "| Interlace us | best unfused us | Interlace is |" in text
     assert (
-        "| **11.0** (split) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | split |"
+        "| **11.0** (chunked) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | chunked |"
         in text
     )
 
@@ -166,7 +167,7 @@ def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:
         "rows": 8192,
         "columns": 2048,
         "impl": "fused",
-        "otherwise": "fused",
+        "fallback": "fused",
         "config": "one_shot 4 512 4 1 0 0",
         "fused_us": 12.0,
         "unfused_us": 24.0,

@@ -12,14 +12,22 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from interlace.compile.choice import choose, choose_sum
+from interlace.compile import choice
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.gemm import choice as products
 from interlace.gemm.choice import Choice
-from interlace.operators.gemm_reduce_scatter import launch as reduce_scatter
-from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+from interlace.operators.gemm_reduce_scatter import GemmReduceScatter, GemmReduceScatterConfig
 from interlace.operators.gemv_all_reduce import launch as gemv
+from interlace.registry import operator_named
+
+
+def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
+    return choice.choose(operator_named(operator), product, rows, ranks)
+
+
+def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) -> tuple[bool, str]:
+    return choice.choose_sum(operator_named(operator), products, rows, ranks)
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +97,15 @@ def test_what_was_not(operator: str, rows: int, dtype: torch.dtype, reason: str)
 
 def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     product = _product(256, 8192, 7168)
-    assert ", mapped " in choose("gemm_reduce_scatter", product, 256, 4)
+    assert " remote_stores " in choose("gemm_reduce_scatter", product, 256, 4)
     with pytest.raises(
         LeftAlone,
-        match=r"^gemm_reduce_scatter would be faster by a mapped output, which takes no bias$",
+        match=r"^gemm_reduce_scatter would be faster by impl='remote_stores', which must have no bias$",
     ):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
     with pytest.raises(
         LeftAlone,
-        match=r"^gemm_all_reduce would be faster by impl='remote_stores', .*; 250 over 4 ranks are not$",
+        match=r"^gemm_all_reduce would be faster by impl='remote_stores', which must have rows that are split evenly$",
     ):
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 
@@ -121,7 +129,7 @@ def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPa
     ):
         scatter([_product(8, 8192, 2048)] * 3, 8, 4)
     fused = Choice("fused", GemmReduceScatterConfig(), "measured", measured=True)
-    monkeypatch.setattr(reduce_scatter, "choose", lambda **_: fused)
+    monkeypatch.setattr(GemmReduceScatter, "choose", lambda *_, **__: fused)
     assert scatter([_product(4096, 8192, 1280)] * 2, 4096, 4) == (
         True,
         "a sum of 2 products, side by side: measured",
@@ -157,8 +165,8 @@ def test_batches_have_tables_of_their_own() -> None:
     assert ": fused " in choose(
         "bmm_all_to_all", _product(5120, 4096, 14336, batch=2), 10240, 2
     )  # Mixtral's, capacity factor 1.25
-    assert ": fused " in choose("all_to_all_bmm", _product(5120, 28672, 4096, batch=2), 10240, 2)
-    assert ", mapped " in choose("all_to_all_bmm", _product(120, 2816, 2048, batch=32), 32 * 120, 2)
+    assert ": chunked " in choose("all_to_all_bmm", _product(5120, 28672, 4096, batch=2), 10240, 2)
+    assert " pushed " in choose("all_to_all_bmm", _product(120, 2816, 2048, batch=32), 32 * 120, 2)
     with pytest.raises(LeftAlone, match=r"^bmm_all_to_all is not faster: "):
         choose("bmm_all_to_all", _product(320, 4096, 14336, batch=4), 4 * 320, 2)
 

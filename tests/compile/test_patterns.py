@@ -727,12 +727,12 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         consider()
     with monkeypatch.context() as patch:
         from interlace.gemm.choice import Choice
-        from interlace.operators.gemm_reduce_scatter import launch
+        from interlace.operators.gemm_reduce_scatter import GemmReduceScatter
 
         patch.setattr(
-            launch,
+            GemmReduceScatter,
             "choose",
-            lambda **_: Choice("unfused", None, "measured: the pair takes half the time"),
+            lambda *_, **__: Choice("unfused", None, "measured: the pair takes half the time"),
         )
         consider()
     return reasons

@@ -24,6 +24,13 @@ IMPLS = {
 }
 """What the tests of each operator run."""
 
+ANY_ROWS = [
+    ("all_gather_gemm", "chunked"),
+    ("all_gather_gemm", "pushed"),
+    ("gemm_reduce_scatter", "chunked"),
+]
+"""Implementations beside the fused kernels that do not need rows to be split evenly."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -22,13 +22,12 @@ from interlace import (
     GemmReduceScatterConfig,
 )
 from interlace.comm import MAX_PROGRAMS
-from interlace.gemm.choice import ANY_ROWS
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.splits import balanced
 from interlace.language import primitives
 from interlace.units import ceil_div
 from tests.errors import error_of
-from tests.gemm.calls import DTYPES, Call, check_all
+from tests.gemm.calls import ANY_ROWS, DTYPES, Call, check_all
 
 _CONFIGS = {
     "gemm_all_to_all": GemmAllToAllConfig,
@@ -37,7 +36,7 @@ _CONFIGS = {
     "all_gather_gemm": AllGatherGemmConfig,
 }
 OPERATORS = list(_CONFIGS)
-WAYS = [*((operator, "fused") for operator in OPERATORS), *sorted(ANY_ROWS)]
+WAYS = [*((operator, "fused") for operator in OPERATORS), *ANY_ROWS]
 _GRANT_BYTES = 4  # which buffer a rank has taken; not in the costs, which are of the data
 _STAMP_BYTES = 4  # behind a copy that goes to a peer
 _SCALE_BYTES = 4
@@ -373,11 +372,11 @@ def _padded_batch(name, impl):
 
 
 def _padding(kind, impl):
-    from interlace.operators.all_gather_gemm import launch
+    from interlace.operators.all_gather_gemm import fused
 
     if kind == "gather":
         return _padding_that_libraries_see(
-            functools.partial(_padded_gather, impl=impl), launch, "multiply_into"
+            functools.partial(_padded_gather, impl=impl), fused, "multiply_into"
         )
     return _padding_that_libraries_see(functools.partial(_padded_batch, impl=impl), torch, "bmm")
 

@@ -2,7 +2,6 @@
 their configurations.
 """
 
-import importlib
 import re
 
 import pytest
@@ -12,8 +11,10 @@ import interlace
 from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
 from interlace.comm.kernels import describe_matrix
 from interlace.gemm.choice import Choice
+from interlace.gemm.implementations import remote_stores
 from interlace.gemm.launch import describe_own
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.registry import operator_named
 
 OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
 f8, f32, f64, bf16 = torch.float8_e4m3fn, torch.float32, torch.float64, torch.bfloat16
@@ -68,12 +69,32 @@ def test_bad_arguments(operator, x, w, more, message):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_implementation_that_does_not_exist(operator):
-    carried = "mapped, split" if operator == "all_gather_gemm" else "mapped, split, triggered"
-    impls = f"auto, fused, {carried}, unfused"
+    words = ", ".join(operator_named(operator).words)
     with pytest.raises(
-        ArgumentError, match=rf"^{operator}: impl must be one of {impls}; got 'fast'\.$"
+        ArgumentError, match=rf"^{operator}: impl must be one of {words}; got 'fast'\.$"
     ):
         getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl="fast")
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_former_words_are_refused_with_the_new_ones(operator):
+    renamed = {"split": "chunked", "mapped": "remote_stores"}
+    if operator == "all_gather_gemm":
+        renamed["mapped"] = "pushed"
+    for former, word in renamed.items():
+        message = f"got '{former}', which is called '{word}' now\\.$"
+        with pytest.raises(ArgumentError, match=message):
+            getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl=former)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_stock_pairs_refuse_the_cpu_by_name(operator):
+    declaration = operator_named(operator)
+    stock = [each.name for each in declaration.implementations if each.is_stock]
+    assert "nccl" in stock
+    for name in stock:
+        with pytest.raises(ArgumentError, match=f"impl='{name}' must have a GPU"):
+            getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl=name)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -193,7 +214,7 @@ def test_bad_configurations(change, message):
 def test_a_configuration_is_its_text():
     config = GemmReduceScatterConfig(16, 32, 64, 4, 2, 7, 3, 5)
     assert GemmReduceScatterConfig.parse(str(config)) == config
-    for text in ("", "16 32 64", "16 32 64 4 2 7 3 five", str(config) + " 1"):
+    for text in ("", "block_m=16", str(config).replace("4", "four"), str(config) + ", more=1"):
         with pytest.raises(ArgumentError, match="text must be str"):
             GemmReduceScatterConfig.parse(text)
 
@@ -229,22 +250,22 @@ SAME = "a result of the dtype of x"
     ],
 )  # fmt: skip
 def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, options, unmet):
-    """Two ranks, and a table that says mapped: ``resolve`` decides, as it does for a call."""
-    launch = importlib.import_module(f"interlace.operators.{operator}.launch")
-    asked = []
+    """Two ranks, and a table that says cuBLAS with remote stores, or pushed rows."""
+    declaration, asked = operator_named(operator), []
+    chosen = "pushed" if operator == "all_gather_gemm" else "remote_stores"
 
-    def choose(**call):
+    def choose(self, **call):
         asked.append(call["rows"])
-        return Choice("remote_stores", None, "measured")
+        return Choice(chosen, None, "measured")
 
-    monkeypatch.setattr(launch, "choose", choose)
+    monkeypatch.setattr(type(declaration), "choose", choose)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     text = interlace.explain(operator, _t(rows, 8), _t(5, 8), **options)
     expected = (
-        f"unfused, because mapped must have {unmet}; measured."
+        f"unfused, because {chosen} must have {unmet}; measured."
         if unmet
-        else "mapped, because measured."
+        else f"{chosen}, because measured."
     )
     assert text.endswith(f" on 2 ranks: {expected}")
     assert asked == [
@@ -255,17 +276,25 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
 @pytest.mark.parametrize("options", [{"bias": _t(5)}, {"out_dtype": bf16}, {}])
 @pytest.mark.parametrize("operator", ["gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"])
 def test_a_call_runs_what_explain_says(monkeypatch, operator, options):
-    """One rank, and a table that says mapped."""
-    launch, ran = importlib.import_module(f"interlace.operators.{operator}.launch"), []
-    config = launch.choose(
+    """One rank, and a table that says cuBLAS with remote stores."""
+    declaration, ran = operator_named(operator), []
+    config = declaration.choose(
         rows=4, columns=5, inner=8, dtype=f32, device=torch.device("cpu"), world_size=1
     ).config
-    unfused = getattr(launch.reference, operator)
-    monkeypatch.setattr(launch, "choose", lambda **_: Choice("remote_stores", config, "measured"))
     monkeypatch.setattr(
-        launch, "run_into_output", lambda how, *_, **__: ran.append(how) or _t(4, 5)
+        type(declaration), "choose", lambda *_, **__: Choice("remote_stores", config, "measured")
     )
-    monkeypatch.setattr(launch.reference, operator, lambda *a: ran.append("unfused") or unfused(*a))
+
+    def record(call, output, *_, **__):
+        ran.append(output.implementation)
+        return _t(4, 5)
+
+    def run_unfused(self, call):
+        ran.append("unfused")
+        return _t(4, 5)
+
+    monkeypatch.setattr(remote_stores, "run_into_output", record)
+    monkeypatch.setattr(type(declaration), "run_unfused", run_unfused)
     getattr(interlace, operator)(_t(4, 8), _t(5, 8), **options)
     assert f": {ran[0]}, because" in interlace.explain(operator, _t(4, 8), _t(5, 8), **options)
     assert ran == ["unfused" if options else "remote_stores"]

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import BackendError, tuning
-from interlace.gemm.choice import ANY_ROWS
+from interlace import BackendError
+from interlace.gemm.call import GemmCall
 from interlace.gemm.operands import Operands
-from interlace.gemm.outputs import run_into_output
 from interlace.mapped import triggered
+from interlace.registry import operator_named
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all, check_gradients, differentiate, run
 
+CARRIED = ("remote_stores", "chunked", "triggered")
 OPERATORS = ["gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"]
 CONFIGS = {
     "gemm_all_to_all": interlace.GemmAllToAllConfig,
@@ -83,7 +84,7 @@ def test_split_matches_float64(ranks, world_size, operator):
     check_all(calls, ranks(world_size).run(run, calls))
 
 
-@pytest.mark.parametrize("impl", tuning.CARRIED)
+@pytest.mark.parametrize("impl", CARRIED)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_gradients(ranks, operator, impl):
     call = Call(operator, 8, 12, 6, impl=impl, bias=impl != "remote_stores")
@@ -121,7 +122,7 @@ _KEPT = [
     (operator, impl)
     for operator in OPERATORS
     for impl in ("remote_stores", "chunked")
-    if (operator, impl) not in ANY_ROWS
+    if (operator, impl) != ("gemm_reduce_scatter", "chunked")
 ]
 
 
@@ -145,16 +146,14 @@ def _memory_of_many_sizes(impl):
     unasked = []
     for rows in (40, 26):
         operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
-        y = run_into_output(
-            impl, "all_reduce", operands, group, dist.group.WORLD, config, replace=False
-        )
+        y = _run("gemm_all_reduce", impl, operands, config, group, dist.group.WORLD, False)
         unasked.append(y is None)
     interlace.synchronize()
     group.release()
     return kept, unasked, len(group.kept)
 
 
-@pytest.mark.parametrize("impl", tuning.CARRIED)
+@pytest.mark.parametrize("impl", CARRIED)
 def test_memory_is_bounded(ranks, impl):
     assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
 
@@ -168,9 +167,25 @@ def _sum_of(rows, impl, process_group, replace):
         interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
     )
     operands = Operands(torch.ones(rows, 4), torch.ones(512, 4), None, None, None, torch.float32)
-    return run_into_output(
-        impl, "all_reduce", operands, group, process_group, config, replace=replace
+    return _run("gemm_all_reduce", impl, operands, config, group, process_group, replace)
+
+
+def _run(operator, impl, operands, config, group, process_group, replace):
+    """A call of an implementation, asked for by name (``replace``) or not."""
+    declaration = operator_named(operator)
+    splits = (None,) * len(declaration.split_names)
+    call = GemmCall(
+        operator=declaration,
+        operands=operands,
+        rows=declaration.plan_rows(operands.rows, splits, group),
+        gather=False,
+        group=group,
+        group_name=process_group.group_name,
+        config=config,
+        mark=0,
+        is_explicit=replace,
     )
+    return declaration.implementation(impl).run(call)
 
 
 def _captured_on_one_rank():
@@ -215,7 +230,7 @@ def _without_driver(impl, replace):
     return found, None if again is None else float(again.max()), group.broken
 
 
-@pytest.mark.parametrize("impl", tuning.CARRIED)
+@pytest.mark.parametrize("impl", CARRIED)
 def test_ranks_fall_back_together(ranks, impl):
     """One rank's driver refuses. No rank was asked for this implementation, so all take another
     one, now and later.
@@ -223,7 +238,7 @@ def test_ranks_fall_back_together(ranks, impl):
     assert ranks(2).run(_without_driver, impl, False) == [(None, None, False)] * 2
 
 
-@pytest.mark.parametrize("impl", tuning.CARRIED)
+@pytest.mark.parametrize("impl", CARRIED)
 def test_ranks_fail_together(ranks, impl):
     """Where the implementation was asked for, every rank is told which one cannot, and the next
     call works.
@@ -241,10 +256,8 @@ def _mostly_padding():
         interlace.GemmReduceScatterConfig(block_m=16, block_n=512, block_k=16),
     )
     operands = Operands(torch.ones(6, 4), torch.ones(500, 4), None, None, None, torch.float32)
-    call = "remote_stores", "reduce_scatter", operands, group, dist.group.WORLD, config
-    return run_into_output(*call, replace=False) is None, error_of(
-        lambda: run_into_output(*call, replace=True)
-    )[0]
+    call = "gemm_reduce_scatter", "remote_stores", operands, config, group, dist.group.WORLD
+    return _run(*call, False) is None, error_of(lambda: _run(*call, True))[0]
 
 
 def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):

@@ -110,10 +110,10 @@ def test_rows_and_splits_that_never_fit(ranks):
 
 
 def _too_large():
-    from interlace.gemm import choice
+    from interlace.gemm import dispatch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "MAX_RANKS", 1)
+        patch.setattr(dispatch, "MAX_RANKS", 1)
         return [error_of(_call, operator) for operator in (A2A, RS, AR, AG)]
 
 

@@ -25,9 +25,7 @@ from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.choice import Choice
-from interlace.operators.all_to_all_bmm.launch import choose as choose_received
-from interlace.operators.gemm_all_to_all.launch import choose_batch as choose_sent
-from interlace.tuning import CARRIED
+from interlace.registry import operator_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Case(abc.ABC):
         found = (
             way(i).double().view(expected.shape)
             for name, way in self.ways().items()
-            if name in ("fused", *CARRIED)
+            if name in operator_named(self.shape.operator).words
         )
         return max(float((y - expected).norm() / expected.norm()) for y in found)
 
@@ -97,17 +95,16 @@ class Case(abc.ABC):
         """What the pass for ``torch.compile`` goes by."""
         shape = self.shape
         sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
-        return self.chooser(
+        choice: Choice[Any] = operator_named(shape.operator).choose(
             **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.owner.device
         )
+        return choice
 
     def sizes(self) -> dict[str, Any]:
         """Of one product, as costs take them."""
         shape = self.shape
         sizes = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
         return sizes | {"itemsize": shape.dtype.itemsize, "world_size": self.owner.world_size}
-
-    chooser: Callable[..., Choice[Any]]
 
     @property
     @abc.abstractmethod
@@ -134,8 +131,6 @@ class Case(abc.ABC):
 
 class Sent(Case):
     """A batch of products before an all-to-all."""
-
-    chooser = staticmethod(choose_sent)
 
     @property
     def width(self) -> int:
@@ -189,8 +184,6 @@ class Sent(Case):
 
 class Received(Case):
     """A batch of products after an all-to-all; of x, ``[B, M, K]``, the memory is sent."""
-
-    chooser = staticmethod(choose_received)
 
     @property
     def width(self) -> int:

@@ -203,6 +203,7 @@ def bench(
         tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize
     )
     return {
+        "operator": "gemv_all_reduce",
         "tokens": shape.tokens,
         "rows": shape.rows,
         "columns": shape.columns,

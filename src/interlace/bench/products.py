@@ -8,62 +8,67 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import tuning
 from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import Group, group_of
-from interlace.costs import all_gather_gemm as all_gather_costs
-from interlace.costs import gemm_all_reduce as all_reduce_costs
-from interlace.costs import gemm_all_to_all as all_to_all_costs
-from interlace.costs import gemm_reduce_scatter as reduce_scatter_costs
-from interlace.costs.gemm import ProductCost
+from interlace.comm.group import solo_group
 from interlace.costs.machine import H200_NODE
-from interlace.errors import InterlaceError
-from interlace.gemm.config import ProductConfig
+from interlace.errors import ArgumentError, InterlaceError
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.chunked import multiply_in_chunks
+from interlace.gemm.implementations.triggered import count_product
 from interlace.gemm.operands import Operands
-from interlace.gemm.outputs import count_product, split_product
+from interlace.gemm.operator import GemmOperator
 from interlace.mapped import Fused, TriggeredTransfers, empty_rotating, fuse
 from interlace.mapped.output import ORDERS
-from interlace.operators.all_gather_gemm.config import AllGatherGemmConfig
-from interlace.operators.all_gather_gemm.launch import choose as choose_all_gather
-from interlace.operators.gemm_all_reduce.launch import choose as choose_all_reduce
-from interlace.operators.gemm_all_to_all.launch import choose as choose_all_to_all
-from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
-from interlace.operators.gemm_reduce_scatter.launch import choose as choose_reduce_scatter
-from interlace.operators.gemm_reduce_scatter.launch import prepare
+from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
+from interlace.operators.gemm_reduce_scatter.fused import prepare
+from interlace.registry import operator_named, operators
 from interlace.units import ceil_div
 
 Step = Callable[[int], object]
 
 SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
-_COSTS: Mapping[str, Callable[..., ProductCost]] = {
-    "gemm_all_to_all": all_to_all_costs.fused,
-    "gemm_reduce_scatter": reduce_scatter_costs.fused,
-    "gemm_all_reduce": all_reduce_costs.fused,
-    "all_gather_gemm": all_gather_costs.fused,
-}
-_CHOOSE: Mapping[str, Callable[..., Any]] = {
-    "gemm_all_to_all": choose_all_to_all,
-    "gemm_reduce_scatter": choose_reduce_scatter,
-    "gemm_all_reduce": choose_all_reduce,
-    "all_gather_gemm": choose_all_gather,
-}
-_COLLECTIVES = {
-    "gemm_all_to_all": "all_to_all",
-    "gemm_reduce_scatter": "reduce_scatter",
-    "gemm_all_reduce": "all_reduce",
-}
-"""The collective of operators whose product may carry itself."""
-_OTHERS = {**dict.fromkeys(_COLLECTIVES, tuning.CARRIED), "all_gather_gemm": ("pushed", "chunked")}
-"""Implementations that are neither the fused kernel nor the pair."""
 
-OPERATORS = tuple(_COSTS)
+
+def declared(operator: str) -> GemmOperator:
+    """Return the declaration of an operator around one matrix product.
+
+    Raises:
+        ArgumentError: There is no such operator.
+    """
+    declaration = operator_named(operator)
+    if not isinstance(declaration, GemmOperator):
+        raise ArgumentError(f"{operator} must be an operator around one matrix product; it is not.")
+    return declaration
+
+
+def benchmarked() -> tuple[str, ...]:
+    """Return the names of the operators around one matrix product."""
+    return tuple(
+        name for name, declaration in operators().items() if isinstance(declaration, GemmOperator)
+    )
+
+
+def sends_output(operator: str) -> bool:
+    """Return whether the operator's product may be written straight to the peers."""
+    names = [implementation.name for implementation in declared(operator).implementations]
+    return "remote_stores" in names
+
+
+def own_implementations(operator: str) -> list[str]:
+    """Return the implementations other than the fused kernel and the stock pairs."""
+    return [
+        implementation.name
+        for implementation in declared(operator).implementations
+        if not implementation.is_stock and implementation.name not in ("fused", "unfused")
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +90,10 @@ class Case:
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         self.shape, self.group, self.owner = shape, group, group_of(group)
+        self.operator = declared(shape.operator)
         ranks, device = self.owner.world_size, self.owner.device
         generator = torch.Generator(device).manual_seed(1 + self.owner.rank)
-        own = shape.rows // ranks if shape.operator == "all_gather_gemm" else shape.rows
+        own = shape.rows // ranks if self.operator.returns_gathered else shape.rows
 
         def random(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
@@ -97,13 +103,11 @@ class Case:
         ]
         # What the parts of unfused pairs work on.
         self.gathered = (
-            random(shape.rows, shape.inner)
-            if shape.operator == "all_gather_gemm"
-            else self.sets[0][0]
+            random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
         )
         self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
         self.received = torch.empty_like(self.product)
-        self.choice = _CHOOSE[shape.operator](
+        self.choice = self.operator.choose(
             rows=shape.rows,
             columns=shape.columns,
             inner=shape.inner,
@@ -112,7 +116,7 @@ class Case:
             device=device,
         )
 
-    def call(self, i: int, impl: str, config: ProductConfig | None = None) -> torch.Tensor:
+    def call(self, i: int, impl: str, config: GemmConfig | None = None) -> torch.Tensor:
         x, w = self.sets[i % SETS]
         operator: Callable[..., torch.Tensor] = getattr(interlace, self.shape.operator)
         return operator(x, w, group=self.group, impl=impl, config=config)
@@ -120,25 +124,25 @@ class Case:
     def multiply(self, i: int) -> torch.Tensor:
         """The product of this rank alone, by cuBLAS."""
         x, w = self.sets[i % SETS]
-        x = self.gathered if self.shape.operator == "all_gather_gemm" else x
+        x = self.gathered if self.operator.returns_gathered else x
         return torch.mm(x, w.T, out=self.product)
 
-    def error(self, i: int, config: ProductConfig) -> float:
+    def error(self, i: int, config: GemmConfig) -> float:
         """Relative difference of one call from the same in float64, on this rank."""
         x, w = self.sets[i % SETS]
         y = self.call(i, "fused", config)
-        if self.shape.operator == "all_gather_gemm":
+        if self.operator.returns_gathered:
             wide = torch.empty(self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device)
             _gather(wide, x, self.group)
             expected = wide.double() @ w.double().T
         else:
             part = x.double() @ w.double().T
-            if self.shape.operator == "gemm_all_to_all":
+            if self.operator.collective == "all_to_all":
                 expected = torch.empty_like(part)
                 dist.all_to_all_single(expected, part, group=self.group)
             else:
                 dist.all_reduce(part, group=self.group)
-                whole = self.shape.operator == "gemm_all_reduce"
+                whole = self.operator.collective == "all_reduce"
                 expected = (
                     part if whole else part.tensor_split(self.owner.world_size)[self.owner.rank]
                 )
@@ -155,7 +159,7 @@ def tolerance(shape: Shape) -> float:
     )
 
 
-def check(case: Case, config: ProductConfig) -> float:
+def check(case: Case, config: GemmConfig) -> float:
     """The largest error of three calls on any rank.
 
     Raises:
@@ -193,12 +197,12 @@ def collectives(case: Case) -> dict[str, Step]:
     """
     group, parts = case.group, case.product
     own = parts[: case.shape.rows // case.owner.world_size]
-    match case.shape.operator:
-        case "gemm_all_to_all":
+    match case.operator.collective:
+        case "all_to_all":
             return {"NCCL": lambda i: dist.all_to_all_single(case.received, parts, group=group)}
-        case "gemm_reduce_scatter":
+        case "reduce_scatter":
             return {"NCCL": lambda i: _scatter(own, case.received, group)}
-        case "all_gather_gemm":
+        case "all_gather":
             return {"NCCL": lambda i: _gather(case.gathered, case.sets[i % SETS][0], group)}
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -227,9 +231,9 @@ def pairs(case: Case) -> dict[str, Step]:
     """Name -> product and collective."""
 
     def pair(collective: Step) -> Step:
-        if case.shape.operator == "all_gather_gemm":
+        if case.operator.returns_gathered:
             return lambda i: (collective(i), case.multiply(i))
-        if case.shape.operator == "gemm_reduce_scatter":
+        if case.operator.collective == "reduce_scatter":
             return lambda i: (
                 torch.mm(case.sets[i % SETS][0], case.sets[i % SETS][1].T, out=case.received),
                 collective(i),
@@ -242,13 +246,13 @@ def pairs(case: Case) -> dict[str, Step]:
 
 def mapped(case: Case) -> dict[str, Step]:
     """Name -> cuBLAS, unchanged, with an output that is the peers' memory; in both orders of rows."""
-    if case.shape.operator not in _COLLECTIVES:
+    if not sends_output(case.shape.operator):
         return {}
     shape = (case.shape.rows, case.shape.columns)
     ways: dict[str, Step] = {}
     for order in ORDERS:
         run = fuse(
-            torch.mm, _COLLECTIVES[case.shape.operator], shape=shape, dtype=case.shape.dtype,
+            torch.mm, case.operator.collective, shape=shape, dtype=case.shape.dtype,
             order=order, group=case.group
         )  # fmt: skip
         sources = [x for x, _ in case.sets]
@@ -276,12 +280,12 @@ def _mapped_call(
 
 def split(case: Case) -> dict[str, Step]:
     """Name -> cuBLAS for each rank's rows, and copy engines."""
-    if case.shape.operator not in _COLLECTIVES:
+    if not sends_output(case.shape.operator):
         return {}
     ranks, dtype = case.owner.world_size, case.shape.dtype
     shape = (ranks, case.shape.rows // ranks, case.shape.columns)
-    product = functools.partial(split_product, case.owner)
-    collective = _COLLECTIVES[case.shape.operator]
+    product = functools.partial(multiply_in_chunks, case.owner)
+    collective = case.operator.collective
     run = fuse(
         product, collective, shape=shape, dtype=dtype, transport="copy_engine", group=case.group
     )
@@ -289,9 +293,9 @@ def split(case: Case) -> dict[str, Step]:
     return {"cuBLAS in parts, copy engines": lambda i: run(sets[i % SETS], False)}
 
 
-def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, Step]:
+def triggered(case: Case, config: GemmConfig, pieces: int = 1) -> dict[str, Step]:
     """Name -> the product that counts its tiles, with copy engines; and each of the two alone."""
-    if case.shape.operator not in _COLLECTIVES:
+    if not sends_output(case.shape.operator):
         return {}
     ranks = case.owner.world_size
     shape = (ranks, case.shape.rows // ranks, case.shape.columns)
@@ -299,7 +303,7 @@ def triggered(case: Case, config: ProductConfig, pieces: int = 1) -> dict[str, S
         case.shape.columns, config.block_n
     )
     sets = [Operands(x, w, None, None, None, case.shape.dtype).for_kernel() for x, w in case.sets]
-    collective, dtype = _COLLECTIVES[case.shape.operator], case.shape.dtype
+    collective, dtype = case.operator.collective, case.shape.dtype
     product = functools.partial(count_product, case.owner)
     run = fuse(
         product,
@@ -359,14 +363,14 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     process_group = case.group or dist.group.WORLD
     assert process_group is not None
     name, sets = process_group.group_name, case.sets
-    if case.shape.operator == "gemm_reduce_scatter":
+    if case.operator.collective == "reduce_scatter":
         scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
         ways: dict[str, Step] = {
             "torch async-TP (cuBLAS + copies)": lambda i: scatter(
                 sets[i % SETS][0], sets[i % SETS][1].T, "sum", 0, name
             )
         }
-    elif case.shape.operator == "all_gather_gemm":
+    elif case.operator.returns_gathered:
         gather = torch.ops.symm_mem.fused_all_gather_matmul
         ways = {
             "torch async-TP (copies + cuBLAS)": lambda i: gather(
@@ -381,12 +385,10 @@ def _async_tensor_parallel(case: Case) -> dict[str, Step]:
     return ways
 
 
-def _product_alone(case: Case, config: ProductConfig) -> Step:
-    """The kernel of gemm_reduce_scatter in a group of one: no puts and no waits, all of the
+def _product_alone(case: Case, config: GemmConfig) -> Step:
+    """Return the kernel of gemm_reduce_scatter in a group of one: no puts and no waits, all of the
     compute.
     """
-    from interlace.comm.group import solo_group
-
     solo = solo_group(case.owner.device)
     fields = {
         field.name: getattr(config, field.name)
@@ -396,7 +398,7 @@ def _product_alone(case: Case, config: ProductConfig) -> Step:
 
     def call(i: int) -> None:
         x, w = case.sets[i % SETS]
-        x = case.gathered if case.shape.operator == "all_gather_gemm" else x
+        x = case.gathered if case.operator.returns_gathered else x
         operands = Operands(x, w, None, None, None, x.dtype).for_kernel()
         prepare(solo, operands, [len(x)], case.received, same)()
 
@@ -420,7 +422,7 @@ def timed(case: Grouped, step: Step, samples: int = 15) -> Timing:
 
 
 def bench(
-    shape: Shape, config: ProductConfig | None = None, group: dist.ProcessGroup | None = None
+    shape: Shape, config: GemmConfig | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
@@ -431,7 +433,7 @@ def bench(
     chosen = config or case.choice.config
     error = check(case, chosen)
     steps: dict[str, Step] = {"fused": functools.partial(case.call, impl="fused", config=chosen)}
-    for impl in _OTHERS[shape.operator]:
+    for impl in own_implementations(shape.operator):
         steps[impl] = functools.partial(case.call, impl=impl, config=chosen)
         check_carried(case, impl, steps[impl])
     steps |= pairs(case)
@@ -450,7 +452,7 @@ def bench(
     times["our product alone"] = timed(case, _product_alone(case, chosen))
     case.owner.synchronize()
     ranks, itemsize = case.owner.world_size, shape.dtype.itemsize
-    cost = _COSTS[shape.operator](
+    cost = case.operator.cost(
         rows=shape.rows, columns=shape.columns, inner=shape.inner, itemsize=itemsize,
         world_size=ranks
     )  # fmt: skip
@@ -478,28 +480,7 @@ def bench(
 # The tuner
 
 
-def candidates(shape: Shape, start: ProductConfig, world_size: int) -> list[ProductConfig]:
-    """Configurations worth measuring: few, since each is compiled. ``start`` is what is run without
-    a measurement.
-    """
-    replace = functools.partial(dataclasses.replace, start)
-    if ceil_div(shape.rows, world_size) < 128:
-        tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 64, 128, 4, 4)]
-        return [
-            replace(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s)
-            for m, n, k, w, s in tiles
-        ]
-    if isinstance(start, AllGatherGemmConfig):
-        return [dataclasses.replace(start, stage_first=first) for first in (0, 1)]
-    found = [replace(stagger=0), replace(stagger=50), replace(stagger=100)]
-    if ceil_div(shape.rows, world_size) < 1024:
-        found += [replace(block_n=128, stagger=0), replace(block_n=128, stagger=100)]
-    if shape.operator == "gemm_all_to_all":
-        found.append(replace(stagger=100, group_m=4))
-    return found
-
-
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> ProductConfig:
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemmConfig:
     """The fastest of the candidates that run and are right. Collective.
 
     Raises:
@@ -509,7 +490,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> ProductConfig:
 
     case = Case(shape, group)
     best, best_us = None, math.inf
-    for config in candidates(shape, case.choice.config, case.owner.world_size):
+    for config in case.operator.candidates(case.choice.config, shape.rows, case.owner.world_size):
         try:
             check(case, config)
         except (
@@ -531,4 +512,4 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> ProductConfig:
     return best
 
 
-__all__ = ["OPERATORS", "Case", "Shape", "bench", "candidates", "check", "tolerance", "tune"]
+__all__ = ["Case", "Shape", "bench", "check", "tolerance", "tune"]

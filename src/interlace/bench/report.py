@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import ArgumentError
-from interlace.tuning import CARRIED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +33,8 @@ WHAT_UNFUSED_RUNS = {
 """The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs.
 """
 
-_OURS = ("fused", *CARRIED)
+OURS = ("fused", "remote_stores", "chunked", "pushed", "triggered")
+"""Implementations that are not stock pairs, as results name them."""
 
 _AS_FAST = 1.02
 
@@ -93,9 +93,7 @@ def summarise(result: Result) -> Summary:
         return name, time
 
     return Summary(
-        fused_us=medians["fused"]
-        if "fused" in medians
-        else fastest(_OURS.__contains__, "fused")[1],
+        fused_us=medians["fused"] if "fused" in medians else fastest(OURS.__contains__, "fused")[1],
         unfused=fastest(is_pair, "an unfused pair"),
         compute=fastest(is_compute, "compute alone"),
         communication=fastest(is_communication, "communication alone"),
@@ -103,7 +101,7 @@ def summarise(result: Result) -> Summary:
     )
 
 
-def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -> tuple[str, float]:
+def fastest_impl(result: Result, among: Collection[str] = (*OURS, "unfused")) -> tuple[str, float]:
     """The fastest implementation of a result, which ``impl="auto"`` takes where the tuned table
     holds it; and its microseconds.
 
@@ -113,8 +111,8 @@ def fastest_impl(result: Result, among: Collection[str] = (*_OURS, "unfused")) -
     Args:
         among: implementations to choose from, where they were measured.
     """
-    unfused = WHAT_UNFUSED_RUNS[str(result.get("operator", "gemv_all_reduce"))]
-    ways = {**{way: way for way in _OURS}, "unfused": unfused}
+    unfused = WHAT_UNFUSED_RUNS[str(result["operator"])]
+    ways = {**{way: way for way in OURS}, "unfused": unfused}
     medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
     times = {
         impl: medians[name] for impl, name in ways.items() if impl in among and name in medians
@@ -257,7 +255,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
         way in result["times"]
         for document in documents
         for result in document["results"]
-        for way in CARRIED
+        for way in OURS[1:]
     )
     ours = "Interlace" if several else "fused"
     for document in documents:
@@ -268,7 +266,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             summary, (impl, impl_us), (own, own_us) = (
                 summarise(result),
                 fastest_impl(result),
-                fastest_impl(result, _OURS),
+                fastest_impl(result, OURS),
             )
             named = named or "shape" in result
             cells = [

@@ -33,13 +33,13 @@ from interlace.bench.products import (
     timed,
     triggered,
 )
-from interlace.gemm.config import ProductConfig
+from interlace.gemm.config import GemmConfig
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import Operands
-from interlace.operators.gemm_all_to_all import launch as all_to_all
-from interlace.operators.gemm_all_to_all.config import GemmAllToAllConfig
-from interlace.operators.gemm_reduce_scatter import launch as reduce_scatter
-from interlace.operators.gemm_reduce_scatter.config import GemmReduceScatterConfig
+from interlace.operators.gemm_all_to_all import GemmAllToAllConfig
+from interlace.operators.gemm_all_to_all import fused as all_to_all
+from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
+from interlace.operators.gemm_reduce_scatter import fused as reduce_scatter
 
 _PIECES = (1, 2, 4)
 _PROFILED = 10  # calls
@@ -62,7 +62,7 @@ class Kernel:
     each_call: float
 
 
-def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]:
+def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     """Check, time and profile every way. Collective; times are the same on every rank.
 
     Raises:
@@ -103,7 +103,7 @@ def compare(shape: Shape, config: ProductConfig | None = None) -> dict[str, Any]
     }
 
 
-def _sm_stores(case: Case, config: ProductConfig) -> Step:
+def _sm_stores(case: Case, config: GemmConfig) -> Step:
     """The fused kernel with ordinary stores to peers, where it would have copies out of shared
     memory.
     """
@@ -138,7 +138,7 @@ def _sm_stores(case: Case, config: ProductConfig) -> Step:
             launch()
         return output.tensor([shape.rows, stride], shape.dtype, owner.device)[:, : shape.columns]
 
-    return scatter if shape.operator == "gemm_reduce_scatter" else send
+    return scatter if case.operator.adds_ranks else send
 
 
 def _beside(case: Case) -> Step:

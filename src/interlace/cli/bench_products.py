@@ -10,6 +10,7 @@ from interlace.bench import report
 from interlace.cli import bench, tuned
 from interlace.cli.bench_ranks import run_product_rank
 from interlace.errors import ArgumentError
+from interlace.registry import operators
 
 SHAPES = (
     "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336",
@@ -17,7 +18,7 @@ SHAPES = (
 )  # fmt: skip
 DTYPES = ("bfloat16", "float16")  # of what cuBLAS and NCCL both take
 
-CARRIED = ("gemm_all_to_all", "gemm_reduce_scatter")  # of which transports can be compared
+_COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can be compared
 
 
 def run(
@@ -30,10 +31,17 @@ def run(
     transports: bool,
 ) -> None:
     """Measure every shape; tables on the terminal, everything in ``json_file``."""
-    if transports and operator not in CARRIED:
-        raise ArgumentError(
-            f"--transports must be of one of {' and '.join(CARRIED)}; got {operator}."
-        )
+    if transports:
+        declared = operators().values()
+        compared = [
+            each.name
+            for each in declared
+            if each.collective in _COMPARED and each.pattern[:1] == ("gemm",)
+        ]
+        if operator not in compared:
+            raise ArgumentError(
+                f"--transports must be of one of {' and '.join(compared)}; got {operator}."
+            )
     work = parse_work(operator, shapes or SHAPES, dtype)
     what = f"Measuring {operator}"
     kind = "transports" if transports else "tune" if tune else "bench"

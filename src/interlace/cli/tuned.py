@@ -1,7 +1,7 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point:
-world_size, dtype and the operator's sizes; impl; otherwise, the faster one of fused and unfused,
+world_size, dtype and the operator's sizes; impl; fallback, the faster one of fused and unfused,
 for operands that impl cannot take; config, empty if there is no kernel to configure; fused_us,
 mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
 """
@@ -13,36 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.report import fastest_impl, summarise
+from interlace.bench.report import OURS, fastest_impl, summarise
 from interlace.errors import ArgumentError
-from interlace.tuning import CARRIED
-
-_GEMV = "gemv_all_reduce"
-_PRODUCT = ("rows", "columns", "inner")
-
-SIZES = {
-    **dict.fromkeys(
-        ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"), _PRODUCT
-    ),
-    **dict.fromkeys(("bmm_all_to_all", "all_to_all_bmm"), _PRODUCT),  # rows of all products
-    _GEMV: ("tokens", "rows", "columns"),
-    "embedding_all_to_all": ("tables", "width", "batch", "pooling_factor"),
-    "mixture_of_experts": ("tokens", "hidden", "ffn", "experts", "top_k"),
-}
+from interlace.registry import operator_named
 
 
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """The table's entry for one benchmark result."""
-    summary, operator = summarise(result), str(result.get("operator", _GEMV))
+    summary, sizes = summarise(result), operator_named(str(result["operator"])).sizes
     return {
-        **{name: result[name] for name in ("world_size", "dtype", *SIZES[operator])},
+        **{name: result[name] for name in ("world_size", "dtype", *sizes)},
         "impl": fastest_impl(result)[0],
-        "otherwise": fastest_impl(result, among=(_first(result), "unfused"))[0],
+        "fallback": fastest_impl(result, among=(_first(result), "unfused"))[0],
         "config": result["config"],
         **{
-            f"{way}_us": result["times"][way]["median_us"]
-            for way in ("fused", *CARRIED)
-            if way in result["times"]
+            f"{way}_us": result["times"][way]["median_us"] for way in OURS if way in result["times"]
         },
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
@@ -109,5 +94,5 @@ def _point(item: Mapping[str, Any], operator: str) -> tuple[Any, ...]:
     return (
         int(item["world_size"]),
         str(item["dtype"]),
-        *(int(item[name]) for name in SIZES[operator]),
+        *(int(item[name]) for name in operator_named(operator).sizes),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -13,10 +12,11 @@ from interlace.comm import process_group_named
 from interlace.comm.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
-from interlace.gemm.choice import ANY_ROWS, MAX_RANKS, takes_bias
-from interlace.operators.gemm_all_to_all import config as gemm_all_to_all
+from interlace.gemm.batch import BatchOperator
+from interlace.gemm.call import Terms
+from interlace.gemm.choice import MAX_RANKS
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
-from interlace.tuning import CARRIED
+from interlace.registry import Operator, operator_matching
 
 
 def usable_ranks(group_name: str, device: torch.device) -> int:
@@ -60,9 +60,8 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
-    """Why ``operator`` is the faster way to compute this product: its fused kernel, or another of
-    its implementations.
+def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
+    """Return why ``operator`` is the faster way to compute this product.
 
     It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but
     nobody has asked for this one.
@@ -71,36 +70,38 @@ def choose(operator: str, product: Product, rows: int, ranks: int) -> str:
         rows: M: of an all-gather, all ranks'; of a batch, all its products'.
 
     Raises:
-        LeftAlone: the pair is faster, or nothing was measured.
+        LeftAlone: The pair is faster, or nothing was measured.
     """
-    if operator == "gemv_all_reduce":
-        sizes = {"tokens": rows, "rows": product.columns, "columns": product.inner}
-    else:
-        sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
-    choice = _chooser(operator)(
-        **sizes, dtype=product.dtype, world_size=ranks, device=product.device
-    )
+    sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
+    choice = operator.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
     if not choice.measured and product.device.type == "cuda":
-        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator}")
-    if choice.impl == "unfused":
-        raise LeftAlone(f"{operator} is not faster: {choice.reason}")
-    if choice.impl in CARRIED and choice.otherwise == "fused":
-        return str(choice.reason)  # whatever the operands
-    if product.bias is not None and not takes_bias(operator, choice.impl):
-        raise LeftAlone(f"{operator} would be faster by a mapped output, which takes no bias")
-    if choice.impl in CARRIED and (operator, choice.impl) not in ANY_ROWS and rows % ranks:
+        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator.name}")
+    if _is_pair(operator, choice.impl):
+        raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
+    refusal = operator.implementation(choice.impl).refusal(_terms(product, rows, ranks))
+    if refusal is not None and _is_pair(operator, choice.fallback):
         raise LeftAlone(
-            f"{operator} would be faster by impl={choice.impl!r}, whose rows are split evenly; "
-            f"{rows} over {ranks} ranks are not"
+            f"{operator.name} would be faster by impl={choice.impl!r}, which must have {refusal}"
         )
     return str(choice.reason)
 
 
-def _chooser(operator: str) -> Any:
-    """What chooses between the implementations of an operator."""
-    if operator == gemm_all_to_all.BATCH:
-        return importlib.import_module("interlace.operators.gemm_all_to_all.launch").choose_batch
-    return importlib.import_module(f"interlace.operators.{operator}.launch").choose
+def _is_pair(operator: Operator, impl: str) -> bool:
+    """Return whether an implementation is what the graph runs anyway."""
+    return impl == "unfused" or operator.implementation(impl).is_stock
+
+
+def _terms(product: Product, rows: int, ranks: int) -> Terms:
+    """Return the terms of the operator's call; its result has the operands' dtype."""
+    return Terms(
+        has_bias=product.bias is not None,
+        converts=False,
+        is_even=rows % ranks == 0,
+        rows=rows,
+        device_type=product.device.type,
+        dtype=product.dtype,
+        result_bytes=rows * product.columns * product.dtype.itemsize,
+    )
 
 
 def are_small(products: list[Product], rows: int) -> bool:
@@ -113,7 +114,9 @@ def are_small(products: list[Product], rows: int) -> bool:
     return 2 * inner * (rows + columns) <= (len(products) + 1) * rows * columns
 
 
-def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) -> tuple[bool, str]:
+def choose_sum(
+    operator: Operator, products: list[Product], rows: int, ranks: int
+) -> tuple[bool, str]:
     """Whether a sum of products is one product, operands side by side, and its parts are not added
     up; why ``operator`` is faster.
 
@@ -125,18 +128,17 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     """
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
-    choice = _chooser(operator)(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
-    batches = operator == gemm_all_to_all.BATCH
+    choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
+    batches = isinstance(operator, BatchOperator)
     side_by_side = not batches and choice.impl == "fused" and are_small(products, rows)
-    in_parts = (
-        "chunked" in choice.faster
-        if batches
-        else operator == "gemm_reduce_scatter" and choice.impl == "chunked"
+    # A batch has no operands to lay side by side, so chunks need only be faster than the pair.
+    in_parts = bool(operator.sum_name) and (
+        first.device.type == "cpu"
+        or ("chunked" in choice.faster if batches else choice.impl == "chunked")
     )
-    in_parts |= operator != "gemm_all_reduce" and first.device.type == "cpu"
     if first.device.type == "cuda" and not choice.measured:
         raise LeftAlone(
-            f"nothing was measured on this GPU near the sizes of {operator}, of a sum of products"
+            f"nothing was measured on this GPU near the sizes of {operator.name}, of a sum of products"
         )
     if choice.impl == "fused" and not (side_by_side or in_parts or batches):
         raise LeftAlone(
@@ -144,7 +146,7 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
         )
     if not (side_by_side or in_parts):
         raise LeftAlone(
-            f"it is a sum of products, and {operator} of them is not faster: {choice.reason}"
+            f"it is a sum of products, and {operator.name} of them is not faster: {choice.reason}"
         )
     return (
         side_by_side,
@@ -155,8 +157,14 @@ def choose_sum(operator: str, products: list[Product], rows: int, ranks: int) ->
     )
 
 
-def all_reduce_operator(product: Product, rows: int, rows_contiguous: bool) -> str:
-    """The operator of ``product`` and all-reduce: for few tokens the one that reads the weight
-    fastest.
+def all_reduce_operator(rows: int, rows_contiguous: bool) -> Operator:
+    """Return the operator of a product and an all-reduce: for few tokens the one that reads the
+    weight fastest.
     """
-    return "gemv_all_reduce" if rows < FEW_TOKENS and rows_contiguous else "gemm_all_reduce"
+    few = rows < FEW_TOKENS and rows_contiguous
+    return operator_matching("gemv" if few else "gemm", "all_reduce")
+
+
+def overload(name: str) -> Any:
+    """Return ``torch.ops.interlace.<name>`` as it stands in a graph."""
+    return getattr(torch.ops.interlace, name).default

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
-from interlace.compile.choice import choose, usable_ranks
+from interlace.compile.choice import choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, evaluate, value, views_since
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_even_splits, require_unchanged, rows_of
+from interlace.registry import operator_matching
 
 
 def all_gather(collective: Collective) -> tuple[str, str]:
@@ -25,11 +25,12 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     collective.require_waiting()
     require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
-    reason = choose("all_gather_gemm", product, rows_of(product), ranks)
+    fused = operator_matching("all_gather", "gemm")
+    reason = choose(fused, product, rows_of(product), ranks)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
-        torch.ops.interlace.all_gather_gemm.default,
+        overload(fused.name),
         x, product.weight(writer), product.bias, None, None, None, product.dtype, True,
         collective.group_name, "auto", "",
     )  # fmt: skip
@@ -38,7 +39,7 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     if len(pair.users) == 1:  # nothing else uses what is gathered
         pair.update_arg(7, False)
         evaluate(pair)
-    return "all_gather_gemm", reason
+    return fused.name, reason
 
 
 def _put_gathered(
@@ -81,11 +82,12 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
         )
     if product.bias is not None:
         raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
-    reason = choose("all_to_all_bmm", product, rows_of(product), ranks)
+    fused = operator_matching("all_to_all", "bmm")
+    reason = choose(fused, product, rows_of(product), ranks)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
     pair = writer.call(
-        torch.ops.interlace.all_to_all_bmm.default,
+        overload(fused.name),
         x,
         product.weights(writer),
         collective.group_name,
@@ -100,7 +102,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     erase_unused(nodes)
     collective.replace(whole)
     erase_unused([*rows.upstream(whole)][:-1])
-    return "all_to_all_bmm", reason
+    return fused.name, reason
 
 
 def _product_after(collective: Collective, batches: bool = False) -> Product:

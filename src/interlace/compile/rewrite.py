@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, received, rows, sums
-from interlace.compile.choice import all_reduce_operator, choose, usable_ranks
+from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, erase_unused, value
@@ -22,6 +21,8 @@ from interlace.compile.requirements import (
     require_unchanged,
     rows_of,
 )
+from interlace.gemm.operator import GemmOperator
+from interlace.registry import operator_matching
 
 
 def fuse(graph: Graph) -> list[Finding]:
@@ -48,7 +49,7 @@ def fuse(graph: Graph) -> list[Finding]:
     findings = [
         Finding(
             **said,
-            operator="gemm_all_reduce",
+            operator=operator_matching("gemm", "all_reduce").name,
             reason=f"added to {merged[node]} before it is reduced",
         )
         if node in merged
@@ -124,16 +125,17 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     writer = Writer(product.node, collective.node)
     weight = value(product.w)
     along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
-    name = all_reduce_operator(product, tokens, along_k)
-    if product.bias is not None and name == "gemv_all_reduce":
+    operator = all_reduce_operator(tokens, along_k)
+    is_gemm = isinstance(operator, GemmOperator)
+    if product.bias is not None and not is_gemm:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
-    reason = choose(name, product, tokens, ranks)
+    reason = choose(operator, product, tokens, ranks)
     x = _flat(writer, product)
     bias = _summed_bias(product, collective.group_name, writer)
-    options = [] if name == "gemv_all_reduce" else [None, None, product.dtype]
-    target = getattr(torch.ops.interlace, name).default
+    options = [None, None, product.dtype] if is_gemm else []
+    target = overload(operator.name)
     y = writer.call(
         target, x, product.weight(writer), bias, *options, collective.group_name, "auto", ""
     )
@@ -143,7 +145,7 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     erase_unused([product.node])
     after = Writer(collective.node, collective.node)
     collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
-    return name, reason
+    return operator.name, reason
 
 
 def _flat(writer: Writer, product: Product) -> Node:
@@ -180,16 +182,17 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     if sums.is_sum(collective.input):
         return sums.reduce_scatter(collective)
     product, nodes, ranks, writer = _rows_before(collective)
-    reason = choose("gemm_reduce_scatter", product, rows_of(product), ranks)
+    operator = operator_matching("gemm", "reduce_scatter")
+    reason = choose(operator, product, rows_of(product), ranks)
     x = _moved(collective, product, writer, nodes)
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
-        torch.ops.interlace.gemm_reduce_scatter.default,
+        overload(operator.name),
         x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name,
         "auto", "",
     )  # fmt: skip
     collective.become(y, writer, [*nodes, product.node])
-    return "gemm_reduce_scatter", reason
+    return operator.name, reason
 
 
 def _all_to_all(collective: Collective) -> tuple[str, str]:
@@ -210,37 +213,39 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
     require_even_splits(collective, ranks)
     if product.batch > 1:
-        return "bmm_all_to_all", _all_to_all_of_batch(collective, product, nodes, ranks, writer)
-    reason = choose("gemm_all_to_all", product, rows_of(product), ranks)
+        return _all_to_all_of_batch(collective, product, nodes, ranks, writer)
+    operator = operator_matching("gemm", "all_to_all")
+    reason = choose(operator, product, rows_of(product), ranks)
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
-        torch.ops.interlace.gemm_all_to_all.default,
+        overload(operator.name),
         x, product.weight(writer), product.bias, None, None, None, None, product.dtype,
         collective.group_name, "auto", "",
     )  # fmt: skip
     collective.become(y, writer, [*nodes, product.node])
-    return "gemm_all_to_all", reason
+    return operator.name, reason
 
 
 def _all_to_all_of_batch(
     collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer
-) -> str:
+) -> tuple[str, str]:
     """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
     if not rows.is_by_ranks([(product.node, nodes)], ranks):
         raise LeftAlone(
             f"{product.node.name} is a batch of products, and its rows are not for one rank after "
             "the other"
         )
-    reason = choose("bmm_all_to_all", product, rows_of(product), ranks)
+    operator = operator_matching("bmm", "all_to_all")
+    reason = choose(operator, product, rows_of(product), ranks)
     y = writer.call(
-        torch.ops.interlace.bmm_all_to_all.default,
+        overload(operator.name),
         product.x,
         product.w,
         collective.group_name,
         "auto",
     )
     collective.become(y, writer, [*nodes, product.node])
-    return f"a batch of {product.batch}: {reason}"
+    return operator.name, f"a batch of {product.batch}: {reason}"
 
 
 _FUSE: dict[Any, Callable[[Collective], tuple[str, str]]] = {

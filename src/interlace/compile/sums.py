@@ -7,12 +7,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, rows
-from interlace.compile.choice import choose_sum, usable_ranks
+from interlace.compile.choice import choose_sum, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
@@ -25,6 +24,7 @@ from interlace.compile.requirements import (
     rows_of,
 )
 from interlace.gemm.operands import contiguous_dimension
+from interlace.registry import operator_matching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,44 +66,38 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
     """Put an operator in the place of a sum and its reduce-scatter; its name, and why it is faster."""
     terms, nodes, ranks = _read(collective)
     require_even(collective, ranks)
-    side_by_side, reason = choose_sum(
-        "gemm_reduce_scatter", [term.product for term in terms], rows_of(terms[0].product), ranks
-    )
+    operator = operator_matching("gemm", "reduce_scatter")
+    products = [term.product for term in terms]
+    side_by_side, reason = choose_sum(operator, products, rows_of(products[0]), ranks)
     writer = Writer(collective.node, collective.node)
     if side_by_side:
-        name, (x, w) = "gemm_reduce_scatter", _side_by_side(terms, writer)
-        target = torch.ops.interlace.gemm_reduce_scatter.default
-        y = writer.call(
-            target, x, w, None, None, None, None, value(x).dtype, collective.group_name, "auto", ""
-        )
+        name, (x, w) = operator.name, _side_by_side(terms, writer)
+        options = [None, None, None, None, value(x).dtype, collective.group_name, "auto", ""]
+        y = writer.call(overload(name), x, w, *options)
     else:
-        name = "gemm_sum_reduce_scatter"
+        name = operator.sum_name
         xs, ws = [term.x(writer) for term in terms], [term.product.weight(writer) for term in terms]
-        y = writer.call(
-            torch.ops.interlace.gemm_sum_reduce_scatter.default, xs, ws, collective.group_name
-        )
+        y = writer.call(overload(name), xs, ws, collective.group_name)
     collective.become(y, writer, nodes)
     return name, reason
 
 
 def all_reduce(collective: Collective) -> tuple[str, str]:
-    """The same for an all-reduce."""
+    """Put an operator in the place of a sum and its all-reduce."""
     terms, nodes, ranks = _read(collective)
-    _, reason = choose_sum(
-        "gemm_all_reduce", [term.product for term in terms], rows_of(terms[0].product), ranks
-    )
+    operator = operator_matching("gemm", "all_reduce")
+    products = [term.product for term in terms]
+    _, reason = choose_sum(operator, products, rows_of(products[0]), ranks)
     writer = Writer(collective.node, collective.node)
     x, w = _side_by_side(terms, writer)
-    target = torch.ops.interlace.gemm_all_reduce.default
-    y = writer.call(
-        target, x, w, None, None, None, value(x).dtype, collective.group_name, "auto", ""
-    )
+    options = [None, None, None, value(x).dtype, collective.group_name, "auto", ""]
+    y = writer.call(overload(operator.name), x, w, *options)
     collective.become(y, writer, nodes)
-    return "gemm_all_reduce", reason
+    return operator.name, reason
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
-    """The same for an all-to-all, of products or of batches."""
+    """Put an operator in the place of a sum, of products or of batches, and its all-to-all."""
     terms, nodes, ranks = _read(collective, batches=True)
     products = [term.product for term in terms]
     require_even_splits(collective, ranks)
@@ -112,16 +106,17 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     batch = products[0].batch
     if batch > 1 and not all(rows.is_by_ranks(term.moves, ranks) for term in terms):
         raise LeftAlone("it is a sum of batches, and its rows are not for one rank after the other")
-    _, reason = choose_sum("bmm_all_to_all", products, rows_of(products[0]), ranks)
+    operator = operator_matching("bmm", "all_to_all")
+    _, reason = choose_sum(operator, products, rows_of(products[0]), ranks)
     writer = Writer(collective.node, collective.node)
     xs = [
         term.product.x if batch > 1 else writer.call(aten.unsqueeze.default, term.x(writer), 0)
         for term in terms
     ]
     ws = [product.weights(writer) for product in products]
-    y = writer.call(torch.ops.interlace.bmm_sum_all_to_all.default, xs, ws, collective.group_name)
+    y = writer.call(overload(operator.sum_name), xs, ws, collective.group_name)
     collective.become(y, writer, nodes)
-    return "bmm_sum_all_to_all", reason
+    return operator.sum_name, reason
 
 
 def merge_all_reduces(graph: Graph) -> dict[Node, str]:
@@ -173,7 +168,8 @@ def _merge(add: Node) -> tuple[Node, Node]:
     if not same or first.result.shape != second.result.shape:
         raise LeftAlone("their groups, dtypes or shapes differ")
     require_unchanged(min(product.node for product in products), second.node)
-    choose_sum("gemm_all_reduce", products, rows_of(products[0]), ranks)
+    operator = operator_matching("gemm", "all_reduce")
+    choose_sum(operator, products, rows_of(products[0]), ranks)
     total = Writer(second.node, add).call(aten.add.Tensor, first.input, second.input)
     second.node.update_arg(0, total)
     add.replace_all_uses_with(second.waits[0])

@@ -1,4 +1,4 @@
-"""How a fused product cuts its work: what the configurations of these operators have in common."""
+"""Configurations of fused kernels around a matrix product: how a kernel cuts its work."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MAX_WARPS = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductConfig:
-    """One way to run a fused kernel. Every rank of a call must use the same one.
+class GemmConfig:
+    """One way to run a fused kernel. Every rank must use the same one in a call.
 
     Attributes:
         block_m, block_n: rows and columns of the result that a tile covers; powers of two, at least
             16.
         block_k: of K, that a program loads at a time; a power of two, at least 16.
-        num_warps: warps a program.
+        num_warps: warps per program.
         num_stages: loads in flight in the software pipeline.
-        max_programs: programs at most, each taking several tiles; 0 for one a processor.
+        max_programs: programs at most, each taking several tiles; 0 for one per SM.
         group_m: rows of tiles that are computed together, so that weights stay in the L2.
         interleave: tiles for one rank before the next rank's turn.
         stagger: over how much of the time that a tile takes programs begin one after another, in
@@ -57,22 +57,24 @@ class ProductConfig:
                 raise ArgumentError(f"{name}: {field} must be at least {least}; got {value}.")
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        """Return ``"block_m=128, block_n=256, ..."``, which :meth:`parse` reads: operators carry it
+        through compiled graphs.
+        """
+        fields = dataclasses.fields(self)
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The configuration whose ``str`` is ``text``.
+        """Return the configuration whose ``str`` is ``text``.
 
         Raises:
-            ArgumentError: not the text of a configuration.
+            ArgumentError: It is not the text of a configuration.
         """
-        try:
-            values = [int(word) for word in text.split()]
-        except ValueError:
-            values = []
-        if len(values) != len(dataclasses.fields(cls)):
+        pairs = [pair.partition("=") for pair in text.split(", ")]
+        values = {name: value for name, _, value in pairs}
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(values) != names or not all(value.isdecimal() for value in values.values()):
             raise ArgumentError(
                 f"{cls.__name__}: text must be str() of a configuration; got {text!r}."
             )
-        return cls(*values)
+        return cls(**{name: int(value) for name, value in values.items()})

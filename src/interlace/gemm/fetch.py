@@ -156,12 +156,26 @@ def begin(
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
     place = own or Own(0, 0, 0, 1, 0, staged=True)
-    arguments = (
-        x, x_scale, workspace.data.address, staging.scale_offset, place.target, place.first,
-        place.rows, max(place.share, 1), place.distance, signals, workspace.side_epochs, context,
-        mark, len(x), staging.inner, row_stride(x),
-        0 if x_scale is None or x_scale.numel() == 1 else 1, staging.width // align,
-    )  # fmt: skip
+    arguments = {
+        "x": x,
+        "x_scale": x_scale,
+        "staged_address": workspace.data.address,
+        "scale_offset": staging.scale_offset,
+        "own_address": place.target,
+        "own_first": place.first,
+        "own_rows": place.rows,
+        "own_share": max(place.share, 1),
+        "own_distance": place.distance,
+        "signals": signals,
+        "epochs": workspace.side_epochs,
+        "ctx": context,
+        "call": mark,
+        "rows": len(x),
+        "K": staging.inner,
+        "x_stride": row_stride(x),
+        "x_scale_stride": 0 if x_scale is None or x_scale.numel() == 1 else 1,
+        "inner_groups": staging.width // align,
+    }
     constants = {
         "WORLD_SIZE": ranks,
         "OWN": None if own is None else "too" if own.staged else "only",
@@ -177,12 +191,8 @@ def begin(
             stage()
         # It needs a processor while the product has all of them: it takes one while rows are
         # staged, which leaves room.
-        Launch(
-            staged.await_rows,
-            (1,),
-            (signals, context, notes, mark),
-            {"WORLD_SIZE": ranks, "num_warps": 1},
-        )()
+        awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}
+        Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, "num_warps": 1})()
         for source, parts in pieces.items():
             there = workspace.data.address + source * group.stride
             for part in parts:
@@ -194,7 +204,13 @@ def begin(
                 flag = signals + group.rank * group.stride + 4 * (layout.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
             fetching.arrived[source] = copies.so_far(group)
-        releasing = signals, context, notes, whole, whole.numel()
+        releasing = {
+            "signals": signals,
+            "ctx": context,
+            "notes": notes,
+            "whole": whole,
+            "cells": whole.numel(),
+        }
         Launch(staged.release_rows, (1,), releasing, {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
@@ -207,7 +223,14 @@ def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
 
     workspace, blocks = staging.workspace(group), ceil_div(y.numel(), _SETTLED)
     settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
-    arguments = y, workspace.epochs, workspace.notes, mark, blocks, y.numel()
+    arguments = {
+        "y": y,
+        "epochs": workspace.epochs,
+        "notes": workspace.notes,
+        "call": mark,
+        "blocks": blocks,
+        "cells": y.numel(),
+    }
     Launch(staged.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
 
 

@@ -19,7 +19,7 @@ from interlace.comm.kernels import (
     processors,
     triton_dtype,
 )
-from interlace.gemm.config import ProductConfig
+from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
 from interlace.units import ceil_div, round_up
@@ -28,26 +28,26 @@ _DESCRIPTOR_CAPABILITY = (9, 0)
 _FLOP_PER_NS = 5600  # of one processor of an H200 that computes and sends tiles (decision 0009)
 
 
-def programs(group: Group, config: ProductConfig) -> int:
-    """Of a launch: as many as may run at once, one a processor, unless the configuration says less."""
+def programs(group: Group, config: GemmConfig) -> int:
+    """Return the number of programs to launch: one per SM, or fewer if the configuration says so."""
     if group.backend == "cpu":
         return min(config.max_programs or MAX_PROGRAMS, 8)
     most = processors(group.device)
     return min(config.max_programs or most, most, MAX_PROGRAMS)
 
 
-def spread_ns(config: ProductConfig, inner: int) -> int:
-    """Over what time programs begin; see ``ProductConfig.stagger``."""
+def spread_ns(config: GemmConfig, inner: int) -> int:
+    """Return the nanoseconds over which programs begin; see ``GemmConfig.stagger``."""
     return tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
 
 
 def tile_ns(block_m: int, block_n: int, inner: int) -> int:
-    """How long a program takes for a tile, roughly."""
+    """Return the nanoseconds that a program takes for a tile, roughly."""
     return 2 * block_m * block_n * inner // _FLOP_PER_NS
 
 
 def has_descriptors(group: Group) -> bool:
-    """Whether this GPU moves tiles by tensor descriptors."""
+    """Return whether the group's GPU moves tiles through tensor descriptors."""
     return group.backend == "cuda" and _moves_tiles(group.device)
 
 
@@ -59,29 +59,43 @@ def _moves_tiles(device: torch.device) -> bool:
     )
 
 
-def operand_arguments(
-    operands: Operands, config: ProductConfig, descriptors: bool
-) -> tuple[Any, ...]:
-    """x and w, of ``Operands.for_kernel``, then bias, scales, and the four strides of x, w and the
-    scales.
+def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool) -> dict[str, Any]:
+    """Return the arguments of a kernel that depend on its operands alone, by name.
+
+    Args:
+        operands: As :meth:`Operands.for_kernel` returns them.
+        descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
     """
     x, w = operands.x, operands.w
-    strides = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
+    x_stride, w_stride = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
     if descriptors:
-        x = describe_matrix(x, strides[0], [config.block_m, config.block_k])
+        x = describe_matrix(x, x_stride, [config.block_m, config.block_k])
         if contiguous_dimension(w) == 1:
-            w = describe_matrix(w, strides[1], [config.block_n, config.block_k])
+            w = describe_matrix(w, w_stride, [config.block_n, config.block_k])
         else:
-            w = describe_matrix(w.T, strides[1], [config.block_k, config.block_n])
-    scales = operands.x_scale, operands.w_scale
-    scale_strides = (0 if scale is None or scale.numel() == 1 else 1 for scale in scales)
-    return x, w, operands.bias, *scales, *strides, *scale_strides
+            w = describe_matrix(w.T, w_stride, [config.block_k, config.block_n])
+    return {
+        "x": x,
+        "w": w,
+        "bias": operands.bias,
+        "x_scale": operands.x_scale,
+        "w_scale": operands.w_scale,
+        "x_stride": x_stride,
+        "w_stride": w_stride,
+        "x_scale_stride": _scale_stride(operands.x_scale),
+        "w_scale_stride": _scale_stride(operands.w_scale),
+    }
 
 
-def options(
-    operands: Operands, config: ProductConfig, group: Group, descriptors: bool
+def _scale_stride(scale: torch.Tensor | None) -> int:
+    """Return 1 for a scale per row, 0 for one of the whole matrix."""
+    return 0 if scale is None or scale.numel() == 1 else 1
+
+
+def constants(
+    operands: Operands, config: GemmConfig, group: Group, descriptors: bool
 ) -> dict[str, Any]:
-    """The constants that every kernel with a product has."""
+    """Return the constants that every kernel with a product has."""
     # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
     # bfloat16.
     return {
@@ -156,7 +170,7 @@ def slots_for(
     rows: Sequence[int],
     columns: int,
     dtype: torch.dtype,
-    config: ProductConfig,
+    config: GemmConfig,
     tiles: bool,
 ) -> Slots:
     """Slots for ``rows`` of each rank. Collective when the workspace must grow."""

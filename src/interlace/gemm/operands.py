@@ -5,13 +5,15 @@ sent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
+from interlace.gemm.config import GemmConfig
+from interlace.registry import Operator
 from interlace.units import round_up
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,7 +31,7 @@ def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 
 def validate(
-    operator: str,
+    operator: Operator,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -38,37 +40,36 @@ def validate(
     out_dtype: torch.dtype | None,
     impl: str,
     config: object,
-    config_type: type,
-    impls: Sequence[str],
 ) -> None:
     """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
 
     Raises:
         ArgumentError: with the operator's name, the rule, what was found, and what to do.
     """
-    validate_matrices(operator, x, w)
+    name = operator.name
+    validate_matrices(name, x, w)
     if out_dtype is not None and out_dtype not in FLOATS:
         raise ArgumentError(
-            f"{operator}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}."
+            f"{name}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}."
         )
     if bias is not None:
-        _validate_bias(operator, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
-    _validate_scale(operator, "x", x, "M", x_scale, (x.shape[0], 1))
-    _validate_scale(operator, "w", w, "N", w_scale, (1, w.shape[0]))
+        _validate_bias(name, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
+    _validate_scale(name, "x", x, "M", x_scale, (x.shape[0], 1))
+    _validate_scale(name, "w", w, "N", w_scale, (1, w.shape[0]))
     if (
         x.dtype == FLOAT8
         and torch.is_grad_enabled()
         and _any_requires_grad(x, w, bias, x_scale, w_scale)
     ):
         raise ArgumentError(
-            f"{operator}: float8 operands must not require gradients; got one that does. "
+            f"{name}: float8 operands must not require gradients; got one that does. "
             f"Detach them or use torch.no_grad(); to train, multiply in bfloat16."
         )
-    if impl not in impls:
-        raise ArgumentError(f"{operator}: impl must be one of {', '.join(impls)}; got {impl!r}.")
+    operator.validate_impl(impl)
+    config_type = operator.config_type or GemmConfig
     if config is not None and not isinstance(config, config_type):
         raise ArgumentError(
-            f"{operator}: config must be a {config_type.__name__}; got {type(config).__name__}."
+            f"{name}: config must be a {config_type.__name__}; got {type(config).__name__}."
         )
 
 
@@ -163,6 +164,16 @@ def contiguous_dimension(matrix: torch.Tensor) -> int | None:
     return 0 if matrix.stride(0) == 1 or rows == 1 else None
 
 
+Fields = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.dtype,
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """Operands of one call, whose shapes and devices are validated.
@@ -201,6 +212,10 @@ class Operands:
             if scale is not None:
                 object.__setattr__(self, name, scale.reshape(-1))
 
+    def fields(self) -> Fields:
+        """Return x, w, bias, x_scale, w_scale and out_dtype, as references take them."""
+        return self.x, self.w, self.bias, self.x_scale, self.w_scale, self.out_dtype
+
     @property
     def rows(self) -> int:
         """M."""
@@ -233,8 +248,8 @@ class Operands:
         """
         return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
 
-    def place(self) -> tuple[Hashable, ...]:
-        """What ``Replays.run`` tells calls apart by."""
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
     def sizes(self, rows: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from interlace.comm import process_group_named, rank_and_size
 from interlace.errors import ArgumentError
 
 
-def place(group_name: str) -> tuple[int, int]:
+def rank_in(group_name: str) -> tuple[int, int]:
     """This process's rank in the group of that name, and the group's size; starts no communication."""
     return rank_and_size(process_group_named(group_name))
 

@@ -15,7 +15,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm.replicated import replicated
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
-from interlace.operators.all_gather_gemm.api import all_gather_gemm
+from interlace.operators.all_gather_gemm import all_gather_gemm
 
 
 class ColumnParallelLinear(ParallelLinear):

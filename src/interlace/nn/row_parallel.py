@@ -9,8 +9,8 @@ from torch import nn
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
-from interlace.operators.gemm_all_reduce.api import gemm_all_reduce
-from interlace.operators.gemm_reduce_scatter.api import gemm_reduce_scatter
+from interlace.operators.gemm_all_reduce import gemm_all_reduce
+from interlace.operators.gemm_reduce_scatter import gemm_reduce_scatter
 from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 

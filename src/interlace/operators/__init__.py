@@ -1,26 +1,30 @@
 """The operators, a folder each. They do not import one another.
 
 Importing any of them registers all of them: an operator's gradient may call another one as
-``torch.ops.interlace.<name>``.
+``torch.ops.interlace.<name>``. Operators that other installed packages declare are registered, too.
 """
 
-from interlace.operators.all_gather_gemm import op as _all_gather_gemm
-from interlace.operators.all_to_all_bmm import op as _all_to_all_bmm
-from interlace.operators.embedding_all_to_all import op as _embedding_all_to_all
-from interlace.operators.gemm_all_reduce import op as _gemm_all_reduce
-from interlace.operators.gemm_all_to_all import op as _gemm_all_to_all
-from interlace.operators.gemm_reduce_scatter import op as _gemm_reduce_scatter
-from interlace.operators.gemv_all_reduce import op as _gemv_all_reduce
-from interlace.operators.mixture_of_experts import op as _mixture_of_experts
+import importlib
 
-REGISTERED = (
-    _all_gather_gemm,
-    _all_to_all_bmm,
-    _embedding_all_to_all,
-    _gemm_all_reduce,
-    _gemm_all_to_all,
-    _gemm_reduce_scatter,
-    _gemv_all_reduce,
-    _mixture_of_experts,
+from interlace.registry import load_entry_points
+
+_MODULES = (
+    "all_gather_gemm",
+    "all_to_all_bmm",
+    "embedding_all_to_all.op",
+    "embedding_all_to_all.operator",
+    "gemm_all_reduce",
+    "gemm_all_to_all",
+    "gemm_all_to_all.batches",
+    "gemm_all_to_all.gradient",
+    "gemm_reduce_scatter",
+    "gemm_reduce_scatter.sums",
+    "gemv_all_reduce.op",
+    "gemv_all_reduce.operator",
+    "mixture_of_experts.op",
+    "mixture_of_experts.operator",
 )
-"""The modules that define ``torch.ops.interlace.*``."""
+
+for _module in _MODULES:
+    importlib.import_module(f"interlace.operators.{_module}")
+load_entry_points()

@@ -9,10 +9,6 @@ import json
 import math
 from typing import Any
 
-CARRIED = ("remote_stores", "chunked", "pushed", "triggered")
-"""Implementations of a product and a collective that are neither one kernel nor the unfused pair.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -29,13 +25,13 @@ class Entry:
 
     Attributes:
         impl: the fastest implementation there.
-        otherwise: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
+        fallback: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
         config: the fused kernel's best; empty for an operator without a kernel of its own.
         faster: implementations that are faster than the fastest unfused pair.
     """
 
     impl: str
-    otherwise: str
+    fallback: str
     config: str
     reason: str
     faster: tuple[str, ...]
@@ -71,7 +67,8 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         return None
     entry = best[1]
     sizes = ", ".join(f"{name} {entry[name]}" for name in point.sizes)
-    ours = [way for way in ("fused", *CARRIED) if f"{way}_us" in entry]
+    ours = [key.removesuffix("_us") for key in entry if key.endswith("_us")]
+    ours.remove("unfused")
     times = "".join(f"{way} {entry[f'{way}_us']} us, " for way in ours)
     pair = f" ({entry['unfused']})" if "unfused" in entry else ""
     reason = (
@@ -81,7 +78,7 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
     faster = tuple(way for way in ours if entry[f"{way}_us"] < entry["unfused_us"])
     return Entry(
         str(entry["impl"]),
-        str(entry.get("otherwise", "unfused")),
+        str(entry.get("fallback", "unfused")),
         str(entry["config"]),
         reason,
         faster,

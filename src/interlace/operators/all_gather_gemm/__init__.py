@@ -1,1 +1,352 @@
-"""AllGather + GEMM; see README.md."""
+"""AllGather + GEMM: the column-parallel linear layer under sequence parallelism; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group
+from interlace.costs import all_gather_gemm as costs
+from interlace.costs.gemm import ProductCost
+from interlace.errors import ArgumentError
+from interlace.gemm import schema
+from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operands import Operands
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.splits import check_sum
+from interlace.registry import Implementation, operator
+from interlace.units import ceil_div
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGatherGemmConfig(GemmConfig):
+    """One way to run the fused kernel of ``all_gather_gemm``; see :class:`GemmConfig` for the other
+    fields.
+
+    Attributes:
+        stage_first: 1 to give staging this rank's rows for the others priority over the product; 0
+            to let it share.
+    """
+
+    group_m: int = 16
+    stage_first: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage_first not in (0, 1):
+            raise ArgumentError(
+                f"AllGatherGemmConfig: stage_first must be 0 or 1; got {self.stage_first}."
+            )
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _run_fused(call: GemmCall) -> Pair:
+    from interlace.operators.all_gather_gemm import fused
+
+    return fused.run(call)
+
+
+def _run_chunked(call: GemmCall) -> Pair:
+    from interlace.operators.all_gather_gemm import fused
+
+    return fused.run_chunked(call)
+
+
+def _run_pushed(call: GemmCall) -> Pair:
+    from interlace.operators.all_gather_gemm import fused
+
+    return fused.run_pushed(call)
+
+
+@operator
+class AllGatherGemm(GemmOperator):
+    """``all_gather(x) @ w.T``: all ranks' rows times this rank's columns."""
+
+    name = "all_gather_gemm"
+    formula = "all_gather(x) @ w.T + bias"
+    collective = "all_gather"
+    pattern = ("all_gather", "gemm")
+    config_type = AllGatherGemmConfig
+    returns_gathered = True
+    implementations = (
+        Implementation(
+            "fused", "one kernel that multiplies rows as copy engines bring them", _run_fused
+        ),
+        Implementation(
+            "pushed",
+            "one kernel stores rows in all ranks' memory, then torch.mm",
+            _run_pushed,
+            needs(same_dtype=True),
+            former_names=("mapped",),
+        ),
+        Implementation(
+            "chunked",
+            "torch.mm for each rank's rows once copy engines have brought them",
+            _run_chunked,
+            needs(same_dtype=True),
+            former_names=("split",),
+        ),
+        UNFUSED,
+        NCCL,
+        ASYNC_ALL_GATHER,
+    )
+
+    def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
+        """Return all ranks' rows, and whether x has as many as they say."""
+        rows = self._by_rank(operands.rows, splits, group)
+        expected = rows[group.rank] if group.rank < len(rows) else 0
+        # Compared with the other arguments, so that a rank whose x does not fit its split stops
+        # all of them.
+        return {"rows_of_x_beyond_their_split": operands.rows - expected, "splits": rows}
+
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return each rank's rows: as given, or as many as this rank has."""
+        by_rank = self._by_rank(rows, splits, group)
+        check_sum(f"{self.name}: splits", by_rank, group.world_size, None, "")
+        if rows != by_rank[group.rank]:
+            raise ArgumentError(
+                f"{self.name}: x must have as many rows as splits say, {by_rank[group.rank]} on "
+                f"rank {group.rank}; got {rows}."
+            )
+        total = sum(by_rank)
+        return RowPlan(by_rank, (), total, total, total)
+
+    def _by_rank(self, rows: int, splits: Splits, group: Group) -> tuple[int, ...]:
+        (given,) = splits
+        return (rows,) * group.world_size if given is None else tuple(given)
+
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return all ranks' rows."""
+        (given,) = splits
+        return rows * world_size if given is None else sum(given)
+
+    def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
+        """Return all ranks' rows; no implementation minds how they are shared out."""
+        (given,) = splits
+        if given is None:
+            return rows * world_size, True
+        check_sum(f"{self.name}: splits", given, world_size, None, "the rows of x")
+        return sum(given), True
+
+    def run_empty(self, call: GemmCall) -> Pair:
+        """Return the product without elements, and the gathered x, which may have some."""
+        call.group.check()
+        return self.run_unfused(call)
+
+    def run_unfused(self, call: GemmCall) -> Pair:
+        """Run ``all_gather``, then ``F.linear``."""
+        from interlace.operators.all_gather_gemm import reference
+
+        x = call.operands.x
+        y, gathered = reference.all_gather_gemm(
+            *call.operands.fields(), call.rows.by_rank, call.process_group
+        )
+        if not call.gather:
+            return y, x.new_empty([0, call.operands.inner])
+        # PyTorch forbids an operator to return its argument.
+        return y, gathered.clone() if gathered is x else gathered
+
+    def cost(self, **sizes: Any) -> ProductCost:
+        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
+        return costs.fused(**sizes)
+
+    def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
+        """Return small tiles for few rows; else staging before the product and beside it."""
+        if ceil_div(rows, world_size) < 128:
+            return super().candidates(start, rows, world_size)
+        assert isinstance(start, AllGatherGemmConfig)
+        return [dataclasses.replace(start, stage_first=first) for first in (0, 1)]
+
+    def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+        """Save the gathered x and w, as far as their gradients are needed."""
+        x, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
+        is_uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
+        # Implementations that the gradient's operator does not have, or not for uneven rows, were
+        # not asked for there.
+        is_shared = impl in ("fused", "unfused") or (impl == "chunked" and not is_uneven)
+        ctx.impl = impl if is_shared else "auto"
+        gathered = output[1]
+        if ctx.needs_input_grad[1] and not gather:
+            raise ArgumentError(
+                f"{self.name}: gather must be True where w requires a gradient; got False."
+            )
+        if not gather:
+            ctx.mark_non_differentiable(gathered)  # it has no rows
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
+        ctx.save_for_backward(
+            gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+        )
+
+    def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Sum x's gradient over the ranks while it is computed.
+
+        Each rank's part of N gives a part of every row's gradient. The gathered x has a gradient in
+        second derivatives only, where grad_w, which is a product with it, is differentiated.
+        """
+        grad, grad_gathered = grads
+        gathered, w = ctx.saved_tensors
+        grad_x = grad_w = grad_bias = None
+        # Pairs whose products, summed over pairs and ranks, are the gradient of x.
+        summands = []
+        if grad is not None:
+            rows = grad.to(ctx.dtype)
+            if w is not None:
+                summands.append((rows, w.T))
+            grad_w = rows.mT @ gathered if gathered is not None else None
+            grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        if grad_gathered is not None and w is not None:
+            identity = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
+            summands.append((grad_gathered, identity))
+        if summands:
+            left, right = (
+                summands[0]
+                if len(summands) == 1
+                else (torch.cat(factors, 1) for factors in zip(*summands, strict=True))
+            )
+            grad_x = torch.ops.interlace.gemm_reduce_scatter(
+                left, right, None, None, None, ctx.splits, ctx.dtype, ctx.group_name, ctx.impl, ""
+            )
+        return grad_x, grad_w, grad_bias
+
+
+schema.define(AllGatherGemm.name)
+
+
+@overload
+def all_gather_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: Sequence[int] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: Literal[False] = False,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: AllGatherGemmConfig | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: Sequence[int] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: Literal[True],
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: AllGatherGemmConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def all_gather_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: Sequence[int] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_gathered: bool = False,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: AllGatherGemmConfig | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """All-gather of rows and the matrix product with them, at once.
+
+    ``y = all_gather(x) @ w.T + bias``: the column-parallel linear layer under sequence parallelism,
+    its input sharded along tokens, its weight along N. The product begins with the rows that are
+    here, while the peers' rows arrive.
+
+    Dimensions: M rows (tokens) of all ranks, K inner, N columns of all ranks, R ranks.
+
+    Products are summed in float32 and rounded once. Runs on the current stream, without
+    synchronising the host; calls of one group on several streams are put in order.
+
+    Args:
+        x: ``[rows of this rank, K]``: float16, bfloat16, float32 or float8_e4m3fn. Other than
+            contiguous rows are copied.
+        w: ``[N/R, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
+            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
+            costs the fused kernel a copy in each call.
+        bias: ``[N/R]`` of the result's dtype, this rank's part.
+        splits: rows of x on each rank, the same list on every rank. Default: all ranks have as many
+            as this one.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[rows]`` or ``[rows, 1]``. Of this rank's
+            rows: every rank has its own.
+        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N/R]`` or ``[1, N/R]``.
+        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
+            float8.
+        return_gathered: whether to return the gathered x too; ranks may differ in it. It is a
+            constant to autograd: gradients reach x through the product.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
+            brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
+            ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),
+            ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to
+            be faster; :func:`interlace.explain` says which and why. An explicit choice is never
+            replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[M, N/R]`` of ``out_dtype``, rows in rank order; with ``return_gathered`` a pair, ``[M,
+        K]`` of x's dtype beside it.
+
+        Gradients, of which every rank must run the backward pass: ``grad_x =
+        gemm_reduce_scatter(grad, w.T)`` (fused too), ``grad_w = grad.T @ gathered x``, for which
+        the gathered x is kept from the forward pass, M K elements; bias gets the sum of ``grad``
+        over rows.
+
+    Raises:
+        ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
+            require gradients.
+        RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, impl or config;
+            raised on every rank.
+        GroupError: the group is too large or spans machines.
+        BackendError: float8 on a GPU without it (compute capability below 8.9).
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> y = interlace.all_gather_gemm(x_shard_m, w_shard_n)  # [4096/R, 4096], [14336/R, 4096] -> [4096, 14336/R]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
+    (arXiv:2205.05198) for sequence parallelism.
+    """
+    y, gathered = schema.call(
+        AllGatherGemm.name,
+        x,
+        w,
+        bias,
+        splits=[splits],
+        x_scale=x_scale,
+        w_scale=w_scale,
+        out_dtype=out_dtype,
+        gather=return_gathered or (torch.is_grad_enabled() and w.requires_grad),
+        group=group,
+        impl=impl,
+        config=config,
+    )
+    return (y, gathered.detach()) if return_gathered else y

@@ -1,1 +1,201 @@
-"""GEMM + AllReduce; see README.md."""
+"""GEMM + AllReduce: the row-parallel linear layer of tensor parallelism; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group
+from interlace.costs import gemm_all_reduce as costs
+from interlace.costs.gemm import ProductCost
+from interlace.gemm import schema
+from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.remote_stores import REMOTE_STORES
+from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
+from interlace.gemm.implementations.triggered import TRIGGERED
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.replicated import replicated
+from interlace.gemm.splits import balanced
+from interlace.registry import Implementation, operator
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmAllReduceConfig(GemmConfig):
+    """One way to run the fused kernel of ``gemm_all_reduce``; see :class:`GemmConfig` for the
+    fields.
+
+    ``interleave`` counts programs that begin a round of tiles with the same rank.
+    """
+
+    group_m: int = 4
+    interleave: int = 1
+
+
+def _run_fused(call: GemmCall) -> torch.Tensor:
+    from interlace.operators.gemm_all_reduce import fused
+
+    return fused.run(call)
+
+
+@operator
+class GemmAllReduce(GemmOperator):
+    """``all_reduce(x @ w.T)``: the sum over ranks, on every rank."""
+
+    name = "gemm_all_reduce"
+    formula = "all_reduce(x @ w.T) + bias"
+    collective = "all_reduce"
+    pattern = ("gemm", "all_reduce")
+    config_type = GemmAllReduceConfig
+    split_names = ()
+    adds_ranks = True
+    implementations = (
+        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        REMOTE_STORES,
+        CHUNKED,
+        TRIGGERED,
+        UNFUSED,
+        NCCL,
+        ONE_SHOT,
+        TWO_SHOT,
+    )
+
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return the rows whose sums each rank computes, as ``torch.tensor_split``."""
+        return RowPlan(tuple(balanced(rows, group.world_size)), (), rows, rows, rows)
+
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return all rows."""
+        return rows
+
+    def run_unfused(self, call: GemmCall) -> torch.Tensor:
+        """Run ``F.linear``, then ``all_reduce``."""
+        from interlace.operators.gemm_all_reduce import reference
+
+        return reference.gemm_all_reduce(*call.operands.fields(), call.process_group)
+
+    def cost(self, **sizes: Any) -> ProductCost:
+        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
+        return costs.fused(**sizes)
+
+    def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save the operands whose gradients are needed."""
+        x, w, bias, *_, ctx.group_name, _, _ = inputs
+        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+        )
+
+    def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Compute all gradients without communication.
+
+        The output is the same on every rank, and so is its gradient.
+        """
+        (grad,) = grads
+        assert grad is not None
+        x, w = ctx.saved_tensors
+        grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        rows = grad.to(ctx.dtype)
+        if torch.is_grad_enabled():
+            # Each rank has operands of its own, so a second derivative is a sum over the ranks.
+            rows = replicated(rows, ctx.group_name)
+        grad_x = rows @ w if w is not None else None
+        grad_w = rows.mT @ x if x is not None else None
+        return grad_x, grad_w, grad_bias
+
+
+schema.define(GemmAllReduce.name)
+
+
+def gemm_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemmAllReduceConfig | None = None,
+) -> torch.Tensor:
+    """Matrix product and the all-reduce of its result, in one kernel.
+
+    ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a Transformer
+    for many tokens (training, prefill), its weight sharded along K. While some programs still
+    multiply, others' tiles are on their way to be added. For up to some hundred tokens, see
+    :func:`interlace.gemv_all_reduce`.
+
+    Dimensions: M rows (tokens), K inner, N columns, R ranks.
+
+    Products are summed in float32; what travels is rounded to ``out_dtype``; parts are added in
+    float32, in rank order: the result is the same, bit by bit, on every rank. Runs on the current
+    stream, without synchronising the host; calls of one group on several streams are put in order.
+
+    Args:
+        x: ``[M, K/R]``: float16, bfloat16, float32 or float8_e4m3fn. Other than contiguous rows are
+            copied.
+        w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
+            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
+            costs the fused kernel a copy in each call.
+        bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
+        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
+            default: x's, and bfloat16 for float8.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
+            split evenly, no bias), ``"chunked"`` (``torch.mm`` for each rank's rows, and copy engines
+            that take them; rows split evenly), ``"triggered"`` (a kernel that counts its tiles, and
+            copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then ``all_reduce``), or
+            ``"auto"``: which of these was measured to be the fastest; :func:`interlace.explain`
+            says which and why. An explicit choice is never replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``, the same on every rank.
+
+        Its gradient must be the same on every rank too, as it is when each rank goes on with the
+        same computation: x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad``
+        over rows, all without communication.
+
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it,
+        keep it until this one has waited for that; ``record_stream`` does nothing here, as the
+        memory is not torch's.
+
+    Raises:
+        ArgumentError: shapes, strides, dtypes, devices do not fit; or float8 operands require
+            gradients.
+        RankMismatchError: ranks differ in shapes, dtypes, bias, impl or config; raised on every
+            rank.
+        GroupError: the group is too large or spans machines.
+        BackendError: float8 on a GPU without it (compute capability below 8.9).
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> y = interlace.gemm_all_reduce(x_shard_k, w_shard_k)  # [4096, 8192/R], [4096, 8192/R] -> [4096, 4096]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
+    """
+    y: torch.Tensor = schema.call(
+        GemmAllReduce.name,
+        x,
+        w,
+        bias,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        out_dtype=out_dtype,
+        group=group,
+        impl=impl,
+        config=config,
+    )
+    return y

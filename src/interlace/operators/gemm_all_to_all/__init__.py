@@ -1,1 +1,286 @@
-"""GEMM + All-to-All; see README.md."""
+"""GEMM + All-to-All: an expert's second product and the combine of its rows; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group
+from interlace.costs import gemm_all_to_all as costs
+from interlace.costs.gemm import ProductCost
+from interlace.errors import ArgumentError, RankMismatchError
+from interlace.gemm import schema
+from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.remote_stores import REMOTE_STORES
+from interlace.gemm.implementations.stock import NCCL
+from interlace.gemm.implementations.triggered import TRIGGERED
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operands import Operands
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.splits import balanced, check_sum
+from interlace.registry import Implementation, operator
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmAllToAllConfig(GemmConfig):
+    """One way to run the fused kernel of ``gemm_all_to_all``; see :class:`GemmConfig` for the
+    fields.
+    """
+
+
+def _run_fused(call: GemmCall) -> torch.Tensor:
+    from interlace.operators.gemm_all_to_all import fused
+
+    return fused.run(call)
+
+
+@operator
+class GemmAllToAll(GemmOperator):
+    """``all_to_all(x @ w.T)``: the rows that all ranks have computed for this one."""
+
+    name = "gemm_all_to_all"
+    formula = "all_to_all(x @ w.T + bias)"
+    collective = "all_to_all"
+    pattern = ("gemm", "all_to_all")
+    config_type = GemmAllToAllConfig
+    split_names = ("input_splits", "output_splits")
+    implementations = (
+        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        REMOTE_STORES,
+        CHUNKED,
+        TRIGGERED,
+        UNFUSED,
+        NCCL,
+    )
+
+    def exchanges(self, splits: Splits) -> bool:
+        """Return whether there are lists: one rank's may change while another's do not, and a rank
+        that remembered its answer would not come to the exchange that the others need.
+        """
+        return splits[0] is not None
+
+    def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
+        """Return the rows of an even split; lists are compared by :meth:`plan_rows`."""
+        even = f"even, of {operands.rows} rows"
+        return {"splits": even if splits[0] is None else "given"}
+
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return the rows from every rank to every other, compared on all ranks.
+
+        Raises:
+            ArgumentError, RankMismatchError: On every rank, naming the one whose list is wrong.
+        """
+        ranks, (sends, receives) = group.world_size, splits
+        if sends is None or receives is None:
+            check_even(rows, ranks)
+            sent = ((rows // ranks,) * ranks,) * ranks
+        else:
+            answers = group.exchange(f"{self.name} (splits)", [rows, list(sends), list(receives)])
+            sent = self._check_lists(answers, ranks)
+        # The choice goes by the rank that has most rows, so it is the same on every rank.
+        return RowPlan(
+            by_rank=(),
+            sent=sent,
+            result=sum(counts[group.rank] for counts in sent),
+            product=max(map(sum, sent)),
+            total=sum(map(sum, sent)),
+        )
+
+    def _check_lists(self, answers: list[Any], ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Return all ranks' lists of rows that they send, once they fit those that they receive."""
+        for rank, (rows, sends, receives) in enumerate(answers):
+            where = f"on rank {rank}"
+            check_sum(f"{self.name}: input_splits {where}", sends, ranks, rows, "its rows of x")
+            check_sum(f"{self.name}: output_splits {where}", receives, ranks, None, "")
+        for source, (_, sends, _) in enumerate(answers):
+            for destination, (_, _, receives) in enumerate(answers):
+                if sends[destination] != receives[source]:
+                    raise RankMismatchError(
+                        f"{self.name}: input_splits[{destination}] on rank {source} and "
+                        f"output_splits[{source}] on rank {destination} must be equal; got "
+                        f"{sends[destination]} and {receives[source]}. Nothing was computed."
+                    )
+        return tuple(tuple(sends) for _, sends, _ in answers)
+
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return the rows that this rank receives."""
+        return rows if splits[1] is None else sum(splits[1])
+
+    def validate_splits(self, splits: Splits) -> None:
+        """Refuse what are no lists of rows, and one list without the other."""
+        super().validate_splits(splits)
+        if (splits[0] is None) != (splits[1] is None):
+            given, missing = ("input", "output") if splits[1] is None else ("output", "input")
+            raise ArgumentError(
+                f"{self.name}: input_splits and output_splits must be given together; got "
+                f"{given}_splits only. Pass {missing}_splits too, or neither for an even split."
+            )
+
+    def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
+        """Return this rank's rows, which stand for all ranks'."""
+        sends, receives = splits
+        if sends is None or receives is None:
+            check_even(rows, world_size)
+            return rows, True
+        check_sum(f"{self.name}: input_splits", sends, world_size, rows, "the rows of x")
+        check_sum(f"{self.name}: output_splits", receives, world_size, None, "the rows of x")
+        return rows, len({*sends, *receives}) == 1
+
+    def run_unfused(self, call: GemmCall) -> torch.Tensor:
+        """Run ``F.linear``, then ``all_to_all_single``."""
+        from interlace.operators.gemm_all_to_all import reference
+
+        sent, rank = call.rows.sent, call.group.rank
+        return reference.gemm_all_to_all(
+            *call.operands.fields(), sent[rank], [counts[rank] for counts in sent],
+            call.process_group,
+        )  # fmt: skip
+
+    def cost(self, **sizes: Any) -> ProductCost:
+        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
+        return costs.fused(**sizes)
+
+    def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
+        """Return what every product has, and fewer rows of tiles together."""
+        candidates = super().candidates(start, rows, world_size)
+        if rows // world_size >= 128:
+            candidates.append(dataclasses.replace(start, stagger=100, group_m=4))
+        return candidates
+
+    def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save the operands whose gradients are needed, and the lists."""
+        x, w, bias, _, _, *splits, _, ctx.group_name, _, _ = inputs
+        ctx.splits, ctx.has_bias = tuple(splits), bias is not None
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
+        )
+
+    def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Send the gradient back the way its rows came; the product's own gradient is local."""
+        (grad,) = grads
+        assert grad is not None
+        x, w = ctx.saved_tensors
+        rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, *ctx.splits, ctx.group_name)
+        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        rows = rows.to(ctx.dtype)
+        grad_x = rows @ w if w is not None else None
+        grad_w = rows.mT @ x if x is not None else None
+        return grad_x, grad_w, grad_bias
+
+
+def check_even(rows: int, ranks: int) -> None:
+    """Refuse rows that cannot be split evenly.
+
+    Raises:
+        ArgumentError: The number of ranks does not divide them.
+    """
+    if rows % ranks:
+        raise ArgumentError(
+            f"{GemmAllToAll.name}: rows of x must divide evenly over {ranks} ranks unless splits "
+            f"are given; got {rows}. Pass input_splits and output_splits, or pad x to "
+            f"{balanced(rows, ranks)[0] * ranks} rows."
+        )
+
+
+schema.define(GemmAllToAll.name)
+
+
+def gemm_all_to_all(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemmAllToAllConfig | None = None,
+) -> torch.Tensor:
+    """Matrix product and the all-to-all of its rows, in one kernel.
+
+    ``all_to_all_single(x @ w.T + bias)``: an expert's second product and the combine that sends
+    each row back to its token's owner. While some programs still multiply, others' tiles are on
+    their way, straight to their place in the owner's result.
+
+    Dimensions: M rows of x on this rank, K inner, N columns, R ranks.
+
+    Products are summed in float32 and rounded once. Runs on the current stream, without
+    synchronising the host; calls of one group on several streams are put in order.
+
+    Args:
+        x: ``[M, K]``: float16, bfloat16, float32 or float8_e4m3fn. Rows for rank 0 first, then
+            those for rank 1, and so on. Other than contiguous rows are copied.
+        w: ``[N, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T`` of
+            a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes costs
+            the fused kernel a copy in each call.
+        bias: ``[N]`` of the result's dtype; added by the rank that computes a row.
+        input_splits: rows of x for each rank; they sum to M. Default: M split evenly, and then R
+            must divide M.
+        output_splits: rows from each rank. Both lists are given or neither, and ``input_splits[d]``
+            on rank s must be ``output_splits[s]`` on rank d. Lists are compared on the host in each
+            call; even splits, once.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
+        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
+            float8.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
+            split evenly, no bias), ``"chunked"`` (``torch.mm`` for each rank's rows, and copy engines
+            that take them; rows split evenly), ``"triggered"`` (a kernel that counts its tiles, and
+            copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then
+            ``all_to_all_single``), or ``"auto"``: which of these was measured to be the fastest;
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[sum(output_splits), N]`` of ``out_dtype``: rows in the order of the ranks that they come
+        from. Where any rank's result requires a gradient every rank must run the backward pass: its
+        gradient goes back by an all-to-all.
+
+        The fused kernel's result lies in the group's symmetric memory. If another stream reads it,
+        keep it until this one has waited for that; ``record_stream`` does nothing here, as the
+        memory is not torch's.
+
+    Raises:
+        ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
+            require gradients.
+        RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what
+            they send and expect; raised on every rank.
+        GroupError: the group is too large or spans machines.
+        BackendError: float8 on a GPU without it (compute capability below 8.9).
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> # four ranks, 1024 rows each
+        >>> y = interlace.gemm_all_to_all(x, w)  # [1024, 2048], [8192, 2048] -> [1024, 8192]: 256 rows from each rank
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
+    """
+    y: torch.Tensor = schema.call(
+        GemmAllToAll.name,
+        x,
+        w,
+        bias,
+        splits=[input_splits, output_splits],
+        x_scale=x_scale,
+        w_scale=w_scale,
+        out_dtype=out_dtype,
+        group=group,
+        impl=impl,
+        config=config,
+    )
+    return y

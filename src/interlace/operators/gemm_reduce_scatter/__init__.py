@@ -1,1 +1,221 @@
-"""GEMM + ReduceScatter; see README.md."""
+"""GEMM + ReduceScatter: the row-parallel linear layer under sequence parallelism; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group
+from interlace.costs import gemm_reduce_scatter as costs
+from interlace.costs.gemm import ProductCost
+from interlace.gemm import schema
+from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.implementations.remote_stores import REMOTE_STORES
+from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER, NCCL
+from interlace.gemm.implementations.triggered import TRIGGERED
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
+from interlace.registry import Implementation, operator
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmReduceScatterConfig(GemmConfig):
+    """One way to run the fused kernel of ``gemm_reduce_scatter``; see :class:`GemmConfig` for the
+    fields.
+
+    ``interleave`` counts programs that begin a round of tiles with the same rank.
+    """
+
+    group_m: int = 4
+    interleave: int = 1
+
+
+def _run_fused(call: GemmCall) -> torch.Tensor:
+    from interlace.operators.gemm_reduce_scatter import fused
+
+    return fused.run(call)
+
+
+def _run_chunked(call: GemmCall) -> torch.Tensor:
+    from interlace.operators.gemm_reduce_scatter import chunked
+
+    return chunked.run([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
+
+
+@operator
+class GemmReduceScatter(GemmOperator):
+    """``reduce_scatter(x @ w.T)``: each rank's rows of the sum over ranks."""
+
+    name = "gemm_reduce_scatter"
+    formula = "reduce_scatter(x @ w.T) + bias"
+    collective = "reduce_scatter"
+    pattern = ("gemm", "reduce_scatter")
+    config_type = GemmReduceScatterConfig
+    adds_ranks = True
+    sum_name = "gemm_sum_reduce_scatter"
+    implementations = (
+        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        REMOTE_STORES,
+        Implementation(
+            "chunked",
+            "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
+            _run_chunked,
+            needs(same_dtype=True),
+            former_names=("split",),
+        ),
+        TRIGGERED,
+        UNFUSED,
+        NCCL,
+        ASYNC_REDUCE_SCATTER,
+    )
+
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return each rank's rows: as given, or as ``torch.tensor_split``."""
+        (given,) = splits
+        by_rank = balanced(rows, group.world_size) if given is None else given
+        check_sum(f"{self.name}: splits", by_rank, group.world_size, rows, "the rows of x")
+        return RowPlan(tuple(by_rank), (), by_rank[group.rank], rows, rows)
+
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return this rank's share of the rows."""
+        (given,) = splits
+        return balanced_rows(rows, rank, world_size) if given is None else given[rank]
+
+    def run_unfused(self, call: GemmCall) -> torch.Tensor:
+        """Run ``F.linear``, then ``reduce_scatter``."""
+        from interlace.operators.gemm_reduce_scatter import reference
+
+        return reference.gemm_reduce_scatter(
+            *call.operands.fields(), call.rows.by_rank, call.process_group
+        )
+
+    def cost(self, **sizes: Any) -> ProductCost:
+        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
+        return costs.fused(**sizes)
+
+    def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save both operands."""
+        x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
+        # The gradient's operator has no product whose output could be the peers' memory.
+        ctx.impl = impl if impl in ("auto", "fused", "chunked", "unfused") else "auto"
+        ranks = rank_in(ctx.group_name)[1]
+        ctx.splits = balanced(x.shape[0], ranks) if splits is None else splits
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+
+    def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Gather the gradients of all rows while x's gradient is computed from them.
+
+        Each rank's part of K needs all of them.
+        """
+        (grad,) = grads
+        assert grad is not None
+        x, w = ctx.saved_tensors
+        needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
+        gather = x is not None or needs_bias
+        grad_x, rows = torch.ops.interlace.all_gather_gemm(
+            grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, gather, ctx.group_name,
+            ctx.impl, "",
+        )  # fmt: skip
+        grad_w = rows.mT @ x if x is not None else None
+        grad_bias = rows.sum(0, dtype=grad.dtype) if needs_bias else None
+        return grad_x, grad_w, grad_bias
+
+
+schema.define(GemmReduceScatter.name)
+
+
+def gemm_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: Sequence[int] | None = None,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemmReduceScatterConfig | None = None,
+) -> torch.Tensor:
+    """Matrix product and the reduce-scatter of its rows, in one kernel.
+
+    ``y = this rank's rows of (sum over ranks r of x_r @ w_r.T), + bias``: the row-parallel linear
+    layer under sequence parallelism, its weight sharded along K, its output along tokens. While
+    some programs still multiply, others' tiles are on their way to the rows' owner.
+
+    Dimensions: M rows (tokens), K inner, N columns, R ranks.
+
+    Products are summed in float32; what travels is rounded to ``out_dtype``; parts are added in
+    float32, in rank order. Runs on the current stream, without synchronising the host; calls of one
+    group on several streams are put in order.
+
+    Args:
+        x: ``[M, K/R]``: float16, bfloat16, float32 or float8_e4m3fn. Other than contiguous rows are
+            copied.
+        w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
+            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
+            costs the fused kernel a copy in each call.
+        bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
+        splits: rows that each rank owns, the same list on every rank; they sum to M. Default: as
+            ``torch.tensor_split``, the first ``M % R`` ranks one more than the others.
+        x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
+            without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
+        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
+            default: x's, and bfloat16 for float8.
+        group: 1 to 8 ranks of one machine; default: the default process group.
+        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
+            split evenly, no bias), ``"chunked"`` (``torch.mm`` for the peers' rows, copy engines that
+            take them, and a kernel for this rank's own), ``"triggered"`` (a kernel that counts its
+            tiles, and copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then
+            ``reduce_scatter``), or ``"auto"``: which of these was measured to be the fastest;
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
+        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+            rank.
+
+    Returns:
+        ``[splits[rank], N]`` of ``out_dtype``.
+
+        Gradients, of which every rank must run the backward pass: ``grad_x, gathered =
+        all_gather_gemm(grad, w.T)`` (fused too), ``grad_w = gathered.T @ x``; bias gets the sum of
+        ``gathered`` over rows, the same on every rank.
+
+    Raises:
+        ArgumentError: shapes, strides, dtypes, devices or splits do not fit; or float8 operands
+            require gradients.
+        RankMismatchError: ranks differ in shapes, dtypes, bias, splits, impl or config; raised on
+            every rank.
+        GroupError: the group is too large or spans machines.
+        BackendError: float8 on a GPU without it (compute capability below 8.9).
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> y = interlace.gemm_reduce_scatter(x_shard_k, w_shard_k)  # [4096, 8192/R], [4096, 8192/R] -> [4096/R, 4096]
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
+    (arXiv:2205.05198) for sequence parallelism.
+    """
+    y: torch.Tensor = schema.call(
+        GemmReduceScatter.name,
+        x,
+        w,
+        bias,
+        splits=[splits],
+        x_scale=x_scale,
+        w_scale=w_scale,
+        out_dtype=out_dtype,
+        group=group,
+        impl=impl,
+        config=config,
+    )
+    return y

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm.choice import ANY_ROWS, takes_bias
+import interlace.operators  # registers them
+from interlace.gemm.call import Terms
+from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
+from interlace.registry import operator_named, operators
 from interlace.testing.cases.base import (
     DTYPES,
     Case,
@@ -23,15 +26,19 @@ from interlace.testing.cases.base import (
     whole,
 )
 
-SUMS = ("gemm_reduce_scatter", "gemm_all_reduce")
-"""Operators that add up all ranks' products, and a bias of which every rank has a copy."""
-
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("gemm_all_to_all", *SUMS), ("fused", "remote_stores", "chunked", "triggered", "unfused")
-    ),
-    "all_gather_gemm": ("fused", "pushed", "chunked", "unfused"),
+    name: tuple(each.name for each in declaration.implementations if not each.is_stock)
+    for name, declaration in operators().items()
+    if isinstance(declaration, GemmOperator)
 }
+"""Stock pairs are left out: PyTorch tests them."""
+
+
+def _declared(operator: str) -> GemmOperator:
+    declaration = operator_named(operator)
+    assert isinstance(declaration, GemmOperator)
+    return declaration
+
 
 # Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w
 # is contiguous along. Few, because each one compiles kernels of its own; rows are not compiled in.
@@ -66,17 +73,25 @@ class ProductCase(Case):
     w_along: str = "K"
 
     @property
+    def declaration(self) -> GemmOperator:
+        """Return the operator's declaration."""
+        return _declared(self.operator)
+
+    @property
+    def collective(self) -> str:
+        """Return the operator's collective."""
+        return self.declaration.collective
+
+    @property
     def sizes(self) -> str:
         split = "" if self.splits is None else f", splits {list(self.splits)}"
         rows = "given rows" if self.splits is not None else self.rows
         return f"{rows} x {self.columns} x {self.inner}{', bias' if self.bias else ''}, w along {self.w_along}{split}"
 
     def _rows_of(self, rank: int) -> int:
-        if self.splits is None or self.operator in SUMS:
+        if self.splits is None or self.declaration.adds_ranks:
             return self.rows
-        return (
-            sum(self.splits[rank]) if self.operator == "gemm_all_to_all" else int(self.splits[rank])
-        )
+        return sum(self.splits[rank]) if self.collective == "all_to_all" else int(self.splits[rank])
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         own, shared = generator(seed, rank), generator(seed, -1)
@@ -88,25 +103,25 @@ class ProductCase(Case):
         if self.w_along == "N":
             found["w"] = found["w"].T.contiguous().T
         if self.bias:
-            found["bias"] = whole(shared if self.operator in SUMS else own, (self.columns,), 8).to(
-                self.result_dtype
-            )
+            found["bias"] = whole(
+                shared if self.declaration.adds_ranks else own, (self.columns,), 8
+            ).to(self.result_dtype)
         if self.dtype == "float8":
             found["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=own)
             found["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=own)
         if self.backward:
-            source = shared if self.operator == "gemm_all_reduce" else own
+            source = shared if self.collective == "all_reduce" else own
             shape = self._result_rows(rank, ranks), self.columns
             found["grad"] = whole(source, shape, 1, thin(max(*shape, 1), 48)).to(self.result_dtype)
         return found
 
     def _result_rows(self, rank: int, ranks: int) -> int:
-        match self.operator:
-            case "all_gather_gemm":
+        match self.collective:
+            case "all_gather":
                 return sum(self._rows_of(each) for each in range(ranks))
-            case "gemm_all_to_all":
+            case "all_to_all":
                 return self.rows if self.splits is None else sum(sent[rank] for sent in self.splits)
-            case "gemm_all_reduce":
+            case "all_reduce":
                 return self.rows
         return int((self.splits or balanced(self.rows, ranks))[rank])
 
@@ -120,7 +135,10 @@ class ProductCase(Case):
         if not self.backward:
             return [[output] for output in outputs]
         # What every rank has a copy of is one tensor, which rank 0's stands for.
-        same, shared_bias = self.operator == "gemm_all_reduce", self.bias and self.operator in SUMS
+        same, shared_bias = (
+            self.collective == "all_reduce",
+            self.bias and self.declaration.adds_ranks,
+        )
         counted = slice(0, 1) if same else slice(None)
         flat = [leaf for each in leaves for leaf in each.values()]
         found = iter(gradients(outputs[counted], [each["grad"] for each in inputs][counted], flat))
@@ -143,10 +161,10 @@ class ProductCase(Case):
         biases = [
             each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in leaves
         ]
-        if self.operator == "all_gather_gemm":
+        if self.collective == "all_gather":
             return [torch.cat(xs) @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
         parts = [x @ w.T for x, w in zip(xs, ws, strict=True)]
-        if self.operator == "gemm_all_to_all":
+        if self.collective == "all_to_all":
             sent = self.splits or [[self.rows // ranks] * ranks] * ranks
             pieces = [
                 (part + bias).split(list(counts))
@@ -154,14 +172,14 @@ class ProductCase(Case):
             ]
             return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
         total = torch.stack(parts).sum(0) + biases[0]
-        if self.operator == "gemm_all_reduce":
+        if self.collective == "all_reduce":
             return [total] * ranks
         return list(total.split(list(self.splits or balanced(self.rows, ranks))))
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         operator, rank = getattr(interlace, self.operator), dist.get_rank(group)
         options: dict[str, Any] = {"group": group, "impl": self.impl}
-        if self.splits is not None and self.operator == "gemm_all_to_all":
+        if self.splits is not None and self.collective == "all_to_all":
             options["input_splits"] = list(self.splits[rank])
             options["output_splits"] = [sent[rank] for sent in self.splits]
         elif self.splits is not None:
@@ -189,7 +207,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     ]
     if can_be_uneven:
         splits = _uneven(operator, random.Random(1), ranks)
-        rows = sum(splits) if operator == "gemm_reduce_scatter" else 0
+        rows = sum(splits) if _declared(operator).collective == "reduce_scatter" else 0
         cases.append(
             ProductCase(
                 operator,
@@ -216,10 +234,11 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     splits = _uneven(operator, source, ranks) if uneven else None
     sizes = _MAPPED_ROWS if impl == "remote_stores" else _ROWS
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
-    rows = share if operator == "all_gather_gemm" else share * ranks
-    if operator == "gemm_all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:
+    collective = _declared(operator).collective
+    rows = share if collective == "all_gather" else share * ranks
+    if collective == "all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:
         rows = max(1, rows - 1)  # not a multiple of the ranks
-    if splits is not None and operator == "gemm_reduce_scatter":
+    if splits is not None and collective == "reduce_scatter":
         rows = sum(splits)
     backward = dtype != "float8" and source.random() < 0.4
     return ProductCase(
@@ -228,11 +247,27 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     )  # fmt: skip
 
 
+def takes_bias(operator: str, impl: str) -> bool:
+    """Return whether an implementation adds biases."""
+    return _takes(operator, impl, has_bias=True)
+
+
 def takes_any_rows(operator: str, impl: str) -> bool:
-    """Whether rows may be split unevenly."""
-    return operator != "gemm_all_reduce" and (
-        impl in ("fused", "unfused") or (operator, impl) in ANY_ROWS
+    """Return whether rows may be split unevenly."""
+    return bool(_declared(operator).split_names) and _takes(operator, impl, is_even=False)
+
+
+def _takes(operator: str, impl: str, *, has_bias: bool = False, is_even: bool = True) -> bool:
+    terms = Terms(
+        has_bias=has_bias,
+        converts=False,
+        is_even=is_even,
+        rows=1,
+        device_type="cuda",
+        dtype=torch.bfloat16,
+        result_bytes=2,
     )
+    return _declared(operator).implementation(impl).refusal(terms) is None
 
 
 def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:
@@ -240,6 +275,6 @@ def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]
     rows = [source.choice((1, 5, 17, 64, 129)) for _ in range(ranks)]
     if ranks > 1:
         rows[source.randrange(ranks)] = 0
-    if operator != "gemm_all_to_all":
+    if _declared(operator).collective != "all_to_all":
         return tuple(rows)
     return tuple(tuple(rows[s:] + rows[:s]) for s in range(ranks))

@@ -16,20 +16,25 @@ from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.replays import places
+from interlace.gemm import dispatch
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import (
+    constants,
     describe_own,
     has_descriptors,
     operand_arguments,
-    options,
     padded_columns,
     programs,
     tile_ns,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
-from interlace.gemm.outputs import multiply_into
-from interlace.operators.gemm_reduce_scatter.config import OPERATOR, GemmReduceScatterConfig
+from interlace.gemm.splits import balanced
+from interlace.registry import operator_named
 from interlace.units import ceil_div, round_up
+
+NAME = "gemm_reduce_scatter"
 
 _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
@@ -37,7 +42,7 @@ _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 def run(
     products: Sequence[Operands], splits: Sequence[int], group: Group,
-    config: GemmReduceScatterConfig, mark: int
+    config: GemmConfig, mark: int
 ) -> torch.Tensor:  # fmt: skip
     """``[splits[rank], N]`` of x's dtype, of a product or the sum of several. Collective when the
     workspace must grow.
@@ -62,14 +67,14 @@ def run(
     # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves
     # of the workspace.
     workspace = group.workspace(
-        f"{OPERATOR}, split", ceil_div(ranks * rows * row_bytes, 2), layout.HEADER + ranks * _PIECES
+        f"{NAME}, split", ceil_div(ranks * rows * row_bytes, 2), layout.HEADER + ranks * _PIECES
     )
     context, signals, address = (
-        group.context(OPERATOR),
+        group.context(NAME),
         workspace.signals.address,
         workspace.data.address,
     )
-    key = (f"{OPERATOR}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
+    key = (f"{NAME}, pieces", tuple(splits), piece_rows, row_bytes, address, signals)
     pieces = group.once(
         key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals)
     )
@@ -82,7 +87,13 @@ def run(
         inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
         parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
         with copies.beside(group):  # only copies have to wait for it
-            admission = signals, workspace.epochs, context, notes, mark
+            admission = {
+                "signals": signals,
+                "epochs": workspace.epochs,
+                "ctx": context,
+                "notes": notes,
+                "call": mark,
+            }
             Launch(kernel.admit_parts, (1,), admission, {"WORLD_SIZE": ranks, "num_warps": 1})()
             admitted = copies.so_far(group)
         for piece in pieces.order:
@@ -108,7 +119,7 @@ def run(
         copies.join(group)
 
     with group.running():
-        operands_there = own.place(), *(product.place() for product in products)
+        operands_there = own.memory(), *(product.memory() for product in products)
         group.replays.run((*key, config, mark, places(y, sent), operands_there), enqueue)
     return y if stride == columns else y[:, :columns].contiguous()
 
@@ -120,7 +131,7 @@ def _multiply_and_sum(
     y: torch.Tensor,
     rows: int,
     piece_rows: int,
-    config: GemmReduceScatterConfig,
+    config: GemmConfig,
     mark: int,
     *,
     own_part: bool,
@@ -135,7 +146,6 @@ def _multiply_and_sum(
     from interlace.operators.gemm_reduce_scatter import kernel
 
     dtype, stride, tiles = y.dtype, y.shape[1], has_descriptors(group)
-    x, w, bias, _, _, x_stride, w_stride, _, _ = operand_arguments(own, config, tiles)
     slots = results = None
     if tiles:
         whole = 2 * workspace.half_bytes // dtype.itemsize
@@ -145,14 +155,30 @@ def _multiply_and_sum(
         )
         results = describe_own(y, own.columns, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
-    arguments = (
-        x, w, bias, slots, results, workspace.data.address, y.data_ptr(), workspace.signals.address,
-        group.context(OPERATOR), workspace.notes, mark, rows, len(y), piece_rows, own.columns,
-        own.inner, x_stride, w_stride, stride // align,
-    )  # fmt: skip
-    constants = options(own, config, group, tiles)
-    constants |= {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
-    return Launch(kernel.multiply_and_sum, (programs(group, config),), arguments, constants)
+    operands = operand_arguments(own, config, tiles)
+    arguments = {name: operands[name] for name in ("x", "w", "bias", "x_stride", "w_stride")} | {
+        "slots": slots,
+        "results": results,
+        "slot_address": workspace.data.address,
+        "y_address": y.data_ptr(),
+        "signals": workspace.signals.address,
+        "ctx": group.context(NAME),
+        "notes": workspace.notes,
+        "call": mark,
+        "most_rows": rows,
+        "rows": len(y),
+        "piece_rows": piece_rows,
+        "N": own.columns,
+        "K": own.inner,
+        "row_groups": stride // align,
+    }
+    flags = {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
+    return Launch(
+        kernel.multiply_and_sum,
+        (programs(group, config),),
+        arguments,
+        constants(own, config, group, tiles) | flags,
+    )
 
 
 def _multiply(
@@ -239,7 +265,7 @@ class _Pieces:
         )
 
 
-def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatterConfig) -> int:
+def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmConfig) -> int:
     """Rows that are multiplied and copied at a time.
 
     The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make
@@ -248,3 +274,34 @@ def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmReduceScatter
     if rows * row_bytes < tile_ns(config.block_m, config.block_n, inner) * _LINK_BYTES_PER_NS:
         return rows
     return min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))
+
+
+def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
+    """Run ``gemm_sum_reduce_scatter``: the reduce-scatter of a sum of several products.
+
+    Args:
+        products: Operands of the same rows, columns and dtypes, without biases.
+
+    Raises:
+        RankMismatchError: Ranks differ in shapes or dtypes.
+    """
+    first = products[0]
+    group = dispatch.group_for(NAME, group_name, first.x.device)
+    key = (f"{NAME}, sum", *(product.signature() for product in products))
+    mark, rows, config = group.once(key, lambda: _decide_sum(products, group))
+    if not first.rows or not first.columns:
+        return first.x.new_empty([rows[group.rank], first.columns])
+    return run(products, rows, group, config, mark)
+
+
+def _decide_sum(
+    products: Sequence[Operands], group: Group
+) -> tuple[int, tuple[int, ...], GemmConfig]:
+    """Agree on a sum of products: its mark, each rank's rows, and the kernel's configuration."""
+    first, ranks = products[0], group.world_size
+    shapes = tuple((tuple(each.x.shape), *each.agreed().items()) for each in products)
+    mark = group.agree(f"{NAME}, sum", products=shapes)
+    inner = sum(product.inner for product in products)
+    sizes = first.sizes(first.rows) | {"inner": inner}
+    choice = operator_named(NAME).choose(**sizes, world_size=ranks)
+    return mark, tuple(balanced(first.rows, ranks)), choice.config

@@ -1,0 +1,118 @@
+"""Calls of operators around one matrix product, as implementations get them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group, process_group_named
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operands import Operands
+
+if TYPE_CHECKING:
+    from interlace.gemm.operator import GemmOperator
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """How the rows of a call are shared out over the ranks; agreed on by all of them.
+
+    Attributes:
+        by_rank: Rows that belong to each rank: of the result (reduce-scatter), of x (all-gather),
+            or of the sums that it computes (all-reduce). Empty for an all-to-all.
+        sent: Rows that go from rank s to rank d, as ``sent[s][d]``, of an all-to-all; else empty.
+        result: Rows of this rank's result.
+        product: Rows of the product that a choice of implementation goes by, the same on every
+            rank.
+        total: Rows of all ranks; 0 if there is nothing to compute anywhere.
+    """
+
+    by_rank: tuple[int, ...]
+    sent: tuple[tuple[int, ...], ...]
+    result: int
+    product: int
+    total: int
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether every rank gets as many rows from every rank."""
+        return len({*self.by_rank, *(rows for counts in self.sent for rows in counts)}) <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """The properties of a call by which an implementation may refuse it.
+
+    They are known before anything runs, so the pass for ``torch.compile`` and ``interlace.explain``
+    ask with them, too.
+
+    Attributes:
+        has_bias: Whether there is a bias to add.
+        converts: Whether the result's dtype is not that of the operands.
+        is_even: Whether every rank gets as many rows from every rank.
+        rows: Rows of this rank's x.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        dtype: The operands' dtype.
+        result_bytes: The size of the whole product, in bytes.
+    """
+
+    has_bias: bool
+    converts: bool
+    is_even: bool
+    rows: int
+    device_type: str
+    dtype: torch.dtype
+    result_bytes: int
+
+    @staticmethod
+    def of(operands: Operands, is_even: bool) -> Terms:
+        """Return the terms of a call with these operands."""
+        return Terms(
+            has_bias=operands.bias is not None,
+            converts=operands.out_dtype != operands.x.dtype,
+            is_even=is_even,
+            rows=operands.rows,
+            device_type=operands.x.device.type,
+            dtype=operands.x.dtype,
+            result_bytes=operands.rows * operands.columns * operands.out_dtype.itemsize,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmCall:
+    """One call, validated and agreed on by all ranks.
+
+    Attributes:
+        operator: The operator's declaration.
+        operands: x, w, bias and scales of this rank.
+        rows: How rows are shared out.
+        gather: Whether the gathered x is a result, too (all-gather only).
+        group: The ranks, and what they share.
+        group_name: The name of their process group.
+        config: The fused kernel's configuration.
+        mark: The number that this call's signals carry; from the ranks' agreement.
+        is_explicit: Whether the caller has asked for the implementation by name. Else it may give
+            up, and another one runs.
+    """
+
+    operator: GemmOperator
+    operands: Operands
+    rows: RowPlan
+    gather: bool
+    group: Group
+    group_name: str
+    config: GemmConfig
+    mark: int
+    is_explicit: bool
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Return the process group; None where this process is on its own."""
+        return process_group_named(self.group_name)
+
+    def with_operands(self, operands: Operands) -> GemmCall:
+        """Return the same call of other tensors, such as aligned copies."""
+        return self if operands is self.operands else dataclasses.replace(self, operands=operands)

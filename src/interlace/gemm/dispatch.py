@@ -1,0 +1,150 @@
+"""Dispatch of operators around a matrix product: agree once, choose, run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from interlace.comm import Group, group_named
+from interlace.errors import ArgumentError, GroupError
+from interlace.gemm.call import GemmCall, RowPlan, Terms
+from interlace.gemm.choice import MAX_RANKS, Choice
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operands import Operands
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.registry import Implementation
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How calls of one kind run, which all ranks have agreed on.
+
+    Attributes:
+        mark: The number that the calls' signals carry.
+        rows: How rows are shared out.
+        implementation: What runs.
+        fallback: What runs if that turns out to be impossible.
+        config: The fused kernel's configuration.
+    """
+
+    mark: int
+    rows: RowPlan
+    implementation: Implementation
+    fallback: Implementation
+    config: GemmConfig
+
+
+def run(
+    operator: GemmOperator,
+    operands: Operands,
+    splits: Splits,
+    gather: bool,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> Any:
+    """Run one call whose arguments are validated.
+
+    Args:
+        splits: The lists of rows that the operator takes, each None for the default.
+        gather: Whether the gathered x is a result, too.
+        config: The text of a configuration, or empty for the tuned table's.
+
+    Returns:
+        The operator's result, or its pair of results.
+
+    Raises:
+        ArgumentError: The implementation that was asked for cannot run these operands.
+        RankMismatchError: Ranks differ in what must be the same.
+        GroupError: The group is too large or broken.
+    """
+    group = group_for(operator.name, group_name, operands.x.device)
+    lists = tuple(None if rows is None else tuple(rows) for rows in splits)
+    if operator.exchanges(lists):
+        decision = _decide(operator, operands, lists, gather, group, impl, config)
+    else:
+        key = (operator.name, *operands.signature(), lists, gather, impl, config)
+        decision = group.once(
+            key, lambda: _decide(operator, operands, lists, gather, group, impl, config)
+        )
+    call = GemmCall(
+        operator=operator,
+        operands=operands,
+        rows=decision.rows,
+        gather=gather,
+        group=group,
+        group_name=group_name,
+        config=decision.config,
+        mark=decision.mark,
+        is_explicit=impl != "auto",
+    )
+    if not operands.columns or not decision.rows.total:
+        return operator.run_empty(call)
+    result = decision.implementation.run(call)
+    return decision.fallback.run(call) if result is None else result
+
+
+def group_for(operator: str, group_name: str, device: torch.device) -> Group:
+    """Return the group of a call.
+
+    Raises:
+        GroupError: It has more ranks than the kernels take.
+    """
+    group = group_named(group_name, device)
+    if group.world_size > MAX_RANKS:
+        raise GroupError(
+            f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
+        )
+    return group
+
+
+def _decide(
+    operator: GemmOperator,
+    operands: Operands,
+    splits: Splits,
+    gather: bool,
+    group: Group,
+    impl: str,
+    config: str,
+) -> Decision:
+    """Agree on a call with all ranks, and choose how it runs. Collective."""
+    mark = group.agree(
+        operator.name,
+        **operator.agreed(operands, splits, group),
+        **operands.agreed(),
+        impl=impl,
+        config=config,
+    )
+    operands.require_supported(operator.name)
+    rows = operator.plan_rows(operands.rows, splits, group)
+    choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    implementation = resolve(operator, impl, choice, Terms.of(operands, rows.is_even))
+    return Decision(
+        mark,
+        rows,
+        implementation,
+        operator.implementation(choice.fallback),
+        operator.config_type.parse(config) if config else choice.config,
+    )
+
+
+def resolve(operator: GemmOperator, impl: str, choice: Choice[Any], terms: Terms) -> Implementation:
+    """Return what runs a call: ``impl``, or what was chosen where it can run.
+
+    Raises:
+        ArgumentError: ``impl`` was asked for and cannot run such a call.
+    """
+    implementation = operator.implementation(choice.impl if impl == "auto" else impl)
+    refusal = implementation.refusal(terms)
+    if refusal is None:
+        return implementation
+    if impl == "auto":
+        return operator.implementation(choice.fallback)
+    raise ArgumentError(
+        f"{operator.name}: impl={impl!r} must have {refusal}. "
+        f"Take impl='auto', {operator.implementations[0].name!r} or 'unfused'."
+    )

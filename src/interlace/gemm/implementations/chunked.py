@@ -1,0 +1,147 @@
+"""``impl="chunked"``: cuBLAS for each rank's rows in turn, and copy engines that take them there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from interlace.comm import Group
+from interlace.comm.replays import places
+from interlace.gemm.call import GemmCall
+from interlace.gemm.implementations.outputs import (
+    Output,
+    kept_output,
+    run_into_output,
+    run_product,
+)
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.operands import Operands
+from interlace.registry import Implementation
+
+
+def run(call: GemmCall) -> torch.Tensor | None:
+    """Multiply rank by rank, and copy each rank's rows while the next ones are multiplied.
+
+    None if the caller has not asked for it and there is no output for these sizes.
+    """
+    operands, group = call.operands, call.group
+    output = Output(
+        "chunked",
+        call.operator.collective,
+        functools.partial(multiply_in_chunks, group),
+        (group.world_size, operands.rows // group.world_size, operands.columns),
+        operands.out_dtype,
+        {"transport": "copy_engine"},
+    )
+    return run_into_output(call, output, operands, call.operator.adds_ranks)
+
+
+def multiply_in_chunks(
+    group: Group,
+    operands: Operands,
+    adds_ranks: bool,
+    *,
+    out: torch.Tensor,
+    send: Callable[[int], None],
+) -> None:
+    """Multiply each rank's rows by cuBLAS, the next rank's first; each chunk is on its way while
+    the next one is computed.
+
+    Args:
+        adds_ranks: Whether the result is a sum over ranks; then the bias is added to this rank's
+            own rows only.
+        out: ``[R, M/R, N]``, the rows for rank r at r.
+        send: Called with each chunk that is complete.
+    """
+    chunks, weight = operands.x.chunk(group.world_size), operands.w.T
+    for step in range(group.world_size):
+        rank = (group.rank + 1 + step) % group.world_size
+        bias = None if adds_ranks and rank != group.rank else operands.bias
+        multiply_into(out[rank], chunks[rank], weight, bias)
+        send(rank)
+
+
+def multiply_into(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Compute ``x @ w + bias`` into ``out``, by cuBLAS on a GPU."""
+    if bias is None:
+        torch.mm(x, w, out=out)
+    else:
+        torch.addmm(bias, x, w, out=out)
+
+
+CHUNKED = Implementation(
+    "chunked",
+    "torch.mm for each rank's rows, and copy engines that take them",
+    run,
+    needs(even_rows=True, same_dtype=True),
+    former_names=("split",),
+)
+
+
+# Batches
+
+
+def run_batch(
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    group: Group,
+    group_name: str,
+    *,
+    replace: bool,
+) -> torch.Tensor | None:
+    """Return a batch ``x [B, M, K] @ w [B, K, N]``, or a sum of several, and the all-to-all of each
+    product's rows, ``[B M, N]``; None if there is no output for these sizes.
+
+    Args:
+        replace: Whether the caller has asked for this implementation.
+
+    Raises:
+        ArgumentError, BackendError: As :func:`run_into_output` raises them.
+    """
+    count, rows, columns = *x[0].shape[:2], w[0].shape[2]
+    output = Output(
+        "chunked batch",
+        "all_to_all",
+        functools.partial(_multiply_batch_in_chunks, group),
+        (group.world_size, count * rows // group.world_size, columns),
+        x[0].dtype,
+        {"transport": "copy_engine"},
+    )
+    product = kept_output(output, group, group_name, replace=replace)
+    if product is None:
+        return None
+    y = x[0].new_empty([count * rows, columns])
+    run_product(product, y, (x, w), ("chunked batch", places(*x, *w)), group)
+    return y
+
+
+def _multiply_batch_in_chunks(
+    group: Group,
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    *,
+    out: torch.Tensor,
+    send: Callable[[int], None],
+) -> None:
+    """Multiply as :func:`multiply_in_chunks` does, of every product the rows for one rank at a
+    time.
+    """
+    chunks = [batch.unflatten(1, (group.world_size, -1)) for batch in x]
+    for step in range(group.world_size):
+        rank = (group.rank + 1 + step) % group.world_size
+        result = out[rank].unflatten(0, (len(x[0]), -1))
+        multiply_batch_into(result, [chunk[:, rank] for chunk in chunks], w)
+        send(rank)
+
+
+def multiply_batch_into(
+    out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]
+) -> None:
+    """Compute the sum of batches ``x @ w`` into ``out``, by cuBLAS on a GPU."""
+    torch.bmm(x[0], w[0], out=out)
+    for part, weight in zip(x[1:], w[1:], strict=True):
+        out.baddbmm_(part, weight)

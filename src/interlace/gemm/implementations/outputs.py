@@ -1,0 +1,159 @@
+"""Mapped outputs of products, which a group keeps: the memory that ``remote_stores``, ``chunked``
+and ``triggered`` write to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+
+from interlace.comm import Group, process_group_named
+from interlace.comm.replays import places
+from interlace.errors import ArgumentError, BackendError, WorkspaceError
+from interlace.gemm.call import GemmCall
+from interlace.mapped import Fused, fuse
+
+_MOST_OUTPUTS = 8
+"""Outputs that a group keeps. Mapping one takes tens of milliseconds, so a program whose sizes never
+settle should not have one made for each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What identifies an output, beside the group that keeps it.
+
+    Attributes:
+        implementation: Who writes it.
+        collective: One of :data:`interlace.mapped.COLLECTIVES`.
+        producer: Computes the product into the output, as :func:`interlace.mapped.fuse` takes it.
+        shape: The output's shape.
+        dtype: The output's dtype.
+        settings: Further arguments of :func:`interlace.mapped.fuse`.
+    """
+
+    implementation: str
+    collective: str
+    producer: Callable[..., Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Return what tells outputs apart; the same on every rank."""
+        tiles = self.settings.get("tiles")
+        return self.implementation, self.collective, self.shape, self.dtype, tiles
+
+
+def run_into_output(
+    call: GemmCall, output: Output, *arguments: object, is_replayed: bool = True
+) -> torch.Tensor | None:
+    """Return the product and the collective of its rows, written into an output that the group
+    keeps; None if there is no output for these sizes. Collective where it is new.
+
+    If the caller has asked for the implementation, a new output takes the place of the one that was
+    not used for longest (but of none that a CUDA graph has captured on any rank). Else there is
+    none for new sizes once as many as a group keeps are in use.
+
+    Args:
+        arguments: What the producer is called with.
+        is_replayed: Whether a call that comes again runs as a CUDA graph.
+
+    Raises:
+        ArgumentError: The caller has asked for it, and the output would be padded to more than
+            twice its size.
+        BackendError: The caller has asked for it, and the driver cannot map memory or let copies
+            wait.
+    """
+    product = kept_output(output, call.group, call.group_name, replace=call.is_explicit)
+    if product is None:
+        return None
+    operands = call.operands
+    y = operands.x.new_empty([call.rows.result, operands.columns], dtype=operands.out_dtype)
+    if is_replayed:
+        key = output.implementation, output.collective, operands.memory()
+        run_product(product, y, arguments, key, call.group)
+    else:
+        product.run_into(y, *arguments)
+    return y
+
+
+def kept_output(output: Output, group: Group, group_name: str, *, replace: bool) -> Fused | None:
+    """Return the producer with the output that the group keeps for it; None if there is none.
+
+    All ranks make the same calls, so a key is new on every rank or on none. What is new is settled
+    by all of them: a rank may have captured other outputs than its peers, or fail to map memory,
+    and must not go its own way then. That there is none is remembered, too.
+
+    Args:
+        replace: Whether another output may be given up for a new one.
+    """
+    key = output.key
+    if group.kept.get(key) is None and (replace or key not in group.kept):
+        with group.indivisible("making a mapped output"):
+            group.kept[key] = _make_output(output, group, group_name, replace=replace)
+    group.kept.move_to_end(key)
+    return cast("Fused | None", group.kept[key])
+
+
+def _make_output(output: Output, group: Group, group_name: str, *, replace: bool) -> Fused | None:
+    """Return a producer with a new output, for which another one may be given up. Collective."""
+    if group.capture_id() is not None:
+        raise WorkspaceError(
+            "a mapped output must be made before a CUDA graph is captured. Call the operator once "
+            "with these shapes first."
+        )
+    made = [(key, value) for key, value in group.kept.items() if isinstance(value, Fused)]
+    captured_by_rank = group.exchange(
+        "mapped outputs in CUDA graphs", [value.output.captured for _, value in made]
+    )
+    free = [
+        key
+        for (key, _), *captured in zip(made, *captured_by_rank, strict=True)
+        if not any(captured)
+    ]
+    if len(free) >= _MOST_OUTPUTS and not replace:
+        return None
+    try:
+        product = fuse(
+            output.producer,
+            output.collective,
+            shape=output.shape,
+            dtype=output.dtype,
+            group=process_group_named(group_name),
+            device=group.device,
+            **output.settings,
+        )
+    except (ArgumentError, BackendError, WorkspaceError):  # on every rank alike
+        if replace:
+            raise
+        return None
+    given_up = free[: max(0, len(free) + 1 - _MOST_OUTPUTS)]
+    if given_up:
+        # Graphs may refer to the memory that goes.
+        group.replays.clear()
+    for key in given_up:
+        del group.kept[key]
+    return product
+
+
+def run_product(
+    product: Fused,
+    y: torch.Tensor,
+    arguments: tuple[object, ...],
+    key: tuple[Hashable, ...],
+    group: Group,
+) -> None:
+    """Run a producer and its collective into ``y``; a call that comes again, as a graph.
+
+    Args:
+        key: The call, and the addresses of its operands.
+    """
+    output = product.output
+    key = (*key, output.half, output.turn, output.captured, places(y))
+    with group.running():
+        if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
+            output.advance()

@@ -1,0 +1,187 @@
+"""Stock pairs: PyTorch's own ways to multiply and communicate, as implementations like any other.
+
+They run where the installed PyTorch has them and refuse elsewhere, with the reason. Memory that
+they need is kept by the group, as that of the other implementations is.
+
+Source: torch.distributed._symmetric_memory of PyTorch 2.5 and later.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import WorkspaceError
+from interlace.gemm.call import GemmCall, Terms
+from interlace.gemm.implementations import unfused
+from interlace.registry import Implementation
+
+_ONE_SHOT_BYTES = 1 << 24
+"""Above this size every rank would read too much from every other one."""
+
+_SUMMED = (torch.bfloat16, torch.float32)
+"""Dtypes that PyTorch's symmetric-memory reductions add."""
+
+
+def _on_cuda(terms: Terms) -> list[str]:
+    return [] if terms.device_type == "cuda" else ["a GPU"]
+
+
+def _has(operator: str) -> bool:
+    """Return whether this PyTorch has ``torch.ops.symm_mem.<operator>``."""
+    # The import defines the operators.
+    import torch.distributed._symmetric_memory
+
+    return hasattr(torch.ops.symm_mem, operator)
+
+
+def _refusal(
+    terms: Terms, *, operator: str, most_bytes: int | None = None, no_bias: bool = False
+) -> str | None:
+    unmet = _on_cuda(terms)
+    if not unmet and not _has(operator):
+        unmet.append(f"a PyTorch with torch.ops.symm_mem.{operator}")
+    if not terms.is_even:
+        unmet.append("rows that are split evenly")
+    if terms.converts:
+        unmet.append("a result of the dtype of x")
+    if terms.dtype not in _SUMMED:
+        unmet.append("bfloat16 or float32 operands")
+    if no_bias and terms.has_bias:
+        unmet.append("no bias")
+    if most_bytes is not None and terms.result_bytes > most_bytes:
+        unmet.append(f"a result of at most {most_bytes >> 20} MiB")
+    return " and ".join(unmet) or None
+
+
+def _refuse_without_nccl(terms: Terms) -> str | None:
+    return " and ".join(_on_cuda(terms)) or None
+
+
+NCCL = Implementation(
+    "nccl",
+    "cuBLAS, then NCCL's collective",
+    unfused.run,
+    _refuse_without_nccl,
+    is_stock=True,
+)
+
+
+def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor:
+    """Multiply into symmetric memory of PyTorch's and reduce it there."""
+    operands, group = call.operands, call.group
+    if group.world_size == 1:
+        result: torch.Tensor = call.operator.run_unfused(call)
+        return result
+    part, name = _symmetric(call, operands.rows, operands.columns)
+    with group.running():
+        torch.mm(operands.x, operands.w.T, out=part)
+        if shot == "one":
+            y: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", name)
+        else:
+            # In place: the next call reuses the memory, so the result needs its own.
+            y = torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", name).clone()
+    return y if operands.bias is None else y.add_(operands.bias)
+
+
+def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, str]:
+    """Return ``[rows, columns]`` of PyTorch's symmetric memory, and its group's name; collective
+    where it has to be allocated.
+
+    Raises:
+        WorkspaceError: It would have to be allocated while a CUDA graph is captured.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group, dtype = call.group, call.operands.out_dtype
+    process_group = call.process_group or dist.group.WORLD
+    assert process_group is not None
+    name = process_group.group_name
+    key = ("stock", dtype)
+    memory = group.kept.get(key)
+    if not isinstance(memory, torch.Tensor) or memory.numel() < rows * columns:
+        if group.capture_id() is not None:
+            raise WorkspaceError(
+                "memory of a stock pair must be allocated before a CUDA graph is captured. Call "
+                "the operator once with these shapes first."
+            )
+        with group.indivisible("allocating memory of a stock pair"):
+            memory = symmetric_memory.empty(rows * columns, dtype=dtype, device=group.device)
+            symmetric_memory.rendezvous(memory, name)
+            group.kept[key] = memory
+    return memory[: rows * columns].view(rows, columns), name
+
+
+ONE_SHOT = Implementation(
+    "one_shot",
+    "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
+    functools.partial(_run_all_reduce, shot="one"),
+    functools.partial(_refusal, operator="one_shot_all_reduce", most_bytes=_ONE_SHOT_BYTES),
+    is_stock=True,
+)
+TWO_SHOT = Implementation(
+    "two_shot",
+    "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
+    functools.partial(_run_all_reduce, shot="two"),
+    functools.partial(_refusal, operator="two_shot_all_reduce_"),
+    is_stock=True,
+)
+
+
+def _enabled(call: GemmCall) -> str:
+    """Return the group's name, with symmetric memory enabled where PyTorch still asks for that."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    process_group = call.process_group or dist.group.WORLD
+    assert process_group is not None
+    name = process_group.group_name
+    with warnings.catch_warnings():
+        # Needed until PyTorch 2.10, deprecated since.
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(name)
+    return name
+
+
+def _run_async_reduce_scatter(call: GemmCall) -> torch.Tensor:
+    operands = call.operands
+    if call.group.world_size == 1:
+        alone: torch.Tensor = call.operator.run_unfused(call)
+        return alone
+    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
+    with call.group.running():
+        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            operands.x, operands.w.T, "sum", 0, name
+        )
+    return y
+
+
+def _run_async_all_gather(call: GemmCall) -> tuple[torch.Tensor, torch.Tensor]:
+    operands = call.operands
+    if call.group.world_size == 1:
+        alone: tuple[torch.Tensor, torch.Tensor] = call.operator.run_unfused(call)
+        return alone
+    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
+    with call.group.running():
+        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            operands.x, [operands.w.T], 0, name, return_A=call.gather
+        )
+    return y, gathered if call.gather else operands.x.new_empty([0, operands.inner])
+
+
+ASYNC_REDUCE_SCATTER = Implementation(
+    "async_tp",
+    "PyTorch's asynchronous tensor parallelism: cuBLAS in chunks and copies",
+    _run_async_reduce_scatter,
+    functools.partial(_refusal, operator="fused_matmul_reduce_scatter", no_bias=True),
+    is_stock=True,
+)
+ASYNC_ALL_GATHER = Implementation(
+    "async_tp",
+    "PyTorch's asynchronous tensor parallelism: copies and cuBLAS in chunks",
+    _run_async_all_gather,
+    functools.partial(_refusal, operator="fused_all_gather_matmul", no_bias=True),
+    is_stock=True,
+)

@@ -1,0 +1,188 @@
+"""What an operator around one matrix product declares."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+
+from interlace.comm import Group
+from interlace.costs.gemm import ProductCost
+from interlace.gemm.call import GemmCall, RowPlan, Terms
+from interlace.gemm.choice import Choice, choose_product
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
+from interlace.gemm.splits import check_sum, validate_list
+from interlace.registry import Operator
+from interlace.units import ceil_div
+
+Splits = tuple[Sequence[int] | None, ...]
+
+
+class GemmOperator(Operator):
+    """An operator that computes ``x [M, K] @ w[N, K].T`` on every rank and moves rows.
+
+    A subclass names its parts in class attributes and states its formulas in methods. Schema,
+    validation, agreement, choice, dispatch, ``interlace.explain``, benchmarks and tests follow from
+    that; see docs/writing-an-operator.md.
+
+    Attributes:
+        split_names: The names of the lists of rows that a caller may give.
+        returns_gathered: Whether the result is a pair, the gathered x beside the product.
+        adds_ranks: Whether the result is a sum over ranks; then a bias is added once, after the
+            sum, and every rank has the same one.
+    """
+
+    sizes = ("rows", "columns", "inner")
+    config_type: ClassVar[type[GemmConfig]] = GemmConfig
+    split_names: ClassVar[tuple[str, ...]] = ("splits",)
+    returns_gathered: ClassVar[bool] = False
+    adds_ranks: ClassVar[bool] = False
+
+    # What ranks agree on, and how rows are shared out
+
+    def exchanges(self, splits: Splits) -> bool:
+        """Return whether ranks must exchange these lists in every call.
+
+        Lists that are the same on every rank by contract are compared once. Lists that differ by
+        rank are exchanged each time: one rank's may change while another's stay as they were.
+        """
+        return False
+
+    def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
+        """Return what all ranks must have in common, beside what every product has."""
+        shared = {"the_shape_of_x": tuple(operands.x.shape)}
+        return shared | dict(zip(self.split_names, splits, strict=True))
+
+    @abc.abstractmethod
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return how rows are shared out, checked; collective where ``exchanges(splits)``.
+
+        Args:
+            rows: Rows of this rank's x.
+
+        Raises:
+            ArgumentError: The lists do not fit the rows or the group.
+        """
+
+    @abc.abstractmethod
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return the rows of a rank's result; ``rows`` of x may be symbolic."""
+
+    def validate_splits(self, splits: Splits) -> None:
+        """Refuse what are no lists of rows; what they must sum to, ranks check together."""
+        for name, rows in zip(self.split_names, splits, strict=True):
+            validate_list(self.name, name, rows)
+
+    # What runs
+
+    def choose(self, **call: Any) -> Choice[Any]:
+        """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
+        return choose_product(self.name, cast(Any, self.config_type), **call)
+
+    def run_empty(self, call: GemmCall) -> Any:
+        """Return the result of a call in which there is nothing to compute on any rank."""
+        shape = [call.rows.result, call.operands.columns]
+        return call.operands.x.new_empty(shape, dtype=call.operands.out_dtype)
+
+    @abc.abstractmethod
+    def run_unfused(self, call: GemmCall) -> Any:
+        """Run the call as a program without Interlace would: ``F.linear``, torch.distributed."""
+
+    @abc.abstractmethod
+    def cost(
+        self, *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, **details: Any
+    ) -> ProductCost:
+        """Return the work and traffic of one rank."""
+
+    def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
+        """Return the configurations worth measuring: few, since each one is compiled.
+
+        Args:
+            start: What runs without a measurement.
+            rows: Rows of the product.
+        """
+        replace = functools.partial(dataclasses.replace, start)
+        share = ceil_div(rows, world_size)
+        if share < 128:
+            tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 64, 128, 4, 4)]
+            return [
+                replace(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+                for m, n, k, warps, stages in tiles
+            ]
+        candidates = [replace(stagger=0), replace(stagger=50), replace(stagger=100)]
+        if share < 1024:
+            candidates += [replace(block_n=128, stagger=0), replace(block_n=128, stagger=100)]
+        return candidates
+
+    # Gradient
+
+    def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save what :meth:`backward` needs; as of ``torch.library.register_autograd``."""
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of ``(x, w, bias)``; as of ``torch.library.register_autograd``."""
+        raise NotImplementedError
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Return whether the operator has declared a gradient."""
+        return type(self).backward is not GemmOperator.backward
+
+    # What it says of a call
+
+    def explain(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        world_size: int,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        **splits: Sequence[int],
+    ) -> tuple[str, str, str]:
+        """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
+        scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
+        validate(self, x, w, bias, scale, scale, out_dtype, "auto", None)
+        operands = Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
+        lists = tuple(splits.get(name) for name in self.split_names)
+        self.validate_splits(lists)
+        rows, is_even = self.product_rows(operands.rows, lists, world_size)
+        choice = self.choose(**operands.sizes(rows), world_size=world_size)
+        implementation = self.implementation(choice.impl)
+        reason = choice.reason
+        refusal = implementation.refusal(Terms.of(operands, is_even))
+        if refusal is not None:
+            reason = f"{choice.impl} must have {refusal}; {reason}"
+            implementation = self.implementation(choice.fallback)
+        name = implementation.name
+        chosen = f"{name} ({choice.config})" if name == "fused" else name
+        dtype = str(x.dtype).removeprefix("torch.")
+        return f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}", chosen, reason
+
+    def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
+        """Return the rows that a choice goes by, and whether they are shared out evenly, as far as
+        one rank can tell.
+
+        Raises:
+            ArgumentError: A list does not fit the rows or the number of ranks.
+        """
+        given = {
+            name: counts
+            for name, counts in zip(self.split_names, splits, strict=True)
+            if counts is not None
+        }
+        for name, counts in given.items():
+            check_sum(f"{self.name}: {name}", counts, world_size, rows, "the rows of x")
+        if given:
+            return rows, len({count for counts in given.values() for count in counts}) == 1
+        return rows, rows % world_size == 0
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes."""
+        return ("x", "w"), ("bias", "out_dtype", *self.split_names)

@@ -1,0 +1,124 @@
+"""``torch.ops.interlace.*`` of operators around a matrix product: schema, shapes, gradient.
+
+Triton is imported by the first call, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operands import Operands, output_dtype, validate
+from interlace.gemm.operator import GemmOperator
+from interlace.gemm.splits import rank_in
+from interlace.registry import operator_named
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_TENSORS = 5  # x, w, bias, x_scale, w_scale
+
+
+def define(name: str) -> None:
+    """Define ``torch.ops.interlace.<name>`` from the operator's declaration.
+
+    Its arguments are ``x, w, bias, x_scale, w_scale``, the operator's lists of rows, ``out_dtype``,
+    ``gather`` if the operator returns the gathered x, ``group_name``, ``impl``, ``config``.
+    """
+    operator = operator_named(name)
+    assert isinstance(operator, GemmOperator)
+    lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
+    gather = "bool gather, " if operator.returns_gathered else ""
+    _library.define(
+        f"{name}(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, {lists}"
+        f"ScalarType out_dtype, {gather}str group_name, str impl, str config) -> "
+        f"{'(Tensor, Tensor)' if operator.returns_gathered else 'Tensor'}",
+        tags=OPERATOR_TAGS,
+    )
+
+    def run(*arguments: Any) -> Any:
+        from interlace.gemm import dispatch
+
+        tensors, splits, out_dtype, gather, group_name, impl, config = _unpack(operator, arguments)
+        x, w, bias, x_scale, w_scale = tensors
+        operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
+        return dispatch.run(operator, operands, splits, gather, group_name, impl, config)
+
+    def fake(*arguments: Any) -> Any:
+        (x, w, *_), splits, out_dtype, gather, group_name, *_ = _unpack(operator, arguments)
+        rows = operator.result_rows(x.shape[0], splits, *rank_in(group_name))
+        y = x.new_empty([rows, w.shape[0]], dtype=out_dtype)
+        if not operator.returns_gathered:
+            return y
+        return y, x.new_empty([rows if gather else 0, x.shape[1]])
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        gradients = operator.backward(ctx, *grads)
+        return (*gradients, *[None] * (count - len(gradients)))
+
+    count = _TENSORS + len(operator.split_names) + operator.returns_gathered + 4
+    differentiable = operator.is_differentiable
+    register(
+        _library,
+        name,
+        run,
+        fake,
+        backward=backward if differentiable else None,
+        setup_context=operator.set_up_backward if differentiable else None,
+    )
+
+
+def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return tensors, lists of rows, out_dtype, gather, group_name, impl and config."""
+    lists = len(operator.split_names)
+    tensors, splits = arguments[:_TENSORS], arguments[_TENSORS : _TENSORS + lists]
+    out_dtype, *gather, group_name, impl, config = arguments[_TENSORS + lists :]
+    return tensors, splits, out_dtype, bool(gather and gather[0]), group_name, impl, config
+
+
+def call(
+    name: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: GemmConfig | None,
+    splits: Sequence[object] = (),
+    gather: bool = False,
+) -> Any:
+    """Validate the arguments of a public function and call ``torch.ops.interlace.<name>``.
+
+    Args:
+        splits: The operator's lists of rows, in the order of its declaration.
+        gather: Whether the gathered x is a result, of operators that return it.
+
+    Raises:
+        ArgumentError: No rank could compute this.
+    """
+    operator = operator_named(name)
+    assert isinstance(operator, GemmOperator)
+    validate(operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config)
+    operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
+    lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
+    return getattr(torch.ops.interlace, name)(
+        x,
+        w,
+        bias,
+        x_scale,
+        w_scale,
+        *lists,
+        output_dtype(x, out_dtype),
+        *([gather] if operator.returns_gathered else []),
+        default_name(group),
+        impl,
+        "" if config is None else str(config),
+    )

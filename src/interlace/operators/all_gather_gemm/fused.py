@@ -1,0 +1,268 @@
+"""The launches of ``all_gather_gemm``: its fused kernel, and copies or stores before cuBLAS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm import Group, copies
+from interlace.comm.constants import on_device
+from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, describe_matrix
+from interlace.comm.replays import places
+from interlace.gemm import fetch
+from interlace.gemm.call import GemmCall
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.fetch import Own, Piece, Staging, offset_behind
+from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.implementations.pushed import push_rows
+from interlace.gemm.launch import (
+    constants,
+    has_descriptors,
+    operand_arguments,
+    padded_columns,
+    programs,
+)
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+
+NAME = "all_gather_gemm"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def run(call: GemmCall) -> Pair:
+    """Return the product ``[M, N]`` by one kernel, and the gathered x, ``[M, K]`` or no rows."""
+    operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
+    x, config, mark = operands.x, call.config, call.mark
+    shape = [sum(rows), padded_columns(operands.columns, operands.out_dtype)]
+    y = x.new_empty(shape, dtype=operands.out_dtype)
+    whole, staging = _gathered(operands, rows), _staging(operands, rows)
+    # Before anything is enqueued: the workspace may have to grow.
+    staging.workspace(group)
+
+    def enqueue() -> None:
+        launch = prepare(group, staging, operands, rows, y, whole, config, mark)
+        if group.world_size == 1:
+            launch()
+            return
+        first = bool(getattr(config, "stage_first", 0))
+        fetching = _begin(call, operands, staging, whole, first=first, signal=True)
+        launch()
+        fetch.end(group, fetching)
+
+    with group.running():
+        key = (NAME, "fused", config, rows, call.gather, mark, places(y, whole), operands.memory())
+        group.replays.run(key, enqueue)
+    arrived = whole if group.world_size > 1 else None
+    return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
+
+
+def run_chunked(call: GemmCall) -> Pair:
+    """Return the same by cuBLAS: it multiplies each rank's rows as soon as they have arrived, this
+    rank's own first.
+    """
+    operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
+    y = operands.x.new_empty([sum(rows), operands.columns])
+    if group.world_size == 1:
+        multiply_into(y, operands.x, operands.w.T, operands.bias)
+        return y, _result(operands, None, call.gather)
+    require(group.backend)
+    whole, staging = _gathered(operands, rows), _staging(operands, rows)
+    # Before anything is enqueued: the workspace may have to grow.
+    staging.workspace(group)
+
+    def enqueue() -> None:
+        parts, weight = y.split(rows), operands.w.T
+        arriving = whole[:, : operands.inner].split(rows)
+        fetching = _begin(call, operands, staging, whole, first=True, signal=False)
+        multiply_into(parts[group.rank], operands.x, weight, operands.bias)
+        for step in range(1, group.world_size):
+            source = (group.rank + step) % group.world_size
+            copies.wait_for(group, fetching.arrived[source])
+            multiply_into(parts[source], arriving[source], weight, operands.bias)
+        fetch.settle(group, staging, y, call.mark)
+        fetch.end(group, fetching)
+
+    with group.running():
+        key = (NAME, "chunked", rows, call.gather, call.mark, places(y, whole), operands.memory())
+        group.replays.run(key, enqueue)
+    return y, _result(operands, whole, call.gather)
+
+
+def run_pushed(call: GemmCall) -> Pair:
+    """Return the same by one kernel that stores rows in all ranks' memory, and cuBLAS once they are
+    here.
+    """
+    operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
+    y = operands.x.new_empty([sum(rows), operands.columns])
+    if group.world_size == 1:
+        multiply_into(y, operands.x, operands.w.T, operands.bias)
+        return y, _result(operands, None, call.gather)
+    require(group.backend)
+    whole = _gathered(operands, rows)
+    # Before anything is enqueued: the workspace may have to grow.
+    push = push_rows(group, NAME, operands.x, whole, rows, call.mark)
+
+    def enqueue() -> None:
+        push()
+        multiply_into(y, whole[:, : operands.inner], operands.w.T, operands.bias)
+
+    with group.running():
+        key = (NAME, "pushed", rows, call.mark, places(y, whole), operands.memory())
+        group.replays.run(key, enqueue)
+    return y, _result(operands, whole, call.gather)
+
+
+def _begin(
+    call: GemmCall,
+    operands: Operands,
+    staging: Staging,
+    whole: torch.Tensor,
+    *,
+    first: bool,
+    signal: bool,
+) -> fetch.Fetching:
+    """Enqueue what brings the peers' rows into ``whole``; see :func:`interlace.gemm.fetch.begin`."""
+    group, rows = call.group, call.rows.by_rank
+    return fetch.begin(
+        group,
+        staging,
+        operands.x,
+        operands.x_scale,
+        whole,
+        _pieces(group, staging, rows, whole),
+        call.mark,
+        own=_own(group, staging, rows, whole) if call.gather else None,
+        first=first,
+        signal=signal,
+    )
+
+
+def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
+    """Return memory for all ranks' rows, ``[M, padded K]``, with their scales behind it."""
+    x = operands.x
+    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
+    nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
+    return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
+
+
+def _scale_offset(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes from rows of this shape to their scales."""
+    return offset_behind(math.prod(shape) * dtype.itemsize)
+
+
+def _staging(operands: Operands, splits: Sequence[int]) -> Staging:
+    return Staging(NAME, max(splits), operands.inner, operands.x.dtype)
+
+
+def _pieces(
+    group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor
+) -> dict[int, list[Piece]]:
+    """Return what is fetched from each peer, the neighbour first."""
+    scales = whole.data_ptr() + _scale_offset(whole.shape, whole.dtype)
+    by_source: dict[int, list[Piece]] = {}
+    for step in range(1, group.world_size):
+        source = (group.rank + step) % group.world_size
+        rows, first = splits[source], sum(splits[:source])
+        by_source[source] = pieces = []
+        if rows and whole.dtype.itemsize == 1:  # float8 has scales
+            pieces.append(Piece(staging.scale_offset, scales + 4 * first, 4 * rows))
+        if rows:
+            pieces.append(
+                Piece(0, whole.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes)
+            )
+    return by_source
+
+
+def _own(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor) -> Own:
+    """Return this rank's rows among the gathered ones."""
+    rows, first = splits[group.rank], sum(splits[: group.rank])
+    return Own(0, rows, whole.data_ptr() + first * staging.row_bytes, rows, rows, staged=True)
+
+
+def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> torch.Tensor:
+    """Return the gathered x as callers get it: ``[M, K]``, or no rows unless ``gather``.
+
+    Args:
+        whole: The gathered rows; None where x is all of it.
+    """
+    if not gather:
+        return operands.x.new_empty([0, operands.inner])
+    if whole is None:
+        return operands.x.clone(memory_format=torch.contiguous_format)
+    return whole[:, : operands.inner].contiguous()
+
+
+def prepare(
+    group: Group,
+    staging: Staging,
+    operands: Operands,
+    splits: Sequence[int],
+    y: torch.Tensor,
+    whole: torch.Tensor,
+    config: GemmConfig,
+    mark: int = 0,
+) -> Launch:
+    """Return the product's launch.
+
+    Args:
+        splits: The rows of each rank.
+        y: ``[M, padded columns]``.
+        whole: The gathered x, ``[M, padded K]``, with its scales behind it.
+        mark: The number from the ranks' agreement.
+    """
+    require(group.backend)
+    from interlace.operators.all_gather_gemm import kernel
+
+    ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
+    routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
+    descriptors = has_descriptors(group)
+    # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
+    # rank's rows there is nothing.
+    tiles = descriptors and all(count % config.block_m == 0 for count in splits[:-1])
+    gathered: Any = whole[:, : max(operands.inner, 1)]
+    if descriptors:
+        gathered = describe_matrix(gathered, whole.shape[1], [config.block_m, config.block_k])
+    result = None
+    if tiles:
+        block = [config.block_m, config.block_n]
+        result = describe_matrix(y[:, : operands.columns], y.shape[1], block)
+    align = ALIGNMENT_BYTES // operands.out_dtype.itemsize
+    inner_align = ALIGNMENT_BYTES // dtype.itemsize
+    scales = None
+    if operands.x_scale is not None:
+        address = whole.data_ptr() + _scale_offset(whole.shape, dtype)
+        memory = bytes_at(address, (4 * len(whole),), (1,), group.device, whole)
+        scales = view_as(memory, (len(whole),), torch.float32)
+    arguments = operand_arguments(operands, config, descriptors) | {
+        "scales": scales,
+        "whole": gathered,
+        "result": result,
+        "y_address": y.data_ptr(),
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(NAME),
+        "routes": routes,
+        "call": mark,
+        "most_rows": max(splits),
+        "N": operands.columns,
+        "K": operands.inner,
+        "row_groups": y.shape[1] // align,
+        "inner_groups": whole.shape[1] // inner_align,
+    }
+    flags = {"TILES": tiles, "ALIGN": align, "INNER_ALIGN": inner_align}
+    multipliers = programs(group, config)
+    if ranks > 1 and group.backend == "cuda":
+        # The kernel that tells peers that their rows were fetched needs an SM while this one waits.
+        multipliers = max(multipliers - 1, 1)
+    return Launch(
+        kernel.all_gather_gemm,
+        (multipliers,),
+        arguments,
+        constants(operands, config, group, descriptors) | flags,
+        (operands, y, whole),
+    )

@@ -1,0 +1,72 @@
+"""The declaration of ``embedding_all_to_all``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.errors import ArgumentError
+from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.registry import Implementation, Operator, operator
+from interlace.units import ceil_div, next_power_of_2
+
+
+@operator
+class EmbeddingAllToAll(Operator):
+    """``all_to_all(embedding_bag(tables))``: pooled rows of sharded tables for a rank's samples."""
+
+    name = "embedding_all_to_all"
+    formula = "all_to_all(embedding_bag(weights, indices, offsets))"
+    collective = "all_to_all"
+    sizes = ("tables", "width", "batch", "pooling_factor")
+    config_type = EmbeddingAllToAllConfig
+    implementations = (
+        Implementation("fused", "one kernel that sends rows as it pools them"),
+        Implementation("unfused", "F.embedding_bag, then all_to_all_single"),
+    )
+
+    def choose(self, **call: Any) -> Any:
+        """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
+        from interlace.operators.embedding_all_to_all import launch
+
+        return launch.choose(**call)
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes, by name."""
+        return ("weights", "indices", "offsets"), ()
+
+    def explain(  # type: ignore[override]
+        self,
+        weights: list[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        world_size: int,
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        from interlace.operators.embedding_all_to_all.validate import batch_of, validate
+
+        validate(weights, indices, offsets, None, "sum", None, "dense", "auto", None)
+        if not weights:
+            raise ArgumentError("explain: weights must have a table; got none.")
+        batch = batch_of(len(weights), offsets, None)
+        width, dtype = max(weight.shape[1] for weight in weights), weights[0].dtype
+        lookups = ceil_div(indices.shape[0], max(1, len(weights) * batch))
+        pooling_factor = next_power_of_2(lookups)
+        choice = self.choose(
+            tables=len(weights),
+            width=width,
+            batch=batch,
+            pooling_factor=pooling_factor,
+            dtype=dtype,
+            world_size=world_size,
+            device=indices.device,
+        )
+        tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
+        name = str(dtype).removeprefix("torch.")
+        call = (
+            f"{self.name} of {tables} per rank, at most {width} wide, {name}, batch {batch}, about "
+            f"{pooling_factor} lookups per bag"
+        )
+        return call, f"fused ({choice.config})", choice.reason

@@ -1,0 +1,160 @@
+"""``bmm_all_to_all`` and ``bmm_sum_all_to_all``: batches of products before an all-to-all.
+
+The pass for ``torch.compile`` makes them of a layer of experts, after autograd, so they have no
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.comm import Group, process_group_named
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.dispatch import group_for
+from interlace.gemm.implementations import chunked
+from interlace.gemm.operands import Operands, contiguous_dimension
+from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even
+from interlace.registry import Implementation, operator
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    "bmm_all_to_all(Tensor x, Tensor w, str group_name, str impl) -> Tensor", tags=OPERATOR_TAGS
+)
+_library.define(
+    "bmm_sum_all_to_all(Tensor[] x, Tensor[] w, str group_name) -> Tensor", tags=OPERATOR_TAGS
+)
+
+
+def _run_fused(call: BatchCall) -> torch.Tensor:
+    """Run one kernel for all products, whose operands are views where they lie one behind the
+    other.
+    """
+    from interlace.operators.gemm_all_to_all import fused
+
+    (count, rows, inner), columns = call.x.shape, call.w.shape[2]
+    along_k = contiguous_dimension(call.w[0]) == 0
+    weights = (
+        call.w.mT.reshape(count * columns, inner)
+        if along_k
+        else call.w.reshape(count * inner, columns).T
+    )
+    operands = Operands(
+        call.x.reshape(count * rows, inner), weights, None, None, None, call.x.dtype
+    )
+    ranks = call.group.world_size
+    sent = [[rows // ranks] * ranks] * ranks
+    batch = fused.Batch(count, rows, columns)
+    return fused.multiply_and_send(
+        operands.for_kernel(), sent, call.group, call.config, call.mark, batch
+    )
+
+
+def _run_chunked(call: BatchCall) -> torch.Tensor | None:
+    if call.group.world_size == 1:
+        return None
+    return chunked.run_batch(
+        [call.x], [call.w], call.group, call.group_name, replace=call.is_explicit
+    )
+
+
+@operator
+class BmmAllToAll(BatchOperator):
+    """The all-to-all of each product's rows: ``x [B, M, K] @ w [B, K, N] -> [B M, N]``."""
+
+    name = "bmm_all_to_all"
+    formula = "all_to_all(bmm(x, w))"
+    collective = "all_to_all"
+    pattern = ("bmm", "all_to_all")
+    config_type = GemmAllToAllConfig
+    sum_name = "bmm_sum_all_to_all"
+    implementations = (
+        Implementation("fused", "one kernel for all products", _run_fused),
+        Implementation(
+            "chunked",
+            "torch.bmm for each rank's rows, and copy engines that take them",
+            _run_chunked,
+            former_names=("split",),
+        ),
+    )
+
+
+_BMM = BmmAllToAll.name
+_SUM = BmmAllToAll.sum_name
+
+
+def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.Tensor:
+    """Run one call; every rank has as many rows for every other one.
+
+    Raises:
+        ArgumentError: Rows do not divide evenly, dtypes differ, or there is no such implementation.
+        RankMismatchError: Ranks differ in shapes, dtype or impl.
+    """
+    declaration = BmmAllToAll()
+    (count, rows, inner), columns = x.shape, w.shape[2]
+    group = group_for(_BMM, group_name, x.device)
+
+    def decide() -> tuple[int, str, GemmConfig]:
+        require_same_dtype(_BMM, [x, w])
+        mark = group.agree(
+            _BMM,
+            the_shape_of_x=tuple(x.shape),
+            the_shape_of_w=tuple(w.shape),
+            dtype=str(x.dtype),
+            impl=impl,
+        )
+        declaration.validate_impl(impl)
+        check_even(rows, group.world_size)
+        return mark, *declaration.decide(impl, count * rows, columns, inner, x, group)
+
+    mark, name, config = group.once((_BMM, x.shape, w.shape, x.dtype, w.dtype, impl), decide)
+    if not count * rows * columns:
+        return x.new_empty([count * rows, columns])
+    call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")
+    y = declaration.implementation(name).run(call)
+    return _run_fused(call) if y is None else y
+
+
+def _fake(x: torch.Tensor, w: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty([x.shape[0] * x.shape[1], w.shape[2]])
+
+
+def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: str) -> torch.Tensor:
+    """Run one call of a sum of batches, each shaped as in ``bmm_all_to_all``.
+
+    Raises:
+        ArgumentError: Rows do not divide evenly, or dtypes differ.
+        RankMismatchError: Ranks differ in shapes or dtype.
+    """
+    require_same_dtype(_BMM, [*x, *w])
+    (count, rows, _), columns = x[0].shape, w[0].shape[2]
+    group = group_for(_BMM, group_name, x[0].device)
+    _agree_on_sum(group, x, w)
+    check_even(rows, group.world_size)
+    if group.world_size > 1 and count * rows * columns:
+        y = chunked.run_batch(x, w, group, group_name, replace=False)
+        if y is not None:
+            return y
+    from interlace.operators.gemm_all_to_all import reference
+
+    total = x[0].new_empty([count, rows, columns])
+    chunked.multiply_batch_into(total, x, w)
+    sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1)
+    sent = sent.reshape(count * rows, columns)
+    return reference.send_back(sent, None, None, process_group_named(group_name))
+
+
+def _agree_on_sum(group: Group, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> None:
+    shapes = tuple(tuple(matrix.shape) for matrix in (*x, *w))
+    group.agree(f"{_BMM}, sum", the_shapes_of_x_and_w=shapes, dtype=str(x[0].dtype))
+
+
+def _fake_sum(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
+    return _fake(x[0], w[0])
+
+
+register(_library, _BMM, _run, _fake)
+register(_library, _SUM, _run_sum, _fake_sum)

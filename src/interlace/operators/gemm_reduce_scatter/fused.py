@@ -1,0 +1,94 @@
+"""The launch of the fused kernel of ``gemm_reduce_scatter``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.comm import Group
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch
+from interlace.comm.replays import places
+from interlace.gemm.call import GemmCall
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.launch import (
+    constants,
+    describe_own,
+    has_descriptors,
+    operand_arguments,
+    padded_columns,
+    programs,
+    slots_for,
+    spread_ns,
+)
+from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+
+NAME = "gemm_reduce_scatter"
+
+
+def run(call: GemmCall) -> torch.Tensor:
+    """Return this rank's rows of the sum, ``[rows, N]``, by one kernel."""
+    operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
+    stride = padded_columns(operands.columns, operands.out_dtype)
+    y = operands.x.new_empty([rows[group.rank], stride], dtype=operands.out_dtype)
+    with group.running():
+        key = (NAME, call.config, call.mark, rows, places(y), operands.memory())
+        group.replays.run(key, lambda: prepare(group, operands, rows, y, call.config, call.mark)())
+    return y[:, : operands.columns].contiguous()
+
+
+def prepare(
+    group: Group,
+    operands: Operands,
+    rows: Sequence[int],
+    y: torch.Tensor,
+    config: GemmConfig,
+    mark: int = 0,
+    *,
+    tile_stores: bool = True,
+) -> Launch:
+    """Return the launch. Collective when the workspace must grow.
+
+    Args:
+        rows: The rows of each rank.
+        y: ``[rows[rank], padded columns]``.
+        mark: The number from the ranks' agreement.
+        tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
+            else by ordinary stores.
+    """
+    require(group.backend)
+    from interlace.operators.gemm_reduce_scatter import kernel
+
+    dtype = operands.out_dtype
+    descriptors = has_descriptors(group)
+    tiles = descriptors and tile_stores
+    slots = slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
+    block = [config.block_m, config.block_n]
+    align = ALIGNMENT_BYTES // dtype.itemsize
+    arguments = operand_arguments(operands, config, descriptors) | {
+        "slots": slots.tiles,
+        "results": describe_own(y, operands.columns, block) if tiles else None,
+        "slot_address": slots.workspace.data.address,
+        "half_bytes": slots.workspace.half_bytes,
+        "y_address": y.data_ptr(),
+        "signals": slots.workspace.signals.address,
+        "epochs": slots.workspace.epochs,
+        "ctx": group.context(NAME),
+        "routes": slots.routes,
+        "call": mark,
+        "per_source": slots.per_source,
+        "most_rows": max(rows),
+        "N": operands.columns,
+        "K": operands.inner,
+        "row_groups": y.stride(0) // align,
+        "spread_ns": spread_ns(config, operands.inner),
+    }
+    flags = {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
+    return Launch(
+        kernel.gemm_reduce_scatter,
+        (programs(group, config),),
+        arguments,
+        constants(operands, config, group, descriptors) | flags,
+        (operands, y),
+    )

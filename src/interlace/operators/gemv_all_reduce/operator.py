@@ -1,0 +1,56 @@
+"""The declaration of ``gemv_all_reduce``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.registry import Implementation, Operator, operator
+
+
+@operator
+class GemvAllReduce(Operator):
+    """``all_reduce(x @ w.T)`` of a few tokens: the linear layer of a decoding step."""
+
+    name = "gemv_all_reduce"
+    formula = "all_reduce(x @ w.T) + bias"
+    collective = "all_reduce"
+    pattern = ("gemv", "all_reduce")
+    sizes = ("tokens", "rows", "columns")
+    config_type = GemvAllReduceConfig
+    implementations = (
+        Implementation("fused", "one kernel that sends sums as it computes them"),
+        Implementation("unfused", "F.linear, then all_reduce"),
+    )
+
+    def choose(self, **call: Any) -> Any:
+        """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
+        from interlace.operators.gemv_all_reduce import launch
+
+        return launch.choose(**call)
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes, by name."""
+        return ("x", "w"), ("bias",)
+
+    def explain(  # type: ignore[override]
+        self, x: torch.Tensor, w: torch.Tensor, *, world_size: int, bias: torch.Tensor | None = None
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        from interlace.operators.gemv_all_reduce.validate import validate
+
+        validate(x, w, bias, "auto", None)
+        choice = self.choose(
+            tokens=x.shape[0] if x.dim() == 2 else 1,
+            rows=w.shape[0],
+            columns=w.shape[1],
+            dtype=x.dtype,
+            world_size=world_size,
+            device=x.device,
+        )
+        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+        dtype = str(x.dtype).removeprefix("torch.")
+        call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
+        return call, chosen, choice.reason

@@ -1,0 +1,185 @@
+"""Operators and their implementations: one declaration each, which everything else reads.
+
+An operator is declared once, by a class with the decorator :func:`operator`. Dispatch,
+``interlace.explain``, benchmarks, tuning, the pass for ``torch.compile`` and the tests go through
+the registry; none of them names an operator. The registry is open: a package of your own declares
+an operator in the same way, and names the module that does it as an entry point of the group
+``interlace.operators``, so that the command line finds it.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from interlace.errors import ArgumentError
+
+ENTRY_POINTS = "interlace.operators"
+"""The group of entry points by which other packages make their operators known."""
+
+
+def _run_by_operator(call: Any) -> Any:
+    """Refuse to run: the operator's forward and backward passes tell implementations apart."""
+    raise NotImplementedError("this operator runs its implementations by itself")
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run an operator, which a caller asks for by ``impl=name``.
+
+    Attributes:
+        name: A word with the same meaning in every operator that has this implementation.
+        summary: What it does, in half a sentence.
+        run: Runs a call that is not refused. It returns None if it turns out to be impossible for
+            a call that did not ask for it by name. Operators whose forward and backward passes tell
+            implementations apart themselves have none.
+        refusal: Returns what a call must have for this implementation and has not, or None.
+        is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
+        former_names: Words that meant this implementation in earlier versions.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[Any], Any] = _run_by_operator
+    refusal: Callable[[Any], str | None] = lambda _: None
+    is_stock: bool = False
+    former_names: tuple[str, ...] = ()
+
+
+class Operator(abc.ABC):
+    """A computation and the collective that depends on it.
+
+    Attributes:
+        name: The operator's name, as in ``torch.ops.interlace``.
+        formula: What it computes, such as ``"reduce_scatter(x @ w.T)"``.
+        collective: The collective, such as ``"reduce_scatter"``.
+        sizes: The names of the sizes by which entries of the tuned table are found.
+        pattern: The computation and the collective in their order, such as ``("gemm",
+            "reduce_scatter")``: what the pass for ``torch.compile`` puts the operator in place of.
+            Empty if it does not.
+        config_type: The fused kernel's configuration; None if there is nothing to configure.
+        has_public_function: Whether users call it as ``interlace.<name>``; some operators are made
+            by the pass for ``torch.compile`` only.
+        sum_name: The name of its variant for a sum of several products, which adds them chunk by
+            chunk; empty if there is none.
+        implementations: The first one that takes any call comes first.
+    """
+
+    name: ClassVar[str]
+    formula: ClassVar[str]
+    collective: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]]
+    pattern: ClassVar[tuple[str, ...]] = ()
+    config_type: ClassVar[type | None] = None
+    has_public_function: ClassVar[bool] = True
+    sum_name: ClassVar[str] = ""
+    implementations: ClassVar[tuple[Implementation, ...]]
+
+    @abc.abstractmethod
+    def choose(self, **call: Any) -> Any:
+        """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes, by name."""
+        raise NotImplementedError
+
+    def explain(self, *arguments: Any, world_size: int, **options: Any) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason.
+
+        Raises:
+            ArgumentError: The operator would refuse the arguments.
+        """
+        raise NotImplementedError
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the values of ``impl``."""
+        return ("auto", *(implementation.name for implementation in self.implementations))
+
+    def implementation(self, name: str) -> Implementation:
+        """Return the implementation of that name.
+
+        Raises:
+            ArgumentError: There is none; the message names the new word for a former one.
+        """
+        for implementation in self.implementations:
+            if implementation.name == name:
+                return implementation
+        for implementation in self.implementations:
+            if name in implementation.former_names:
+                raise ArgumentError(
+                    f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}, "
+                    f"which is called {implementation.name!r} now."
+                )
+        raise ArgumentError(
+            f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."
+        )
+
+    def validate_impl(self, name: str) -> None:
+        """Refuse a value of ``impl`` that does not exist.
+
+        Raises:
+            ArgumentError: There is no such implementation.
+        """
+        if name != "auto":
+            self.implementation(name)
+
+
+AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
+
+_operators: dict[str, Operator] = {}
+
+
+def operator(declaration: AnyOperator) -> AnyOperator:
+    """Register the operator that a subclass of :class:`Operator` declares.
+
+    Raises:
+        ArgumentError: Another operator has that name.
+    """
+    existing = _operators.get(declaration.name)
+    if existing is not None and type(existing).__qualname__ != declaration.__qualname__:
+        raise ArgumentError(f"an operator's name must be new; got {declaration.name!r} again.")
+    _operators[declaration.name] = declaration()
+    return declaration
+
+
+def operators() -> Mapping[str, Operator]:
+    """Return all operators that have been declared, by name."""
+    return MappingProxyType(_operators)
+
+
+def operator_named(name: str) -> Operator:
+    """Return the operator of that name.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    if name not in _operators:
+        raise ArgumentError(
+            f"operator must be one of {', '.join(sorted(_operators))}; got {name!r}."
+        )
+    return _operators[name]
+
+
+def operator_matching(*pattern: str) -> Operator:
+    """Return the operator that takes the place of a computation and a collective.
+
+    Raises:
+        KeyError: There is none.
+    """
+    for declaration in _operators.values():
+        if declaration.pattern == pattern:
+            return declaration
+    raise KeyError(pattern)
+
+
+def load_entry_points() -> None:
+    """Import the modules by which installed packages declare operators of their own."""
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entry_point.load()

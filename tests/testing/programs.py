@@ -157,7 +157,7 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
     _rounds(rank, make)
 
 
-def to_all_bmm(rank: Rank, impl: str = "fused") -> None:
+def to_all_bmm(rank: Rank, impl: str = "chunked") -> None:
 
     def make(kind: int, turn: int) -> Call:
         count, inner, share = 2, 16, (4, 8)[kind]

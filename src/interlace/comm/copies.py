@@ -41,8 +41,8 @@ def beside(
     if group.backend == "cpu":
         yield
         return
-    side = group.side_stream(first)
-    side.wait_event(since or group.stream().record_event())
+    side = group.streams.side(first)
+    side.wait_event(since or group.streams.current().record_event())
     with torch.cuda.stream(side):
         yield
 
@@ -50,18 +50,18 @@ def beside(
 def join(group: Group, *, first: bool = False) -> None:
     """Let the current stream go on once all that ran :func:`beside` it is done."""
     if group.backend == "cuda":
-        group.stream().wait_event(group.side_stream(first).record_event())
+        group.streams.current().wait_event(group.streams.side(first).record_event())
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
     """All that the current stream has got until now, for :func:`wait_for`."""
-    return group.stream().record_event() if group.backend == "cuda" else None
+    return group.streams.current().record_event() if group.backend == "cuda" else None
 
 
 def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
     """Let the current stream go on once what ``event`` stands for is done."""
     if event is not None:
-        group.stream().wait_event(event)
+        group.streams.current().wait_event(event)
 
 
 def fetch(
@@ -90,9 +90,9 @@ def fetch(
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, count * nbytes)
     elif count == 1:
-        _copy(target, source, nbytes, group.stream())
+        _copy(target, source, nbytes, group.streams.current())
     else:
-        _copy_apart(target, source, nbytes, count, distance, group.stream())
+        _copy_apart(target, source, nbytes, count, distance, group.streams.current())
 
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
@@ -158,8 +158,8 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
     if not transfers:
         return
     with group.on_device():
-        side = group.side_stream(False)
-        side.wait_event(group.stream().record_event())
+        side = group.streams.side(False)
+        side.wait_event(group.streams.current().record_event())
         for transfer in transfers:
             _copy(transfer.target, transfer.source, transfer.nbytes, side)
 
@@ -252,7 +252,7 @@ class TransferQueue:
         if self._start is None or not self._queue:
             return
         with self._group.on_device():
-            side = self._group.side_stream(False)
+            side = self._group.streams.side(False)
             side.wait_event(self._start)
             for each in self._queue:
                 _wait_value(each.counter, each.value, side)

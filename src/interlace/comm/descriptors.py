@@ -19,12 +19,10 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from interlace.comm.channel import HostChannel
 from interlace.errors import BackendError, PeerTimeoutError, WorkspaceError
-
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
 
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the sender's rank, and the receiver's token
@@ -37,7 +35,7 @@ _MOST_SILENT = 64
 
 @contextlib.contextmanager
 def exchanged_descriptors(
-    group: Group, what: str, fds: list[int], failure: Exception | None = None
+    channel: HostChannel, what: str, fds: list[int], failure: Exception | None = None
 ) -> Iterator[list[list[int]]]:  # fmt: skip
     """Every rank's descriptors, duplicated into this process, in rank order (this rank's own are
     ``fds``). Collective.
@@ -56,10 +54,10 @@ def exchanged_descriptors(
         BackendError: a peer cannot be reached; on another machine, or with other directories for
             temporary files.
     """
-    descriptors: list[list[int]] = [[] for _ in range(group.world_size)]
-    descriptors[group.rank] = fds
+    descriptors: list[list[int]] = [[] for _ in range(channel.world_size)]
+    descriptors[channel.rank] = fds
     try:
-        _exchange(group, what, descriptors, failure)
+        _exchange(channel, what, descriptors, failure)
         yield descriptors
     finally:
         for held in itertools.chain.from_iterable(descriptors):
@@ -79,7 +77,7 @@ class Address(NamedTuple):
 
 
 def _exchange(
-    group: Group, what: str, descriptors: list[list[int]], failure: Exception | None
+    channel: HostChannel, what: str, descriptors: list[list[int]], failure: Exception | None
 ) -> None:
     """Send this rank's of ``descriptors`` to all peers, and fill in theirs, none so far."""
     with contextlib.ExitStack() as resources:
@@ -93,7 +91,7 @@ def _exchange(
                     f"a rank must be able to open a Unix socket in {tempfile.gettempdir()}; got "
                     f"{error}."
                 )
-        answers = group.exchange(
+        answers = channel.exchange(
             what, [address, str(failure or "")]
         )  # from here on, everyone listens
         if failure is not None:
@@ -106,12 +104,12 @@ def _exchange(
         assert address is not None
         assert listener is not None
         passing = Passing(
-            group.rank, [Address(*each) for each, _ in answers], listener, descriptors
+            channel.rank, [Address(*each) for each, _ in answers], listener, descriptors
         )
-        missing = passing.run(time.monotonic() + group.deadline_s)
+        missing = passing.run(time.monotonic() + channel.deadline_s)
         if missing is not None:
             raise PeerTimeoutError(
-                operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s
+                operator=what, rank=channel.rank, peer=missing, deadline_s=channel.deadline_s
             )
 
 

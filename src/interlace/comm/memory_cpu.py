@@ -12,17 +12,14 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, Heap, Range
 from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
-
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -62,19 +59,19 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 class CpuHeap(Heap):
     """Shared mappings at fixed distances; see the module."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, channel: HostChannel) -> None:
         self.device = torch.device("cpu")
         self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
-        self._group = group
-        size = self.stride * group.world_size
+        self._channel = channel
+        size = self.stride * channel.world_size
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         self._range = Range(
             base, self.stride, self.device, functools.partial(_libc.munmap, base, size)
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        ranks, size = self._group.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
+        ranks, size = self._channel.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
             try:
@@ -83,7 +80,9 @@ class CpuHeap(Heap):
                 fds = [_shared_file(size)]
             except WorkspaceError as error:
                 failure = error
-            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
+            with exchanged_descriptors(
+                self._channel, "empty_symmetric", fds, failure
+            ) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
                     place = self._range.base + rank * self.stride + offset
                     _mmap(

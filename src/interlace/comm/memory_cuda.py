@@ -14,18 +14,16 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, Heap, Range
 from interlace.comm.releases import releases
 from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
-
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
 
 _OUT_OF_MEMORY = 2
 
@@ -55,14 +53,14 @@ def _call(result: tuple[Any, ...]) -> Any:
 class CudaHeap(Heap):
     """GPUs' memory at fixed distances; see the module."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, channel: HostChannel, device: torch.device) -> None:
         if torch.version.hip:
             raise BackendError(
                 "the cuda backend must run on NVIDIA GPUs; got a ROCm build of torch. Use "
                 "backend='cpu'."
             )
         self.device = device
-        self._group = group
+        self._channel = channel
         self._cu = cu = _driver()
         torch.cuda.current_stream(device)  # the driver calls below need torch's context
         self._properties = cu.CUmemAllocationProp()
@@ -80,14 +78,14 @@ class CudaHeap(Heap):
         self._reserve()
 
     def _reserve(self) -> None:
-        cu, size = self._cu, self.stride * self._group.world_size
+        cu, size = self._cu, self.stride * self._channel.world_size
         base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        cu, ranks, rank = self._cu, self._group.world_size, self._group.rank
+        cu, ranks, rank = self._cu, self._channel.world_size, self._channel.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
         with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
@@ -104,7 +102,9 @@ class CudaHeap(Heap):
                 ]
             except InterlaceError as error:
                 failure = error
-            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
+            with exchanged_descriptors(
+                self._channel, "empty_symmetric", fds, failure
+            ) as descriptors:
                 for peer, held in enumerate(descriptors):
                     place = self._range.base + peer * self.stride + offset
                     for i, descriptor in enumerate(held):

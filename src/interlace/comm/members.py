@@ -1,4 +1,4 @@
-"""Who belongs to a group, on which device each rank runs, and whether these ranks can share memory."""
+"""The members of a group, their devices, and the check that they can share memory."""
 
 from __future__ import annotations
 

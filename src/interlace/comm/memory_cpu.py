@@ -1,4 +1,4 @@
-"""Group memory of processes on one machine: anonymous shared files, mapped one after the other.
+"""Group memory of processes on one machine: unnamed shared files at fixed distances.
 
 The files have no name in any directory (``memfd_create``), and their descriptors pass between the
 ranks directly: the memory is gone when the last process that maps it ends, however it ends.
@@ -49,6 +49,11 @@ _libc.mremap.argtypes = (
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    """Call ``mmap`` and return the address of the mapping.
+
+    Raises:
+        WorkspaceError: The operating system refuses.
+    """
     result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if result == _FAILED or result is None:
         error = os.strerror(ctypes.get_errno())
@@ -60,6 +65,7 @@ class CpuHeap(Heap):
     """Shared mappings at fixed distances; see the module."""
 
     def __init__(self, channel: HostChannel) -> None:
+        """Reserve 64 GiB of addresses per rank; ``channel`` passes descriptors between ranks."""
         self.device = torch.device("cpu")
         self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
@@ -71,6 +77,7 @@ class CpuHeap(Heap):
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """See :meth:`Heap.allocate`."""
         ranks, size = self._channel.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
@@ -79,14 +86,15 @@ class CpuHeap(Heap):
                 undo.callback(_unmap, self._range, ranks, offset, size)
                 fds = [_shared_file(size)]
             except WorkspaceError as error:
+                # The peers must learn of the failure in the exchange before it is raised.
                 failure = error
             with exchanged_descriptors(
                 self._channel, "empty_symmetric", fds, failure
             ) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
-                    place = self._range.base + rank * self.stride + offset
+                    address = self._range.base + rank * self.stride + offset
                     _mmap(
-                        place,
+                        address,
                         size,
                         mmap.PROT_READ | mmap.PROT_WRITE,
                         mmap.MAP_SHARED | _MAP_FIXED,
@@ -97,10 +105,11 @@ class CpuHeap(Heap):
         return Block(self._range.base + offset, size, self.stride, self.device, release)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """See :meth:`Heap.remap`."""
         size = len(addresses) * nbytes
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         for i, address in enumerate(addresses):
-            # Of a shared mapping, an old size of 0 makes another one (mremap(2)).
+            # For a shared mapping, an old size of 0 makes a second mapping (mremap(2)).
             if (
                 _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes)
                 == _FAILED
@@ -114,10 +123,10 @@ class CpuHeap(Heap):
 
 
 def _shared_file(nbytes: int) -> int:
-    """The descriptor of a new file of ``nbytes`` zeros that has no name.
+    """Return the descriptor of a new unnamed file of ``nbytes`` zeros.
 
     Raises:
-        WorkspaceError: the operating system does not give it.
+        WorkspaceError: The operating system refuses.
     """
     try:
         fd = os.memfd_create("interlace")
@@ -134,6 +143,7 @@ def _shared_file(nbytes: int) -> int:
 
 
 def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
+    """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
     for rank in range(ranks):
         _mmap(
             reserved.base + rank * reserved.stride + offset,

@@ -14,7 +14,7 @@ import torch
 from interlace import BackendError, GroupError, WorkspaceError
 from interlace.comm import streams as module
 from interlace.comm.health import default_deadline
-from interlace.comm.members import Members, check_gpus, require_own_gpus
+from interlace.comm.members import Members, check_gpus, require_dedicated_gpus
 from interlace.comm.streams import Streams
 
 
@@ -48,7 +48,7 @@ def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         deadline_s = _check_gpus(members, ["a", "b"])
-    require_own_gpus(members, "a measurement")
+    require_dedicated_gpus(members, "a measurement")
     assert (members.ranks_per_gpu, deadline_s) == (1, 30.0)
 
 
@@ -87,7 +87,7 @@ def test_ranks_that_share_gpus(
     with pytest.raises(
         BackendError, match=r"^a measurement must have a GPU for each rank; got 3 ranks on one\."
     ):
-        require_own_gpus(members, "a measurement")
+        require_dedicated_gpus(members, "a measurement")
 
 
 def test_only_one_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:

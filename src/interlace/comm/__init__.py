@@ -1,4 +1,4 @@
-"""The host side: groups of ranks, their memory, their health, and their start as processes."""
+"""Start ranks as processes, group them, and give each group its memory and its deadlines."""
 
 from interlace.comm.cpu_faults import Faults, Traffic, inject
 from interlace.comm.group import MAX_PROGRAMS, Group, Workspace, group_named, group_of

@@ -1,4 +1,4 @@
-"""Agreement between ranks on the host: what they compare, learn of each other, and decide together.
+"""Let ranks agree on the host: compare arguments, gather values, and decide together.
 
 An exchange is collective, so whether one takes place must not depend on what only this rank knows.
 Every answer is remembered under a key that is equal on all ranks of a correct program, and is
@@ -43,7 +43,7 @@ class Agreement:
         """
         self._cache, self._health, self._exchange = cache, health, exchange
 
-    def agree(self, operator: str, **arguments: Hashable) -> int:
+    def agree(self, operator: str, arguments: Mapping[str, Hashable]) -> int:
         """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones.
 
         The first call with new arguments exchanges them on the host; later calls cost a dictionary

@@ -1,4 +1,4 @@
-"""The memory of earlier calls of a group, in one place."""
+"""Remember the earlier calls of a group, in one place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answers = list[dict[str, Any]]
 
 
 class Recoverable(Protocol):
-    """An object that a program keeps from call to call, and that ``Group.recover`` resets."""
+    """Describe an object that a program keeps, and that ``Group.recover`` must reset."""
 
     def reset(self) -> None:
         """Forget every epoch that has begun, on every rank."""

@@ -1,4 +1,4 @@
-"""Small tables of numbers that kernels read, made on a group's device once per set of numbers."""
+"""Copy small tables of numbers to a group's device, once per set of numbers."""
 
 from __future__ import annotations
 

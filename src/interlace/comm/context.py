@@ -1,4 +1,4 @@
-"""Layout of the int64 tensor that describes a group to a kernel, the kernel's ``ctx`` argument.
+"""Lay out the int64 tensor that describes a group to a kernel, the kernel's ``ctx`` argument.
 
 The host writes the tensor once per operator, and ``interlace.language`` reads it. It lies in device
 memory and is not passed as arguments, so that captured graphs and compiled kernels do not depend on

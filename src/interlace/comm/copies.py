@@ -1,4 +1,4 @@
-"""Copies by the GPU's copy engines, which occupy no SM; the CPU backend copies by itself."""
+"""Copy by the GPU's copy engines, which occupy no SM; the CPU backend copies by itself."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _driver() -> Any:
 
 
 class Transfer(NamedTuple):
-    """A copy to a peer's memory.
+    """Describe a copy to a peer's memory.
 
     Attributes:
         target: Address in ``peer``'s memory, mapped in this process.
@@ -190,6 +190,7 @@ def _move(transfer: Transfer) -> None:
     """Copy on the CPU backend, subject to injected faults."""
 
     def copy() -> None:
+        """Copy without delay or reordering."""
         cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
 
     cpu_faults.deliver(copy, ordered=True)
@@ -197,7 +198,7 @@ def _move(transfer: Transfer) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Triggered:
-    """A transfer that begins once a counter of this rank has reached a value.
+    """Describe a transfer that begins once a counter of this rank has reached a value.
 
     Attributes:
         counter: Address of the counter, int32.
@@ -211,7 +212,7 @@ class Triggered:
 
 
 class TransferQueue:
-    """Transfers that run one after another while a kernel runs that counts towards their values.
+    """Run transfers one after another while a kernel runs that counts towards their values.
 
     A transfer begins as soon as its predecessor has ended and its counter has reached its value. On
     CUDA the copies wait in a stream of their own, by the driver's stream memory operations; on the
@@ -320,7 +321,7 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
 
 
 class _CopyThread(threading.Thread):
-    """The CPU backend's copy engine.
+    """Copy in a thread, as the CPU backend's copy engine.
 
     The thread ends after its transfers, or when it is cancelled, or when the owner of the memory is
     gone.
@@ -333,6 +334,7 @@ class _CopyThread(threading.Thread):
         self.failure: BaseException | None = None
 
     def run(self) -> None:
+        """Copy until the queue is empty, the thread is cancelled, or the owner is gone."""
         try:
             for triggered in self._queue:
                 while not self._copy_if_due(triggered):

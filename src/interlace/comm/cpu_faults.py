@@ -1,4 +1,4 @@
-"""Traffic of the CPU backend: counting it, delivering it, and injecting faults into it.
+"""Count and deliver the traffic of the CPU backend, and inject faults into it.
 
 ``interlace.language`` hands every store to a peer to :func:`deliver` while a kernel runs in the
 interpreter.
@@ -21,7 +21,7 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass
 class Traffic:
-    """Count of the data that this rank sent to its peers, and fetched from them.
+    """Count the data that this rank sends to its peers, and fetches from them.
 
     Stores to the rank itself do not count.
 
@@ -66,7 +66,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Faults of this process's kernels on the CPU backend.
+    """Describe faults of this process's kernels on the CPU backend.
 
     Attributes:
         seed: Seed of all random choices; use a different seed per rank.
@@ -92,7 +92,7 @@ class Faults:
 
 
 class World(Protocol):
-    """A substitute for real memory, for every kernel of this process; see ``interlace.testing``."""
+    """Replace real memory for every kernel of this process; see ``interlace.testing``."""
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
         """Store an array of values at an array of addresses.
@@ -114,7 +114,7 @@ class World(Protocol):
 
 
 class _State:
-    """State of this process, whose interpreted kernels run one after another."""
+    """Hold the state of this process, whose interpreted kernels run one after another."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -201,7 +201,7 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
         # As in a network, an older put may be delivered now, and this one after later puts.
         _state.pending.append(store)
         while len(_state.pending) > 1 and _state.random.random() < 0.5:
-            _deliver_one()
+            _deliver_random()
 
 
 def move(target: int, source: int, nbytes: int) -> None:
@@ -217,7 +217,7 @@ def flush() -> None:
     if _state.world is not None:
         _state.world.fence()
     while _state.pending:
-        _deliver_one()
+        _deliver_random()
 
 
 def progress() -> None:
@@ -225,9 +225,9 @@ def progress() -> None:
     if _state.world is not None:
         _state.world.pause()
     if _state.pending:
-        _deliver_one()
+        _deliver_random()
 
 
-def _deliver_one() -> None:
+def _deliver_random() -> None:
     """Deliver a random pending put."""
     _state.pending.pop(_state.random.randrange(len(_state.pending)))()

@@ -67,7 +67,7 @@ def exchanged_descriptors(
 
 
 class Address(NamedTuple):
-    """The address of a rank's socket.
+    """Locate a rank's socket.
 
     Attributes:
         directory: Directory of the socket.
@@ -131,7 +131,7 @@ def header(rank: int, token: str) -> bytes:
 
 
 class Passing:
-    """One exchange of descriptors between this rank and all its peers.
+    """Exchange descriptors once between this rank and all its peers.
 
     The rank accepts connections while it connects, so no two ranks wait for each other.
     """
@@ -311,7 +311,7 @@ def connect(directory: str, peer: int) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _entered(directory: str) -> Iterator[str]:
-    """Give a short path of the socket in ``directory``, as sockets' paths have 107 bytes at most."""
+    """Give a path of the socket in ``directory`` that has less than a socket's limit, 107 bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"

@@ -19,14 +19,20 @@ _UINT8 = (1, 8, 1)  # DLDataType: code kDLUInt, bits, lanes
 
 
 class _Device(ctypes.Structure):
+    """Mirror ``DLDevice``."""
+
     _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
 class _DataType(ctypes.Structure):
+    """Mirror ``DLDataType``."""
+
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
 class _Tensor(ctypes.Structure):
+    """Mirror ``DLTensor``."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", _Device),
@@ -39,7 +45,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    pass
+    """Mirror ``DLManagedTensor``; its deleter's type refers to it, so its fields follow below."""
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))

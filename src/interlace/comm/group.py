@@ -1,4 +1,4 @@
-"""A process group as operators see it: its identity, and the parts that work for it."""
+"""Give operators a process group: its identity, and the parts that work for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity
-from interlace.comm.members import check_members, members_of, require_own_gpus
+from interlace.comm.members import check_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block, Heap
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.outputs import OutputPool
@@ -42,12 +42,15 @@ T = TypeVar("T")
 
 
 class Group:
-    """One process group on one device per rank; operators reach its parts through it.
+    """Represent a process group, with one device per rank; operators reach its parts through it.
 
     Each part is constructed with the parts above it that it needs, and never with the group.
 
     Attributes:
-        members: Name, rank, size and device of the group.
+        name: Name of the process group; ``""`` for a process on its own.
+        device: Device that runs this rank's kernels.
+        backend: ``"cuda"`` or ``"cpu"``.
+        members: The identity above with rank and size, as all parts know it.
         traffic: Count of what this rank's kernels sent; kept on the CPU backend only.
         streams: Order of calls on the GPU, side streams, and captures.
         cache: Everything that earlier calls have left, with the life of each entry.
@@ -70,7 +73,10 @@ class Group:
             PeerTimeoutError: A rank did not come.
             RankMismatchError: Ranks have different versions, tuned tables or GPU models.
         """
+        # The order of these steps matters: ranks meet when the channel is made, and each later step
+        # with an exchange comes at the same point on every rank.
         self.members = members = members_of(process_group, device)
+        self.name, self.device, self.backend = members.name, device, members.backend
         self.traffic = Traffic()
         self.streams = Streams(device)
         self.cache = CallCache(self.streams)
@@ -91,11 +97,6 @@ class Group:
     # Identity
 
     @property
-    def name(self) -> str:
-        """Return the process group's name; ``""`` for a process on its own."""
-        return self.members.name
-
-    @property
     def rank(self) -> int:
         """Return the rank of this process in the group."""
         return self.members.rank
@@ -113,24 +114,9 @@ class Group:
     def world_size(self, world_size: int) -> None:
         self.members.world_size = world_size
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device that runs this rank's kernels."""
-        return self.members.device
-
-    @property
-    def backend(self) -> str:
-        """Return ``"cuda"`` or ``"cpu"``."""
-        return self.members.backend
-
-    @property
-    def ranks_per_gpu(self) -> int:
-        """Return the largest number of ranks that share one GPU; 1 on the CPU backend."""
-        return self.members.ranks_per_gpu
-
     def require_own_gpus(self, activity: str) -> None:
-        """Refuse to measure on GPUs that are shared; see :func:`members.require_own_gpus`."""
-        require_own_gpus(self.members, activity)
+        """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
+        require_dedicated_gpus(self.members, activity)
 
     # Agreement
 
@@ -140,7 +126,7 @@ class Group:
 
     def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check that all ranks make this call, and return its mark; see :meth:`Agreement.agree`."""
-        return self.agreement.agree(operator, **arguments)
+        return self.agreement.agree(operator, arguments)
 
     def gather(
         self,

@@ -1,4 +1,4 @@
-"""The health of a group: its deadline, its record of the first failure, and its running calls."""
+"""Watch over a group: its deadline, the record of its first failure, and its running calls."""
 
 from __future__ import annotations
 
@@ -256,7 +256,10 @@ class Health:
 
 
 class Running:
-    """The context of one call's launches; a class, not a generator, as every call enters one."""
+    """Surround the launches of one call.
+
+    This is a class and not a generator, which would cost the host more, as every call enters one.
+    """
 
     __slots__ = ("_check", "_health", "_launches_before", "_on_cpu", "_scope", "_streams")
 
@@ -269,11 +272,11 @@ class Running:
     ) -> None:
         self._health, self._streams, self._check = health, streams, check
         self._launches_before = launches.value
-        self._on_cpu = streams.device.type == "cpu"
+        self._on_cpu = not streams.on_gpu
         self._scope: contextlib.AbstractContextManager[Any] | None = None
         if self._on_cpu:
             self._scope = _interpreting(traffic)
-        elif streams.is_other_device_current():
+        elif streams.current_device_differs():
             self._scope = torch.cuda.device(streams.device)
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, Triton's element types, and descriptors of tensors and peers."""
+"""Launch Triton kernels, and describe tensors and the memory of all ranks to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MIN_INT64 = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel launch with all its arguments.
+    """Describe a kernel launch with all its arguments.
 
     An operator runs it, and the operator's tuner compiles it ahead.
 

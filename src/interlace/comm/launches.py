@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Launches:
-    """The count of launches.
+    """Count launches.
 
     It grows only, except that launches are subtracted again if they did not take place.
 

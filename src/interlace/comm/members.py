@@ -1,4 +1,4 @@
-"""The members of a group, their devices, and the check that they can share memory."""
+"""Identify the members of a group and their devices, and check that they can share memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interlace.errors import BackendError, GroupError
 
 
 class Exchange(Protocol):
-    """A collective exchange of one JSON value per rank; see :meth:`HostChannel.exchange`."""
+    """Describe a collective exchange of one JSON value per rank; see :class:`HostChannel`."""
 
     def __call__(
         self, label: str, value: object, /, *, deadline_s: float | None = None
@@ -36,6 +36,7 @@ class Members:
         world_size: Number of ranks in the group.
         device: Device that runs this rank's kernels; a GPU has an index.
         ranks_per_gpu: Largest number of ranks that share one GPU; 1 on the CPU backend.
+        backend: ``"cuda"`` or ``"cpu"``.
     """
 
     name: str
@@ -43,11 +44,10 @@ class Members:
     world_size: int
     device: torch.device
     ranks_per_gpu: int = 1
+    backend: str = dataclasses.field(init=False)
 
-    @property
-    def backend(self) -> str:
-        """Return ``"cuda"`` or ``"cpu"``."""
-        return "cuda" if self.device.type == "cuda" else "cpu"
+    def __post_init__(self) -> None:
+        self.backend = "cuda" if self.device.type == "cuda" else "cpu"
 
 
 def members_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Members:
@@ -114,7 +114,7 @@ def check_gpus(members: Members, gpus: list[str]) -> int:
     return ranks_per_gpu
 
 
-def require_own_gpus(members: Members, activity: str) -> None:
+def require_dedicated_gpus(members: Members, activity: str) -> None:
     """Refuse to measure on GPUs that are shared between ranks.
 
     Args:

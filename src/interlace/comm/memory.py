@@ -1,4 +1,4 @@
-"""The group's memory: one address range per process, in which rank r starts at r strides.
+"""Lay out a group's memory: one address range per process, in which ranks are a stride apart.
 
 Both backends reserve the range once per group, with room for every rank, and map blocks into it::
 
@@ -32,7 +32,7 @@ from interlace.units import format_bytes, round_up
 
 
 class FreeList:
-    """A first-fit allocator of offsets in ``[0, size)`` that merges adjacent free spans."""
+    """Allocate offsets in ``[0, size)`` by first fit; adjacent free spans are merged."""
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
@@ -85,7 +85,7 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
 
 
 class Range:
-    """A reserved address range with room for every rank.
+    """Own a reserved address range with room for every rank.
 
     The range is unreserved once its heap and all its blocks are gone.
 
@@ -105,7 +105,7 @@ class Range:
 
 
 class Block:
-    """One collective allocation: equally many zeroed bytes per rank, all mapped in this process.
+    """Own one collective allocation: equally many bytes per rank, all mapped in this process.
 
     Attributes:
         address: Address of rank 0's bytes in this process; rank r's bytes are at
@@ -126,7 +126,7 @@ class Block:
 
 
 class Heap(ABC):
-    """The allocator of blocks for one group on one device.
+    """Allocate blocks for one group on one device.
 
     Attributes:
         device: Device of the memory.
@@ -166,7 +166,7 @@ class Heap(ABC):
 
 
 class SoloHeap(Heap):
-    """The heap of a group of one, which takes memory from torch's allocator."""
+    """Allocate the memory of a group of one by torch's allocator."""
 
     granularity = 16
 

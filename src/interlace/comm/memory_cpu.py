@@ -1,4 +1,4 @@
-"""Group memory of processes on one machine: unnamed shared files at fixed distances.
+"""Share memory between processes of one machine: unnamed files, mapped at fixed distances.
 
 The files have no name in any directory (``memfd_create``), and their descriptors pass between the
 ranks directly: the memory is gone when the last process that maps it ends, however it ends.
@@ -62,7 +62,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 class CpuHeap(Heap):
-    """Shared mappings at fixed distances; see the module."""
+    """Allocate shared mappings at fixed distances; see the module."""
 
     def __init__(self, channel: HostChannel) -> None:
         """Reserve 64 GiB of addresses per rank; ``channel`` passes descriptors between ranks."""
@@ -77,7 +77,7 @@ class CpuHeap(Heap):
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """See :meth:`Heap.allocate`."""
+        """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
         ranks, size = self._channel.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
@@ -100,12 +100,13 @@ class CpuHeap(Heap):
                         mmap.MAP_SHARED | _MAP_FIXED,
                         descriptor,
                     )
+            # Nothing can fail any more, and the block owns the mappings from here on.
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
         return Block(self._range.base + offset, size, self.stride, self.device, release)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """See :meth:`Heap.remap`."""
+        """Map shared memory once more, contiguously; see :meth:`Heap.remap`."""
         size = len(addresses) * nbytes
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         for i, address in enumerate(addresses):

@@ -1,4 +1,4 @@
-"""Group memory of CUDA GPUs in one node, by the driver's virtual memory management.
+"""Share memory between the GPUs of one node by the driver's virtual memory management.
 
 Each rank creates physical memory on its GPU, the ranks exchange its handles as file descriptors,
 and each rank maps all of them into its range, at ``base + rank * stride + offset``. There is one
@@ -61,7 +61,7 @@ def _call(result: tuple[Any, ...]) -> Any:
 
 
 class CudaHeap(Heap):
-    """GPU memory of all ranks at fixed distances; see the module."""
+    """Allocate GPU memory of all ranks at fixed distances; see the module."""
 
     def __init__(self, channel: HostChannel, device: torch.device) -> None:
         """Reserve addresses for all ranks.
@@ -106,12 +106,13 @@ class CudaHeap(Heap):
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """See :meth:`Heap.allocate`; each piece is physical memory of its own."""
+        """Allocate zeroed memory on every GPU, piece by piece; see :meth:`Heap.allocate`."""
         cu, ranks, rank = self._cu, self._channel.world_size, self._channel.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
         with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
             offset, local_handles, fds, failure = 0, [], [], None
+            # Step 1: make this rank's memory, and descriptors of it.
             try:
                 offset = self._range.offsets.take(size)
                 undo.callback(self._range.offsets.give, offset, size)
@@ -127,6 +128,7 @@ class CudaHeap(Heap):
             except InterlaceError as error:
                 # The peers must learn of the failure in the exchange before it is raised.
                 failure = error
+            # Step 2: get the peers' descriptors. Step 3: map the memory of every rank.
             with exchanged_descriptors(
                 self._channel, "empty_symmetric", fds, failure
             ) as descriptors:
@@ -144,6 +146,8 @@ class CudaHeap(Heap):
                             _call(cu.cuMemMap(address, piece, 0, physical, 0))
                         undo.callback(cu.cuMemUnmap, address, piece)
                     self._allow(base, size)
+            # Step 4: each rank zeroes its memory. It does not tell the peers: an allocation ends
+            # with an exchange of outcomes, before which no rank uses the memory.
             _call(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
             torch.cuda.synchronize(self.device)
             undo.pop_all()
@@ -177,7 +181,7 @@ class CudaHeap(Heap):
         return _call(result)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """See :meth:`Heap.remap`."""
+        """Map physical memory once more, contiguously; see :meth:`Heap.remap`."""
         cu, size = self._cu, len(addresses) * nbytes
         with contextlib.ExitStack() as undo:
             base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))

@@ -1,4 +1,4 @@
-"""Symmetric memory that operators return: peers write into the tensor that a call returns.
+"""Return symmetric memory from operators: peers write into the tensor that a call returns.
 
 A group has a few buffers in one block. Each rank *takes* a free one for a call by itself, and tells
 its peers which one in the kernel (a *grant*); nothing is agreed on the host. A buffer is free again
@@ -37,7 +37,7 @@ LANDING = BUFFERS
 
 @dataclasses.dataclass
 class _Space:
-    """One block of buffers.
+    """Hold one block of buffers.
 
     Attributes:
         block: Symmetric memory of all buffers, the landing last.
@@ -66,7 +66,7 @@ class _Lease:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The buffer in which one call's result arrives.
+    """Describe the buffer in which one call's result arrives.
 
     Attributes:
         address: Address of rank 0's copy of the *first* buffer, for kernels.
@@ -101,7 +101,7 @@ class Output:
 
 
 class OutputPool:
-    """The output buffers of one group; see the module."""
+    """Manage the output buffers of one group; see the module."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Names and sizes of torch's process groups, and the backend that Interlace uses by default."""
+"""Look up torch's process groups by name, their sizes, and the default backend."""
 
 from __future__ import annotations
 

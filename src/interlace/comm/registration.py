@@ -116,10 +116,8 @@ def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callabl
             # Connect each result to the inputs by a function whose gradient is the error, so that a
             # second derivative is refused and not zero.
             def refuse_derivative(result: torch.Tensor) -> torch.Tensor:
-                connected: torch.Tensor = _OnceDifferentiable.apply(  # type: ignore[no-untyped-call]
-                    operator, result, *inputs
-                )
-                return connected
+                connect: Callable[..., torch.Tensor] = _OnceDifferentiable.apply
+                return connect(operator, result, *inputs)
 
             return tree_map_only(torch.Tensor, refuse_derivative, results)
 
@@ -129,7 +127,7 @@ def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The identity of a result that depends on ``inputs``; its gradient is an error."""
+    """Return a result unchanged and make its gradient an error."""
 
     @staticmethod
     def forward(

@@ -17,7 +17,7 @@ import torch
 
 
 class ReleaseQueue:
-    """The queue of releases, each with the device whose kernels may still use the memory."""
+    """Queue releases, each with the device whose kernels may still use the memory."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[torch.device, Callable[[], object]]] = deque()

@@ -40,8 +40,9 @@ def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -
     Raises:
         PeerTimeoutError: A rank did not come; raised on every rank that did, with its number.
     """
+    # Rank 0 decides alone, so all ranks get the same verdict.
     if rank == 0:
-        name, absent = _receive_all(store, world_size, timeout_s)
+        name, absent = _receive_peers(store, world_size, timeout_s)
     else:
         name, absent = _report(store, rank, timeout_s)
     if absent >= 0:
@@ -49,17 +50,19 @@ def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -
     return name
 
 
-def _receive_all(store: Any, world_size: int, timeout_s: float) -> tuple[str, int]:
+def _receive_peers(store: Any, world_size: int, timeout_s: float) -> tuple[str, int]:
     """Meet all other ranks as rank 0; return the name, and the first absent rank or -1."""
     name, end, pause_s = secrets.token_hex(8), time.monotonic() + timeout_s, _FIRST_PAUSE_S
     waiting, answered = set(range(1, world_size)), dict[int, bytes]()
     while waiting:
         for peer in sorted(waiting):
             hello = f"hello/{peer}"
+            # Step 3: the peer has read the name. Its keys go, so that the store does not grow.
             if store.check([f"joined/{name}/{peer}"]):
                 waiting.remove(peer)
                 store.delete_key(f"joined/{name}/{peer}")
                 store.delete_key(hello)
+            # Step 2: answer the peer's word.
             elif store.check([hello]):
                 # The word may be that of an earlier attempt. Its answer is never read, and the peer
                 # replaces the word when it comes.
@@ -73,6 +76,7 @@ def _receive_all(store: Any, world_size: int, timeout_s: float) -> tuple[str, in
         if waiting:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+    # Step 4: tell all ranks at once whether the meeting took place.
     absent = min(waiting, default=-1)
     store.set(f"verdict/{name}", str(absent))
     return name, absent
@@ -80,6 +84,7 @@ def _receive_all(store: Any, world_size: int, timeout_s: float) -> tuple[str, in
 
 def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
     """Meet rank 0 as another rank; return the name, and the first absent rank or -1."""
+    # Step 1: say hello with a word that no earlier attempt can have used.
     word = secrets.token_hex(16)
     store.set(f"hello/{rank}", word)
     if not _wait(store, f"welcome/{word}", timeout_s):

@@ -1,4 +1,4 @@
-"""CUDA graphs of calls that come again with the same addresses: one launch in place of dozens.
+"""Replay calls that come again with the same addresses: one launch in place of dozens.
 
 The host takes longer to enqueue a call of several kernels, products and copies than a GPU takes to
 run it. A program that repeats itself, as training does, gets the same memory from torch's allocator
@@ -59,7 +59,7 @@ def library_settings() -> tuple[Hashable, ...]:
 
 @dataclasses.dataclass
 class _Replayable:
-    """A captured call.
+    """Hold a captured call.
 
     Attributes:
         graph: The CUDA graph.

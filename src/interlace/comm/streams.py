@@ -29,9 +29,13 @@ _orders: dict[int, StreamOrder] = {}  # one per GPU and process, shared by all i
 
 
 class Streams:
-    """The streams of a group's device: the current one, side streams, and the order of calls.
+    """Provide the streams of a group's device, and keep the order of calls.
 
     On the CPU backend nothing is captured and there is nothing to order.
+
+    Attributes:
+        device: The group's device.
+        on_gpu: Whether the device is a GPU; cheaper to read than the device's type.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,6 +50,7 @@ class Streams:
                 "local_rank)."
             )
         self.device = device
+        self.on_gpu = device.type == "cuda"
         self._order = _orders.setdefault(
             -1 if device.index is None else device.index, StreamOrder()
         )
@@ -75,24 +80,24 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait until the GPU is idle; return at once on the CPU backend."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def is_other_device_current(self) -> bool:
-        """Return whether torch's current device is another GPU than the group's."""
-        return self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index
+    def current_device_differs(self) -> bool:
+        """Return whether torch's current device is a GPU that is not the group's."""
+        return self.on_gpu and torch._C._cuda_getDevice() != self.device.index
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the group's GPU is torch's current device."""
-        if self.is_other_device_current():
+        if self.current_device_differs():
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
     def capturing(self) -> bool:
         """Return whether the GPU's current stream is being captured in a CUDA graph."""
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             return False
-        if self.is_other_device_current():
+        if self.current_device_differs():
             with torch.cuda.device(self.device):
                 return torch.cuda.is_current_stream_capturing()
         return torch.cuda.is_current_stream_capturing()

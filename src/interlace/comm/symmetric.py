@@ -1,4 +1,4 @@
-"""Symmetric tensors: the group's memory as a tensor with one more dimension, the rank."""
+"""Make symmetric tensors, whose peers are one more dimension: the rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SymmetricTensor:
-    """A tensor of equal shape on every rank of a group, which every rank can reach.
+    """Hold a tensor of equal shape on every rank of a group, which every rank can reach.
 
     Attributes:
         local: ``[*shape]``, the tensor of this rank.

@@ -1,4 +1,4 @@
-"""The symmetric memory of a group: allocation, workspaces of operators, and outputs."""
+"""Manage the symmetric memory of a group: allocation, workspaces of operators, and outputs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,11 @@ class SymmetricMemory:
                 workspace stays in force.
         """
         workspace = self.workspaces.get(operator)
-        if workspace is not None and workspace.has_room(half_bytes, signal_count):
+        if (
+            workspace is not None
+            and workspace.half_bytes >= half_bytes
+            and workspace.signal_count >= signal_count
+        ):
             # The group's own graphs do not count: they are forgotten when the workspace goes.
             workspace.captured |= self._streams.capturing() and not self._replays.capturing
             return workspace

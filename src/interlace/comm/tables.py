@@ -1,4 +1,4 @@
-"""Small tables of numbers that kernels read, copied to the device once per set of numbers."""
+"""Copy small tables of numbers that kernels read to the device, once per set of numbers."""
 
 from __future__ import annotations
 

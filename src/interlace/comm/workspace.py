@@ -1,4 +1,4 @@
-"""Symmetric memory that belongs to one operator of one group."""
+"""Describe the memory that belongs to one operator of one group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIN_SIGNALS = 1024
 
 @dataclasses.dataclass
 class Workspace:
-    """The memory of one operator of one group; see :meth:`SymmetricMemory.workspace`.
+    """Hold the memory of one operator of one group; see :meth:`SymmetricMemory.workspace`.
 
     Attributes:
         data: Symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
@@ -45,10 +45,6 @@ class Workspace:
     side_epochs: torch.Tensor
     notes: torch.Tensor
     captured: bool = False
-
-    def has_room(self, half_bytes: int, signal_count: int) -> bool:
-        """Return whether the workspace is at least this large."""
-        return self.half_bytes >= half_bytes and self.signal_count >= signal_count
 
     def reset(self, rank: int) -> None:
         """Restore the initial state of ``rank``'s part while no kernel of any rank is running."""

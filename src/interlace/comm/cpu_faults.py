@@ -198,7 +198,7 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
         flush()
         store()
     else:
-        # As in a network, an older put may be delivered now, and this one after later puts.
+        # As in a network, an earlier put may be delivered now, and this put after later ones.
         _state.pending.append(store)
         while len(_state.pending) > 1 and _state.random.random() < 0.5:
             _deliver_random()

@@ -62,6 +62,9 @@ class Health:
 
     Kernels and the host write the first failure into a record in host memory. Every call looks at
     the record before it starts, so a failure of a kernel is raised by the next call.
+
+    Contexts of operators are made once and live as long as the group, since captured graphs refer
+    to them; neither ``Group.release`` nor ``Group.recover`` forgets them.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class Health:
 
     def declare_interrupted(self, step: str, error: BaseException) -> None:
         """Record that ``error`` interrupted a step that other ranks may have completed."""
-        # A process on its own has no peers to disagree with, and the first failure is kept.
+        # A process on its own has no peers to disagree with. The first failure is not replaced.
         if self._members.world_size > 1 and not self.broken:
             text = f": {error}" if str(error) else ""
             self._interruption = f"{type(error).__name__}{text} in {step}"

@@ -213,9 +213,9 @@ def _child(
     # Peers may still be reading this rank's memory. The barrier uses Gloo, which every backend has.
     dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
-    # The result is kept, nobody needs this process any more. While an interpreter goes down,
-    # threads of libraries may outlive what they use: a rank in some thousands ended with SIGABRT
-    # ("terminate called without an active exception").
+    # The result is stored, so the process may end without the interpreter's shutdown, during which
+    # threads of libraries may use objects that are freed already: one rank in some thousands ended
+    # with SIGABRT ("terminate called without an active exception").
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

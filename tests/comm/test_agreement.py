@@ -502,7 +502,7 @@ def _interrupt(where: str) -> Any:
     try:
         if where == "exchange":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(group, "_exchange", _raises)
+                patch.setattr(group.channel, "_exchange", _raises)
                 group.agree("multiply", columns=3)
         else:
             with group.running():

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from interlace import BackendError, GroupError, WorkspaceError
-from interlace.comm import group as module
-from interlace.comm.group import Group
+from interlace.comm import streams as module
+from interlace.comm.health import default_deadline
+from interlace.comm.members import Members, check_gpus, require_dedicated_gpus
+from interlace.comm.streams import Streams
 
 
-def _group(
+def _members(
     monkeypatch: pytest.MonkeyPatch, visible: list[str], current: int = 0, rank: int = 0
-) -> Any:
+) -> Members:
     """A group of cuda:``current``, in a process that sees the GPUs ``visible``; the third and
     fourth have no links.
     """
@@ -32,44 +34,42 @@ def _group(
         "can_device_access_peer",
         lambda a, b: a != b and "c" not in (visible[a], visible[b]),
     )
-    group = object.__new__(Group)
-    group.device, group.backend, group.rank, group.world_size = (
-        torch.device("cuda", current),
-        "cuda",
-        rank,
-        4,
-    )
-    group._deadline_s, group.ranks_per_gpu = 30.0, 1
-    return group
+    return Members("", rank, 4, torch.device("cuda", current))
+
+
+def _check_gpus(members: Members, gpus: list[str]) -> float:
+    """Count the ranks per GPU, as a group does when it is made; the deadline that follows."""
+    members.ranks_per_gpu = check_gpus(members, gpus)
+    return default_deadline(members.ranks_per_gpu)
 
 
 def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = _group(monkeypatch, ["a", "b"])
+    members = _members(monkeypatch, ["a", "b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        group._check_gpus(["a", "b"])
-    group.require_own_gpus("a measurement")
-    assert (group.ranks_per_gpu, group.deadline_s) == (1, 30.0)
+        deadline_s = _check_gpus(members, ["a", "b"])
+    require_dedicated_gpus(members, "a measurement")
+    assert (members.ranks_per_gpu, deadline_s) == (1, 30.0)
 
 
 def test_gpus_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank sees its own GPU only, as cuda:0; the driver says whether it can map the other's
     memory.
     """
-    group = _group(monkeypatch, ["b"])
+    members = _members(monkeypatch, ["b"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        group._check_gpus(["a", "b"])
-    assert group.ranks_per_gpu == 1
+        _check_gpus(members, ["a", "b"])
+    assert members.ranks_per_gpu == 1
 
 
 def test_gpus_without_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = _group(monkeypatch, ["c", "a"], current=1)
+    members = _members(monkeypatch, ["c", "a"], current=1)
     with pytest.raises(
         GroupError,
         match=r"cuda:1 cannot reach cuda:0 of rank 2\. `interlace doctor` shows the links",
     ):
-        group._check_gpus(["a", "a", "c"])
+        _check_gpus(members, ["a", "a", "c"])
 
 
 @pytest.mark.parametrize(("setting", "deadline_s"), [("", 90.0), ("30", 30.0)])
@@ -77,24 +77,24 @@ def test_ranks_that_share_gpus(
     monkeypatch: pytest.MonkeyPatch, setting: str, deadline_s: float
 ) -> None:
     monkeypatch.setenv("INTERLACE_DEADLINE_S", setting)
-    group = _group(monkeypatch, ["a", "b"])
+    members = _members(monkeypatch, ["a", "b"])
     with pytest.warns(
         UserWarning,
         match=r"^4 ranks share 2 GPUs by time slices\. Results are right; times mean nothing\.$",
     ):
-        group._check_gpus(["a", "b", "a", "a"])
-    assert (group.ranks_per_gpu, group.deadline_s) == (3, deadline_s)
+        default_s = _check_gpus(members, ["a", "b", "a", "a"])
+    assert (members.ranks_per_gpu, default_s) == (3, deadline_s)
     with pytest.raises(
         BackendError, match=r"^a measurement must have a GPU for each rank; got 3 ranks on one\."
     ):
-        group.require_own_gpus("a measurement")
+        require_dedicated_gpus(members, "a measurement")
 
 
 def test_only_one_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = _group(monkeypatch, ["a"], rank=1)
+    members = _members(monkeypatch, ["a"], rank=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        group._check_gpus(["a", "a"])
+        _check_gpus(members, ["a", "a"])
 
 
 class _Stream:
@@ -113,16 +113,16 @@ class _Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_capture_of", lambda stream: stream.graph)
-        self.order = module._StreamOrder()
-        self.groups = [object.__new__(Group) for _ in range(2)]
+        self.order = module.StreamOrder()
+        self.groups = [object.__new__(Streams) for _ in range(2)]
 
     def call(self, which: int, stream: _Stream) -> list[_Stream]:
         """The streams that the call's stream has waited for."""
         group: Any = self.groups[which]
         group._order = self.order
-        group.stream, group.capture_id = (lambda: stream), (lambda: stream.graph)
+        group.current, group.capture_id = (lambda: stream), (lambda: stream.graph)
         before = len(stream.waits)
-        group._follow_last_call()
+        group.follow_last_call()
         return stream.waits[before:]
 
 
@@ -174,5 +174,5 @@ def test_the_groups_gpu_is_made_the_current_one(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: chosen.append(device))
     for number in (0, 1):
-        _group(monkeypatch, ["a", "b"], current=number).on_device()
+        Streams(torch.device("cuda", number)).on_device()
     assert chosen == [torch.device("cuda", 1)]

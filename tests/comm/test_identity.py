@@ -16,10 +16,10 @@ from tests.errors import error_of
 
 # Modules that decide how a call or a pair runs, in every layer, and a table that they read.
 DECIDING = [
-    "products/choice.py",
-    "products/operands.py",
-    "ops/gemm_all_reduce/launch.py",
-    "ops/gemv_all_reduce/config.py",
+    "gemm/choice.py",
+    "gemm/operands.py",
+    "operators/gemm_all_reduce/launch.py",
+    "operators/gemv_all_reduce/config.py",
     "compile/requirements.py",
     "comm/group.py",
     "tuning/__init__.py",
@@ -40,7 +40,7 @@ def test_every_module_and_table_that_decides_is_in_the_digest(tmp_path: Path) ->
         file = copy / name
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
         seen.add(digest(copy))
-    (copy / "products" / "more.py").write_text("", encoding="utf-8")
+    (copy / "gemm" / "more.py").write_text("", encoding="utf-8")
     seen.add(digest(copy))
     assert len(seen) == 2 + len(DECIDING)
 

@@ -119,7 +119,7 @@ def test_arguments_that_are_not_the_kernels(arguments: dict[str, Any], message: 
 
 
 def test_a_program_of_many_sizes_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_MOST_COMPILED", 2)
+    monkeypatch.setattr(kernels, "_MAX_COMPILED", 2)
     kernel = _Kernel("x")
     for value in (1, 2, 3, 3, 1):
         Launch(kernel, (1,), {"x": value}, {})()

@@ -31,7 +31,7 @@ def test_a_captured_landing_outlives_larger_buffers(
     """
     held = [_tensor(group, group.outputs.take(4096)) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(group, "capture_id", lambda: 7)
+        patch.setattr(group.streams, "capture_id", lambda: 7)
         captured = group.outputs.take(4096)
         assert captured.index == LANDING
     freed = weakref.ref(captured._space.block)

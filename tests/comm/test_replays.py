@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm import constants
+from interlace.comm import constants, tables
 from interlace.comm import replays as module
 from interlace.comm.group import Group
 from interlace.comm.replays import Replays
@@ -31,7 +31,7 @@ def done() -> list[str]:
 def replays(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> Replays:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("synchronize"))
-    made = Replays(SimpleNamespace(backend="cuda", device="cuda:0"))  # type: ignore[arg-type]
+    made = Replays(torch.device("cuda:0"))
     monkeypatch.setattr(made, "_capture", lambda enqueue: _Graph(enqueue, done))
     return made
 
@@ -68,8 +68,8 @@ def test_a_program_with_too_many_addresses_enqueues(
     replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """What is kept stays while it is used; the one that was not used for longest makes room."""
-    monkeypatch.setattr(module, "_MOST_GRAPHS", 2)
-    monkeypatch.setattr(module, "_OLD", 8)
+    monkeypatch.setattr(module, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(module, "_IDLE_RUNS", 8)
     for _ in range(2):
         for key in (1, 2, 3):
             _call(replays, key, done)
@@ -86,7 +86,7 @@ def test_a_program_with_too_many_addresses_enqueues(
 def test_calls_that_are_forgotten_count_as_new(
     replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_SEEN", 2)
+    monkeypatch.setattr(module, "_MAX_CANDIDATES", 2)
     for key in (1, 2, 3, 1, 1):
         _call(replays, key, done)
     assert done == ["enqueue 1", "enqueue 2", "enqueue 3", "enqueue 1", "replay 1"]
@@ -106,7 +106,7 @@ def test_without_graphs(
     done: list[str], monkeypatch: pytest.MonkeyPatch, backend: str, setting: str
 ) -> None:
     monkeypatch.setenv("INTERLACE_REPLAY", setting)
-    made = Replays(SimpleNamespace(backend=backend, device=backend))  # type: ignore[arg-type]
+    made = Replays(torch.device(backend))
     for _ in range(3):
         _call(made, 1, done)
     assert done == ["enqueue 1"] * 3
@@ -161,14 +161,14 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
     """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(constants, "_MOST", 4)
+    monkeypatch.setattr(tables, "_MAX_RECENT", 4)
     group = Group(None, torch.device("cpu"))
     group.replays._enabled = True
     used: list[torch.Tensor] = []
 
     def capture(enqueue: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(group, "capture_id", lambda: 1)
+            patch.setattr(group.streams, "capture_id", lambda: 1)
             patch.setattr(group.replays, "capturing", True)
             enqueue()
         return SimpleNamespace(replay=lambda: None)
@@ -182,9 +182,9 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
             )
     assert [each.tolist() for each in used] == [[[first, 100 - first]] for first in range(12)] * 2
     assert len(group.replays) == 12
-    assert not constants._caches[group].captured, (
+    assert not group.cache.tables.captured, (
         "graphs of the group keep their tables, and no longer than they live"
     )
     group.replays.clear()
     used.clear()
-    assert len(constants._caches[group].alive) == 4
+    assert len(group.cache.tables.alive) == 4

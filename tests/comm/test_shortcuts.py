@@ -35,7 +35,7 @@ def _made(cls: Any, init: Any, *args: Any) -> dict[str, Any]:
 
 def test_block_types() -> None:
     counted = _Counted(core.block_type.__init__)
-    init = shortcuts._of_block_types(counted)
+    init = shortcuts._cached_block_type_init(counted)
     first = _made(core.block_type, init, tl.float32, [4, 8])
     assert _made(core.block_type, init, tl.float32, [core.constexpr(4), 8]) == first
     other = _made(core.block_type, init, tl.pointer_type(tl.int64), [4, 8])
@@ -48,7 +48,7 @@ def test_block_types() -> None:
 @pytest.mark.parametrize("kind", [core.block_type(tl.float16, [2, 16]), tl.int32])
 def test_tensors(kind: Any) -> None:
     counted = _Counted(core.tensor.__init__)
-    init = shortcuts._of_tensors(counted)
+    init = shortcuts._cached_tensor_init(counted)
     first, second = (_made(core.tensor, init, handle, kind) for handle in ("a", "b"))
     assert counted.calls == 1
     assert (first.pop("handle"), second.pop("handle")) == ("a", "b")
@@ -57,7 +57,7 @@ def test_tensors(kind: Any) -> None:
 
 def test_element_types() -> None:
     counted = _Counted(interpreter._get_np_dtype)
-    look_up = shortcuts._of_dtypes(counted)
+    look_up = shortcuts._cached_np_dtype(counted)
     for dtype in (tl.bfloat16, core.block_type(tl.bfloat16, [2]), tl.bfloat16):
         assert look_up(dtype) == np.uint16
     assert (
@@ -76,7 +76,7 @@ def test_another_triton_goes_its_own_way() -> None:
         self.more = 1
 
     counted = _Counted(init)
-    remembering = shortcuts._of_tensors(counted)
+    remembering = shortcuts._cached_tensor_init(counted)
     assert [_made(core.tensor, remembering, None, tl.int32)["more"] for _ in range(2)] == [1, 1]
     assert counted.calls == 2
 

@@ -1,21 +1,15 @@
-"""The host side: groups of ranks, their memory, their health, and how they are started."""
+"""Start ranks as processes, group them, and give each group its memory and its deadlines."""
 
 from interlace.comm.cpu_faults import Faults, Traffic, inject
-from interlace.comm.group import (
-    MAX_PROGRAMS,
-    Group,
-    Workspace,
+from interlace.comm.group import MAX_PROGRAMS, Group, Workspace, group_named, group_of
+from interlace.comm.launcher import init_process_group, launch
+from interlace.comm.process_groups import (
     default_device_type,
     default_name,
-    group_named,
-    group_of,
     process_group_named,
     rank_and_size,
-    recover,
-    set_deadline,
-    synchronize,
 )
-from interlace.comm.launcher import init_process_group, launch
+from interlace.comm.recovery import recover, set_deadline, synchronize
 from interlace.comm.symmetric import SymmetricTensor, empty_symmetric
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""What a kernel must know of its group: an int64 tensor that every kernel gets as its ``ctx``
-argument.
+"""Lay out the int64 tensor that describes a group to a kernel, the kernel's ``ctx`` argument.
 
-The host writes it once per operator; ``interlace.language`` reads it. Kept in device memory rather
-than passed as arguments, so that captured graphs and compiled kernels do not depend on the rank.
+The host writes the tensor once per operator, and ``interlace.language`` reads it. It lies in device
+memory and is not passed as arguments, so that captured graphs and compiled kernels do not depend on
+the rank. The module also gives the layout of the record of the first failure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ RECORD_ADDRESS: Final = 6  # int32[RECORD_LENGTH] that the host can read at any 
 SCRATCH_ADDRESS: Final = 7  # int32 in this device's memory: written by fences, never read
 LENGTH: Final = 8
 
-# The record of the first failure. CODE is written last.
-RECORD_CODE: Final = 0  # LATE, MISCOUNTED or INTERRUPTED; 0 while all is well
+# The record of the first failure. A kernel writes CODE last, so that the host never reads a code
+# whose other fields are missing.
+RECORD_CODE: Final = 0  # LATE, MISCOUNTED or INTERRUPTED; 0 while nothing has failed
 RECORD_OPERATOR: Final = 1
 RECORD_PEER: Final = 2
 RECORD_SLICE: Final = 3
@@ -29,9 +30,9 @@ RECORD_SEEN: Final = 5
 RECORD_LENGTH: Final = 8
 
 LATE: Final = 1  # a wait has expired
-# A kernel has counted other than it should: SLICE is a piece; WANTED and SEEN are tiles
+# A kernel has counted a wrong number of tiles: SLICE is a piece; WANTED and SEEN count tiles.
 MISCOUNTED: Final = 2
-# The host was interrupted between agreeing on a call and launching all of it; no kernel writes this
+# The host was interrupted between agreeing on a call and launching all of it; no kernel writes it.
 INTERRUPTED: Final = 3
 
 EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call

@@ -1,6 +1,4 @@
-"""Copies by the GPU's copy engines, which take no processor; on the CPU backend, by the processor
-there is.
-"""
+"""Copy by the GPU's copy engines, which occupy no SM; the CPU backend copies by itself."""
 
 from __future__ import annotations
 
@@ -21,47 +19,58 @@ from interlace.comm import cpu_faults
 from interlace.comm.group import Group
 from interlace.errors import BackendError
 
-_LOOK_S = 2e-4  # between two looks at a counter, on the CPU backend
+_POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
 
 
 @contextlib.contextmanager
 def beside(
     group: Group, *, first: bool = False, since: torch.cuda.Event | None = None
 ) -> Iterator[None]:
-    """What is enqueued within runs beside what the current stream gets later, and after what it got
-    before.
+    """Enqueue the work of the context on a side stream, concurrent with the current stream.
 
-    End with :func:`join`. The CPU backend runs it at once.
+    The work runs after everything that the current stream has got before, and concurrently with
+    everything that it gets later. End with :func:`join`. The CPU backend runs the work at once.
 
     Args:
-        first: let its launches have processors before the current stream's; for the whole of one
-            ``beside`` and ``join``.
-        since: what the current stream got after this, too (see :func:`so_far`).
+        group: The group that the work belongs to.
+        first: Give SMs to launches of the side stream before those of the current stream. Pass the
+            same value to :func:`join`.
+        since: Run also concurrently with the work that the current stream has got after this event
+            (see :func:`so_far`).
     """
     if group.backend == "cpu":
         yield
         return
-    side = group.side_stream(first)
-    side.wait_event(since or group.stream().record_event())
+    # The side stream must not overtake the work that its copies read.
+    side = group.streams.side(first)
+    side.wait_event(since or group.streams.current().record_event())
     with torch.cuda.stream(side):
         yield
 
 
 def join(group: Group, *, first: bool = False) -> None:
-    """Let the current stream go on once all that ran :func:`beside` it is done."""
+    """Make the current stream wait for all work that runs :func:`beside` it.
+
+    Args:
+        group: The group that the work belongs to.
+        first: The value that was passed to :func:`beside`.
+    """
     if group.backend == "cuda":
-        group.stream().wait_event(group.side_stream(first).record_event())
+        group.streams.current().wait_event(group.streams.side(first).record_event())
 
 
 def so_far(group: Group) -> torch.cuda.Event | None:
-    """All that the current stream has got until now, for :func:`wait_for`."""
-    return group.stream().record_event() if group.backend == "cuda" else None
+    """Return an event after everything that the current stream has got, for :func:`wait_for`.
+
+    On the CPU backend, where work runs at once, return None.
+    """
+    return group.streams.current().record_event() if group.backend == "cuda" else None
 
 
 def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
-    """Let the current stream go on once what ``event`` stands for is done."""
+    """Make the current stream wait for ``event``, which :func:`so_far` has returned."""
     if event is not None:
-        group.stream().wait_event(event)
+        group.streams.current().wait_event(event)
 
 
 def fetch(
@@ -74,28 +83,33 @@ def fetch(
     count: int = 1,
     distance: int = 0,
 ) -> None:
-    """Copy ``nbytes`` between two addresses mapped here, the source in ``peer``'s memory, on the
-    current stream.
+    """Copy from ``peer``'s memory to this rank's on the current stream.
 
     Args:
-        count: how often, one behind the other in the source.
-        distance: bytes from one to the next in the target.
+        group: The group of both ranks.
+        target: Address of the first copy, mapped in this process.
+        source: Address of the data in ``peer``'s memory, mapped in this process.
+        nbytes: Bytes of one piece.
+        peer: Rank that owns the source.
+        count: Number of pieces, which are contiguous in the source.
+        distance: Bytes between the starts of two pieces in the target.
 
     Raises:
-        BackendError: the driver refuses.
+        BackendError: The driver refuses the copy.
     """
     if group.backend == "cpu":
-        for which in range(count):
-            cpu_faults.move(target + which * distance, source + which * nbytes, nbytes)
+        for i in range(count):
+            cpu_faults.move(target + i * distance, source + i * nbytes, nbytes)
         if peer != group.rank:
             cpu_faults.traffic().count_fetch(peer, count * nbytes)
     elif count == 1:
-        _copy(target, source, nbytes, group.stream())
+        _copy(target, source, nbytes, group.streams.current())
     else:
-        _copy_apart(target, source, nbytes, count, distance, group.stream())
+        _copy_strided(target, source, nbytes, count, distance, group.streams.current())
 
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Enqueue a copy of ``nbytes`` on ``stream``."""
     driver = _driver()
     (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -104,13 +118,12 @@ def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> N
         )
 
 
-def _copy_apart(
+def _copy_strided(
     target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream
 ) -> None:
-    """One copy of ``count`` pieces: small ones by themselves would take the copy engines longer to
-    begin than to move.
-    """
+    """Enqueue one copy of ``count`` pieces that are ``distance`` bytes apart in the target."""
     driver = _driver()
+    # One two-dimensional copy: a copy engine takes longer to begin a small piece than to move it.
     copy = driver.CUDA_MEMCPY2D()
     copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.srcDevice, copy.srcPitch = source, nbytes
@@ -126,16 +139,24 @@ def _copy_apart(
 
 @functools.cache
 def _driver() -> Any:
+    """Return the bindings of the CUDA driver; they are imported on the CUDA backend only."""
     from cuda.bindings import driver
 
     return driver
 
 
-# Copies to peers, beside kernels
+# Copies to peers, concurrent with kernels
 
 
 class Transfer(NamedTuple):
-    """A copy to ``peer``'s memory; addresses are mapped here."""
+    """Describe a copy to a peer's memory.
+
+    Attributes:
+        target: Address in ``peer``'s memory, mapped in this process.
+        source: Address in this rank's memory.
+        nbytes: Number of bytes.
+        peer: Rank that receives the data.
+    """
 
     target: int
     source: int
@@ -144,11 +165,12 @@ class Transfer(NamedTuple):
 
 
 def push(group: Group, transfers: Sequence[Transfer]) -> None:
-    """Copy what the current stream has made so far, beside what it gets next. End with
-    :func:`join`.
+    """Copy data that the current stream has computed to peers, concurrent with its next work.
+
+    End with :func:`join`.
 
     Raises:
-        BackendError: the driver refuses.
+        BackendError: The driver refuses a copy.
     """
     if group.backend == "cpu":
         for transfer in transfers:
@@ -158,14 +180,17 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
     if not transfers:
         return
     with group.on_device():
-        side = group.side_stream(False)
-        side.wait_event(group.stream().record_event())
+        side = group.streams.side(False)
+        side.wait_event(group.streams.current().record_event())
         for transfer in transfers:
             _copy(transfer.target, transfer.source, transfer.nbytes, side)
 
 
 def _move(transfer: Transfer) -> None:
+    """Copy on the CPU backend, subject to injected faults."""
+
     def copy() -> None:
+        """Copy without delay or reordering."""
         cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
 
     cpu_faults.deliver(copy, ordered=True)
@@ -173,8 +198,12 @@ def _move(transfer: Transfer) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Triggered:
-    """A transfer that begins once a counter of this rank, int32 at an address, has come to
-    ``value``.
+    """Describe a transfer that begins once a counter of this rank has reached a value.
+
+    Attributes:
+        counter: Address of the counter, int32.
+        value: Smallest value at which the transfer may begin.
+        transfer: The copy.
     """
 
     counter: int
@@ -183,18 +212,18 @@ class Triggered:
 
 
 class TransferQueue:
-    """Transfers that run one after another beside a kernel, each as soon as that kernel has counted
-    to its value.
+    """Run transfers one after another while a kernel runs that counts towards their values.
 
-    On CUDA copies wait in a stream of their own, by the driver's stream memory operations; on the
-    CPU backend in a thread.
+    A transfer begins as soon as its predecessor has ended and its counter has reached its value. On
+    CUDA the copies wait in a stream of their own, by the driver's stream memory operations; on the
+    CPU backend they wait in a thread.
     """
 
     def __init__(self, group: Group, queue: Sequence[Triggered]) -> None:
         """Create the queue; nothing is enqueued yet.
 
         Raises:
-            BackendError: the driver has no stream memory operations.
+            BackendError: The driver has no stream memory operations.
         """
         if group.backend == "cuda" and not supports_triggers(group.device):
             raise BackendError(
@@ -207,13 +236,13 @@ class TransferQueue:
         self._thread: _CopyThread | None = None
 
     def require_queues(self) -> None:
-        """Refuse what would hang.
+        """Refuse a capture that would hang when its graph is replayed.
 
         Raises:
-            BackendError: a CUDA graph is being captured, and one queue leads to the device.
+            BackendError: A CUDA graph is being captured, and a single queue leads to the device.
         """
-        one = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        if one and self._group.capture_id() is not None:
+        single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        if single_queue and self._group.capture_id() is not None:
             raise BackendError(
                 "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above "
                 "1; got 1, with which a graph may "
@@ -221,11 +250,13 @@ class TransferQueue:
             )
 
     def arm(self, owner: object) -> None:
-        """Counters are zero from here on, in the order of the current stream; the kernel that
-        counts comes next.
+        """Prepare for the kernel that counts, which the current stream gets next.
+
+        The counters must be zero at this point of the current stream.
 
         Args:
-            owner: of the memory at the transfers' addresses. Nothing is copied once it is gone.
+            owner: Object that owns the memory at the transfers' addresses. Nothing is copied once
+                it is gone.
         """
         if self._group.backend == "cpu":
             self._thread = _CopyThread(self._queue, owner)
@@ -234,41 +265,42 @@ class TransferQueue:
             self._start = so_far(self._group)
 
     def release(self) -> None:
-        """Enqueue the transfers. To be called after the kernel was launched; end with :func:`join`.
-
-        After it, and not in :meth:`arm`: streams may share a queue to the device, in which a wait
-        that came before the kernel would hold it back for ever.
+        """Enqueue the transfers, after the kernel was launched; end with :func:`join`.
 
         Raises:
-            BackendError: the driver refuses.
+            BackendError: The driver refuses a wait or a copy.
         """
         if self._thread is not None:
             self._thread.join()
             failure, self._thread = self._thread.failure, None
             if failure is not None:
                 raise failure
-            for each in self._queue:
-                self._group.traffic.count_put(each.transfer.peer, each.transfer.nbytes)
+            for triggered in self._queue:
+                transfer = triggered.transfer
+                self._group.traffic.count_put(transfer.peer, transfer.nbytes)
         if self._start is None or not self._queue:
             return
         with self._group.on_device():
-            side = self._group.side_stream(False)
+            side = self._group.streams.side(False)
+            # The waits come here and not in ``arm``: streams may share a queue to the device, in
+            # which a wait that is enqueued before the kernel would hold the kernel back for ever.
             side.wait_event(self._start)
-            for each in self._queue:
-                _wait_value(each.counter, each.value, side)
-                _copy(each.transfer.target, each.transfer.source, each.transfer.nbytes, side)
+            for triggered in self._queue:
+                transfer = triggered.transfer
+                _wait_value(triggered.counter, triggered.value, side)
+                _copy(transfer.target, transfer.source, transfer.nbytes, side)
         self._start = None
 
     def disarm(self) -> None:
-        """No kernel will count: nothing is transferred."""
+        """Cancel the transfers, as no kernel will count."""
         if self._thread is not None:
-            self._thread.wanted = False
+            self._thread.cancelled = True
             self._thread.join()
         self._start = self._thread = None
 
 
 def supports_triggers(device: torch.device) -> bool:
-    """Whether the driver has stream memory operations on this GPU."""
+    """Return whether the driver has stream memory operations on a GPU."""
     driver = _driver()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
     error, number = driver.cuDeviceGet(device.index)
@@ -278,6 +310,7 @@ def supports_triggers(device: torch.device) -> bool:
 
 
 def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
+    """Make ``stream`` wait until the int32 at ``counter`` is at least ``value``."""
     driver = _driver()
     at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
@@ -288,30 +321,36 @@ def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
 
 
 class _CopyThread(threading.Thread):
-    """The CPU backend's copy engine. It ends with its transfers, or once nobody is left who could
-    ask for them.
+    """Copy in a thread, as the CPU backend's copy engine.
+
+    The thread ends after its transfers, or when it is cancelled, or when the owner of the memory is
+    gone.
     """
 
     def __init__(self, queue: Sequence[Triggered], owner: object) -> None:
         super().__init__(name="interlace copies", daemon=True)
         self._queue, self._owner = queue, weakref.ref(owner)
-        self.wanted = True
+        self.cancelled = False
         self.failure: BaseException | None = None
 
     def run(self) -> None:
+        """Copy until the queue is empty, the thread is cancelled, or the owner is gone."""
         try:
-            for each in self._queue:
-                while not self._carry(each):
-                    if not self.wanted or self._owner() is None:  # the kernel failed, or never came
+            for triggered in self._queue:
+                while not self._copy_if_due(triggered):
+                    # The kernel has failed, or was never launched.
+                    if self.cancelled or self._owner() is None:
                         return
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_INTERVAL_S)
         except BaseException as error:
             self.failure = error
 
-    def _carry(self, each: Triggered) -> bool:
-        """Copy if it is time; whether it was."""
-        owner = self._owner()  # and with it the memory, for as long as this takes
-        if owner is None or ctypes.c_int32.from_address(each.counter).value < each.value:
+    def _copy_if_due(self, triggered: Triggered) -> bool:
+        """Copy if the counter has reached its value; return whether it has."""
+        # The reference keeps the memory alive while its counter is read and its data is copied.
+        owner = self._owner()
+        count = 0 if owner is None else ctypes.c_int32.from_address(triggered.counter).value
+        if owner is None or count < triggered.value:
             return False
-        _move(each.transfer)
+        _move(triggered.transfer)
         return True

@@ -1,5 +1,4 @@
-"""The CPU backend's eyes and hands: what the kernels of this process send, and faults injected on
-the way.
+"""Count and deliver the traffic of the CPU backend, and inject faults into it.
 
 ``interlace.language`` hands every store to a peer to :func:`deliver` while a kernel runs in the
 interpreter.
@@ -22,16 +21,18 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass
 class Traffic:
-    """What this rank sent to its peers, and fetched, since the last :meth:`reset`. Stores to itself
-    do not count.
+    """Count the data that this rank sends to its peers, and fetches from them.
+
+    Stores to the rank itself do not count.
 
     Attributes:
-        messages: puts, one for each peer that a put of a program reaches.
-        message_bytes: bytes of those puts.
-        signals: signals, one for each peer.
-        bytes_to: bytes of puts by destination rank.
-        bytes_from: bytes that copies fetched, by the rank that they are from.
-        events: when each put left: (``time.monotonic()`` seconds, destination rank, bytes). None,
+        messages: Number of puts; a put of a program that reaches several peers counts once per
+            peer.
+        message_bytes: Bytes of those puts.
+        signals: Number of signals, once per peer.
+        bytes_to: Bytes of puts by destination rank.
+        bytes_from: Bytes that copies fetched, by source rank.
+        events: Departures of puts: (``time.monotonic()`` seconds, destination rank, bytes). None,
             the default, records nothing; set it to ``[]`` to start.
     """
 
@@ -43,6 +44,7 @@ class Traffic:
     events: list[tuple[float, int, int]] | None = None
 
     def reset(self) -> None:
+        """Set all counts to zero."""
         self.messages = self.message_bytes = self.signals = 0
         self.bytes_to.clear()
         self.bytes_from.clear()
@@ -50,6 +52,7 @@ class Traffic:
             self.events = []
 
     def count_put(self, peer: int, nbytes: int) -> None:
+        """Count a put of ``nbytes`` to ``peer``."""
         self.messages += 1
         self.message_bytes += nbytes
         self.bytes_to[peer] = self.bytes_to.get(peer, 0) + nbytes
@@ -57,19 +60,23 @@ class Traffic:
             self.events.append((time.monotonic(), peer, nbytes))
 
     def count_fetch(self, peer: int, nbytes: int) -> None:
+        """Count a copy of ``nbytes`` from ``peer``'s memory."""
         self.bytes_from[peer] = self.bytes_from.get(peer, 0) + nbytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Faults of this process's kernels on the CPU backend.
+    """Describe faults of this process's kernels on the CPU backend.
 
     Attributes:
-        seed: of all random choices; use another one on each rank.
-        max_delay_s: before every put and signal, sleep a random time up to this.
-        reorder_puts: deliver puts that no fence orders in any order, as late as the program's next
-            wait or end.
-        die_after_puts: the process kills itself after so many puts.
+        seed: Seed of all random choices; use a different seed per rank.
+        max_delay_s: Largest number of seconds of a random sleep before every put and signal.
+        reorder_puts: Deliver puts that no fence orders in a random order, as late as the program's
+            next wait or its end.
+        die_after_puts: Number of puts after which the process kills itself; None: it does not.
+
+    Raises:
+        ArgumentError: ``max_delay_s`` or ``die_after_puts`` is negative.
     """
 
     seed: int = 0
@@ -85,27 +92,29 @@ class Faults:
 
 
 class World(Protocol):
-    """Takes the place of real memory for every kernel of this process, as ``interlace.testing``
-    does.
-    """
+    """Replace real memory for every kernel of this process; see ``interlace.testing``."""
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
-        """Store arrays of values at arrays of addresses; ``kind`` is put, release or relaxed, as
-        the primitive is.
+        """Store an array of values at an array of addresses.
+
+        Args:
+            addresses: Address of each value.
+            values: The values.
+            kind: Name of the primitive: put, release or relaxed.
         """
 
     def fence(self) -> None:
-        """Order what the running program has put before what it puts next."""
+        """Order the puts of the running program before this point before its next ones."""
 
     def move(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between two addresses, in stream order."""
+        """Copy ``nbytes`` between two addresses, in stream order."""
 
     def pause(self) -> None:
-        """A program looks at memory that has not changed."""
+        """Note that a program has read memory that has not changed."""
 
 
 class _State:
-    """Of this process; kernels of one process run one after another in the interpreter."""
+    """Hold the state of this process, whose interpreted kernels run one after another."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -121,9 +130,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def living_in(world: World) -> Iterator[None]:
-    """Hand all that kernels and copies of this process do to symmetric memory to ``world``
-    meanwhile.
-    """
+    """Redirect all accesses of kernels and copies to symmetric memory to ``world``."""
     previous = _state.world, _state.traffic
     _state.world = world
     try:
@@ -133,13 +140,13 @@ def living_in(world: World) -> Iterator[None]:
 
 
 def world() -> World | None:
-    """What stands for real memory; None, nearly always, for real memory itself."""
+    """Return the substitute for real memory, or None if kernels access real memory."""
     return _state.world
 
 
 @contextlib.contextmanager
 def inject(faults: Faults) -> Iterator[None]:
-    """Inject ``faults`` into every kernel that this process runs on the CPU backend meanwhile."""
+    """Inject ``faults`` into every kernel that this process runs within the context."""
     previous = _state.faults, _state.random, _state.puts
     _state.faults, _state.random, _state.puts = faults, random.Random(faults.seed), 0
     try:
@@ -150,8 +157,9 @@ def inject(faults: Faults) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(traffic: Traffic) -> Iterator[None]:
-    """Count what kernels send into ``traffic`` meanwhile, and deliver what is still under way at
-    the end.
+    """Count puts and signals in ``traffic``, and deliver pending puts at the end of the context.
+
+    If the context ends with an exception, pending puts are dropped.
     """
     previous, _state.traffic = _state.traffic, traffic
     try:
@@ -163,13 +171,17 @@ def counting(traffic: Traffic) -> Iterator[None]:
 
 
 def traffic() -> Traffic:
-    """Where the running kernel's puts are counted."""
+    """Return the count that the running kernel's puts go to."""
     return _state.traffic
 
 
 def deliver(store: Callable[[], None], *, ordered: bool) -> None:
-    """Perform a store to a peer: now, or, under ``reorder_puts`` and if no order is asked for, at
-    any later time.
+    """Perform a store to a peer, subject to the injected faults.
+
+    Args:
+        store: Performs the store.
+        ordered: Perform the store after all pending puts. If False, and puts are reordered, it may
+            be performed at any later time.
     """
     faults = _state.faults
     if faults is None:
@@ -186,13 +198,14 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
         flush()
         store()
     else:
+        # As in a network, an earlier put may be delivered now, and this put after later ones.
         _state.pending.append(store)
         while len(_state.pending) > 1 and _state.random.random() < 0.5:
-            _deliver_one()
+            _deliver_random()
 
 
 def move(target: int, source: int, nbytes: int) -> None:
-    """Copy memory of this process, as a copy engine would."""
+    """Copy ``nbytes`` between two addresses of this process, as a copy engine would."""
     if _state.world is not None:
         _state.world.move(target, source, nbytes)
     else:
@@ -200,20 +213,21 @@ def move(target: int, source: int, nbytes: int) -> None:
 
 
 def flush() -> None:
-    """Deliver every pending put, in random order: what a fence waits for."""
+    """Deliver every pending put, in random order, as a fence requires."""
     if _state.world is not None:
         _state.world.fence()
     while _state.pending:
-        _deliver_one()
+        _deliver_random()
 
 
 def progress() -> None:
-    """Deliver one pending put: a network goes on while a program waits."""
+    """Deliver one pending put, as a network makes progress while a program waits."""
     if _state.world is not None:
         _state.world.pause()
     if _state.pending:
-        _deliver_one()
+        _deliver_random()
 
 
-def _deliver_one() -> None:
+def _deliver_random() -> None:
+    """Deliver a random pending put."""
     _state.pending.pop(_state.random.randrange(len(_state.pending)))()

@@ -1,10 +1,10 @@
-"""Passing file descriptors between the ranks of a machine: how processes come to share memory that
-has no name.
+"""Pass file descriptors between the ranks of a machine, so that they can share unnamed memory.
 
-Over Unix sockets, each in a directory that only its user may enter, for as long as the exchange
-takes. Where the directory is, and a token that a sender must show, is told through the process
-group's store. Nobody else can fill a socket's queue, and a connection that does not show the token
-is closed. All of it is non-blocking and ends at the group's deadline.
+The descriptors pass over Unix sockets that exist for the duration of the exchange, each in a
+directory that only its user may enter. The process group's store tells each rank the directories,
+and a token per rank that a sender must show. Other users cannot fill a socket's queue, and a
+connection that does not show the token is closed. All operations are non-blocking and end at the
+group's deadline.
 """
 
 from __future__ import annotations
@@ -19,59 +19,59 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from interlace.comm.channel import HostChannel
 from interlace.errors import BackendError, PeerTimeoutError, WorkspaceError
-
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
 
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the sender's rank, and the receiver's token
 _ACKNOWLEDGED = b"\1"
 _BACKLOG = 128
 _RETRY_S = 0.005
-# Connections that have shown nothing yet; ranks send as soon as they have connected
-_MOST_SILENT = 64
+# Connections that have not sent a message yet. Ranks send as soon as they have connected.
+_MAX_SILENT = 64
 
 
 @contextlib.contextmanager
 def exchanged_descriptors(
-    group: Group, what: str, fds: list[int], failure: Exception | None = None
+    channel: HostChannel, label: str, fds: list[int], failure: Exception | None = None
 ) -> Iterator[list[list[int]]]:  # fmt: skip
-    """Every rank's descriptors, duplicated into this process, in rank order (this rank's own are
-    ``fds``). Collective.
+    """Duplicate every rank's descriptors into this process. Collective.
 
-    Every rank has equally many. All of them, ``fds`` too, are closed at the end of the ``with``
-    block, or if the exchange fails. Within the block every rank holds all of them, so each may
-    close its own.
+    The context's value is every rank's descriptors in rank order; this rank's are ``fds``. Every
+    rank has equally many. All of them, ``fds`` too, are closed at the end of the ``with`` block, or
+    if the exchange fails. Within the block every rank holds all of them, so each may close its own.
 
     Args:
-        failure: why this rank has no descriptors, if it has none. It is raised here once the other
-            ranks know of it.
+        channel: The group's exchange on the host.
+        label: Name of the exchange, for errors; equal on all ranks.
+        fds: Descriptors of this rank.
+        failure: Reason for which this rank has no descriptors, or None. It is raised here once the
+            other ranks know of it.
 
     Raises:
-        WorkspaceError: another rank has failed.
-        PeerTimeoutError: a peer did not join before the group's deadline.
-        BackendError: a peer cannot be reached; on another machine, or with other directories for
-            temporary files.
+        WorkspaceError: Another rank has failed.
+        PeerTimeoutError: A peer did not join before the group's deadline.
+        BackendError: A peer cannot be reached, as it is on another machine, or has another
+            directory for temporary files.
     """
-    descriptors: list[list[int]] = [[] for _ in range(group.world_size)]
-    descriptors[group.rank] = fds
+    descriptors: list[list[int]] = [[] for _ in range(channel.world_size)]
+    descriptors[channel.rank] = fds
     try:
-        _exchange(group, what, descriptors, failure)
+        _exchange(channel, label, descriptors, failure)
         yield descriptors
     finally:
-        for held in itertools.chain.from_iterable(descriptors):
-            os.close(held)
+        for fd in itertools.chain.from_iterable(descriptors):
+            os.close(fd)
 
 
 class Address(NamedTuple):
-    """How a rank can be reached.
+    """Locate a rank's socket.
 
     Attributes:
-        directory: where its socket lies.
-        token: what a sender must show, in hexadecimal digits.
+        directory: Directory of the socket.
+        token: Secret that a sender must show, in hexadecimal digits.
     """
 
     directory: str
@@ -79,9 +79,9 @@ class Address(NamedTuple):
 
 
 def _exchange(
-    group: Group, what: str, descriptors: list[list[int]], failure: Exception | None
+    channel: HostChannel, label: str, descriptors: list[list[int]], failure: Exception | None
 ) -> None:
-    """Send this rank's of ``descriptors`` to all peers, and fill in theirs, none so far."""
+    """Send this rank's entry of ``descriptors`` to all peers, and fill in the peers' entries."""
     with contextlib.ExitStack() as resources:
         address, listener = None, None
         if failure is None:
@@ -93,42 +93,47 @@ def _exchange(
                     f"a rank must be able to open a Unix socket in {tempfile.gettempdir()}; got "
                     f"{error}."
                 )
-        answers = group.exchange(
-            what, [address, str(failure or "")]
-        )  # from here on, everyone listens
+        # Step 1: all ranks learn all addresses and failures. After it, every rank that has not
+        # failed listens.
+        answers = channel.exchange(label, [address, str(failure or "")])
         if failure is not None:
             raise failure
         for rank, (_, problem) in enumerate(answers):
             if problem:
                 raise WorkspaceError(
-                    f"{what}: every rank must have the memory; rank {rank} does not. {problem}"
+                    f"{label}: every rank must have the memory; rank {rank} does not. {problem}"
                 )
         assert address is not None
         assert listener is not None
-        passing = Passing(
-            group.rank, [Address(*each) for each, _ in answers], listener, descriptors
-        )
-        missing = passing.run(time.monotonic() + group.deadline_s)
-        if missing is not None:
+        # Step 2: descriptors pass between all pairs of ranks.
+        addresses = [Address(*fields) for fields, _ in answers]
+        passing = Passing(channel.rank, addresses, listener, descriptors)
+        late_peer = passing.run(time.monotonic() + channel.deadline_s)
+        if late_peer is not None:
             raise PeerTimeoutError(
-                operator=what, rank=group.rank, peer=missing, deadline_s=group.deadline_s
+                operator=label, rank=channel.rank, peer=late_peer, deadline_s=channel.deadline_s
             )
 
 
 def new_token() -> str:
+    """Return a new random token."""
     return secrets.token_hex(_TOKEN_BYTES)
 
 
 def header(rank: int, token: str) -> bytes:
-    """The message that goes with the descriptors of ``rank``, for the rank that has given
-    ``token``.
+    """Return the message that goes with the descriptors of a sender.
+
+    Args:
+        rank: Rank of the sender.
+        token: Token of the receiver.
     """
     return _HEADER.pack(rank, bytes.fromhex(token))
 
 
 class Passing:
-    """One exchange: this rank accepts while it connects, so no rank waits for another that waits
-    for it.
+    """Exchange descriptors once between this rank and all its peers.
+
+    The rank accepts connections while it connects, so no two ranks wait for each other.
     """
 
     def __init__(
@@ -143,12 +148,17 @@ class Passing:
         )
         self._unsent = {peer for peer in range(len(addresses)) if peer != rank}
         self._unacknowledged: dict[socket.socket, int] = {}
-        self._silent: dict[socket.socket, None] = {}  # in the order in which they came
+        self._silent: dict[socket.socket, None] = {}  # in the order of their arrival
         self._selector = selectors.DefaultSelector()
 
     def run(self, end: float) -> int | None:
-        """Until everybody has everything: None. At ``end``, of ``time.monotonic()``: a peer that is
-        missing.
+        """Send and receive until every rank has all descriptors.
+
+        Args:
+            end: Deadline in seconds of ``time.monotonic()``.
+
+        Returns:
+            None, or a peer that was late at the deadline.
         """
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -168,12 +178,14 @@ class Passing:
             self._selector.close()
 
     def _serve(self, ready: Any) -> None:
+        """Handle a socket that can be read."""
         if ready is self._listener:
             self._accept()
         elif ready in self._unacknowledged:
             peer = self._unacknowledged.pop(ready)
             if _read(ready) != _ACKNOWLEDGED:
-                self._unsent.add(peer)  # closed for being silent too long, when many came at once
+                # The peer has closed the connection as too many were silent. Send again.
+                self._unsent.add(peer)
             self._close(ready)
         elif ready in self._silent:
             del self._silent[ready]
@@ -181,8 +193,9 @@ class Passing:
             self._close(ready)
 
     def _send(self, peer: int) -> None:
-        """Connect to a peer and send it everything; nothing happens if it has no room for a
-        connection now.
+        """Connect to a peer and send it this rank's descriptors.
+
+        If the peer has no room for a connection now, it stays in the set of unsent peers.
         """
         connection = connect(self._addresses[peer].directory, peer)
         if connection is None:
@@ -198,18 +211,21 @@ class Passing:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # gone again, or no descriptors left at the moment
+        """Accept a connection, and close the oldest silent one if there are too many."""
+        # The sender may have closed the connection again, or this process may have no descriptors
+        # left at the moment.
+        with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._silent[connection] = None
             self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._silent) > _MOST_SILENT:
+        if len(self._silent) > _MAX_SILENT:
             oldest = next(iter(self._silent))
             del self._silent[oldest]
             self._close(oldest)
 
     def _receive(self, connection: socket.socket) -> None:
-        """Take a peer's descriptors, once, and acknowledge them; whatever else comes is dropped."""
+        """Take a peer's descriptors once and acknowledge them; drop all other messages."""
         count = len(self._descriptors[self._rank])
         try:
             message, received, _, _ = socket.recv_fds(
@@ -218,6 +234,8 @@ class Passing:
         except OSError:
             return
         sender = self._sender(message) if len(received) == count else None
+        # A stranger's descriptors are closed, and so are those of a peer that sends them again as
+        # it has missed the acknowledgement.
         if sender is None or self._descriptors[sender]:
             for fd in received:
                 os.close(fd)
@@ -228,7 +246,7 @@ class Passing:
                 connection.send(_ACKNOWLEDGED)
 
     def _sender(self, message: bytes) -> int | None:
-        """The rank that a message is from; None if it does not show this rank's token."""
+        """Return the rank that sent a message, or None if it does not show this rank's token."""
         if len(message) != _HEADER.size:
             return None
         rank, token = _HEADER.unpack(message)
@@ -237,13 +255,17 @@ class Passing:
         return int(rank) if rank < len(self._descriptors) and rank != self._rank else None
 
     def _close(self, connection: socket.socket) -> None:
+        """Close a connection and no longer listen to it."""
         self._selector.unregister(connection)
         connection.close()
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[str, socket.socket]]:
-    """A directory that only this user may enter, and a non-blocking socket that listens in it."""
+    """Listen on a non-blocking socket in a new directory that only this user may enter.
+
+    The context's value is the directory and the socket.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="interlace-") as directory,  # of mode 0700
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
@@ -256,11 +278,17 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 def connect(directory: str, peer: int) -> socket.socket | None:
-    """A non-blocking connection to the socket of rank ``peer`` in ``directory``; None if it takes
-    none at the moment.
+    """Return a non-blocking connection to the socket in ``directory``.
+
+    Args:
+        directory: Directory of the socket of rank ``peer``.
+        peer: Rank, for the error message.
+
+    Returns:
+        The connection, or None if the socket accepts no connection at the moment.
 
     Raises:
-        BackendError: the directory is not there.
+        BackendError: The directory does not exist in this process's view.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setblocking(False)
@@ -283,9 +311,7 @@ def connect(directory: str, peer: int) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _entered(directory: str) -> Iterator[str]:
-    """A path of the socket in ``directory`` that is short enough for any, since a socket's path has
-    107 bytes.
-    """
+    """Give a path of the socket in ``directory`` that has less than a socket's limit, 107 bytes."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"
@@ -294,6 +320,7 @@ def _entered(directory: str) -> Iterator[str]:
 
 
 def _read(connection: socket.socket) -> bytes:
+    """Return the peer's acknowledgement, or ``b""`` if it has closed the connection."""
     try:
         return connection.recv(len(_ACKNOWLEDGED))
     except OSError:

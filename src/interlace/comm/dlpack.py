@@ -1,4 +1,4 @@
-"""A torch tensor over memory that somebody else owns, kept alive by the tensor's storage.
+"""Make torch tensors over memory of another owner, which the tensor's storage keeps alive.
 
 Several mappings of one range, some of them backed by other GPUs, cannot be described by the usual
 interfaces: ``__cuda_array_interface__`` asks the driver which device owns the address, and gets the
@@ -19,14 +19,20 @@ _UINT8 = (1, 8, 1)  # DLDataType: code kDLUInt, bits, lanes
 
 
 class _Device(ctypes.Structure):
+    """Mirror ``DLDevice``."""
+
     _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
 class _DataType(ctypes.Structure):
+    """Mirror ``DLDataType``."""
+
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
 class _Tensor(ctypes.Structure):
+    """Mirror ``DLTensor``."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", _Device),
@@ -39,22 +45,25 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    pass
+    """Mirror ``DLManagedTensor``; its deleter's type refers to it, so its fields follow below."""
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
-# What each live DLPack tensor needs: its C structures and the owner of the memory.
+# The C structures of each live DLPack tensor and the owner of its memory, by the address of the
+# outermost structure. DLPack holds addresses only, so Python must keep the objects.
 _alive: dict[int, tuple[Any, ...]] = {}
 
 
 def _release(managed: Any) -> None:
+    """Let go of a tensor's structures and owner; DLPack's deleter."""
     _alive.pop(ctypes.addressof(managed.contents), None)
 
 
 _release_c = _Deleter(_release)
-# The last tensors die while the interpreter shuts down, after this module's globals are gone.
+# The last tensors die while the interpreter shuts down, after this module's globals are gone, so
+# the deleter must never be freed.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_release_c))
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -65,15 +74,14 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 def bytes_at(
     address: int, shape: Sequence[int], strides: Sequence[int], device: torch.device, owner: object
 ) -> torch.Tensor:
-    """A uint8 tensor over existing memory.
+    """Return a uint8 tensor over existing memory.
 
     Args:
-        address: of element 0.
-        shape: in bytes per dimension.
-        strides: in bytes per dimension.
-        device: the device whose kernels will use the tensor (for peers' memory: this rank's
-            device).
-        owner: kept alive as long as any view of the tensor.
+        address: Address of element 0.
+        shape: Size of each dimension, in bytes.
+        strides: Stride of each dimension, in bytes.
+        device: Device whose kernels will use the tensor (for peers' memory: this rank's device).
+        owner: Object that is kept alive as long as any view of the tensor.
     """
     ndim = len(shape)
     shape_c = (ctypes.c_int64 * ndim)(*shape)
@@ -99,7 +107,7 @@ def bytes_at(
 
 
 def view_as(raw: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """``[..., n_bytes]`` of uint8 -> ``[..., *shape]`` of ``dtype``, the same memory.
+    """Return uint8 ``[..., n_bytes]`` as ``[..., *shape]`` of ``dtype``, without a copy.
 
     Only the last dimension of ``raw`` is reinterpreted; a leading dimension keeps its stride.
     """

@@ -1,5 +1,7 @@
-"""What a process decides by: its code, its libraries, its GPU. Ranks of a group, and caches on
-disk, must not mix two.
+"""Identify the code, libraries and GPU that a process's choices depend on.
+
+Ranks of a group must have equal identities, and so must the writer and the reader of a cache on
+disk.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ _SOURCES = (".py", ".json")  # modules, and tuned tables
 
 @functools.cache
 def digest_of(folder: Path) -> str:
-    """A hash of all modules and tuned tables in a folder, by name and content.
+    """Return the SHA-256 of all modules and tuned tables in a folder, in hexadecimal digits.
 
-    Read once per process, as code that is loaded does not change.
+    The hash covers names and content. Files are read once per process, as loaded code does not
+    change.
     """
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
@@ -33,12 +36,15 @@ def digest_of(folder: Path) -> str:
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What choices on ``device`` depend on beside a call's arguments, by name."""
+    """Return everything but a call's arguments that choices on ``device`` depend on, by name."""
     gpu = ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         shared = getattr(properties, "shared_memory_per_block_optin", 0)
-        gpu = f"{properties.name}, {properties.major}.{properties.minor}, {shared} bytes of shared memory"
+        gpu = (
+            f"{properties.name}, {properties.major}.{properties.minor}, "
+            f"{shared} bytes of shared memory"
+        )
     return {
         "the_version_of_interlace": __version__,
         "the_tuned_tables": digest_of(TABLES)[:16],
@@ -50,7 +56,10 @@ def identity(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def _version_of_triton() -> str:
-    """By the metadata of the package: Triton itself is imported by the first kernel, not before."""
+    """Return the version of Triton's package, or ``""`` without one.
+
+    The package's metadata is read, as Triton itself must not be imported before the first kernel.
+    """
     for name in ("triton", "pytorch-triton", "triton-rocm"):
         try:
             return importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""Turning Triton's interpreter on: it must be known before Triton is imported."""
+"""Turn on Triton's interpreter, which must be decided before Triton is imported."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from interlace.errors import BackendError
 
 
 def interpreting() -> bool:
-    """Whether ``@triton.jit`` functions run in the interpreter in this process."""
+    """Return whether ``@triton.jit`` functions run in the interpreter in this process."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def require(backend: str) -> None:
-    """Make sure that kernels of this process run on ``backend``; called before Triton is first
-    imported.
+    """Make sure that kernels of this process run on ``backend``.
+
+    This must be called before Triton is first imported.
+
+    Args:
+        backend: ``"cuda"`` or ``"cpu"``.
 
     Raises:
         BackendError: Triton has been imported for the other backend already.

@@ -1,4 +1,4 @@
-"""What operators hand to Triton: launches, element types, descriptors of the group's memory."""
+"""Launch Triton kernels, and describe tensors and the memory of all ranks to them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from interlace.comm.launches import launches
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
-_ENOUGH = 132  # of them, where rows are few: one a processor of an H200
+_MOVERS_OF_FEW_ROWS = 132  # one program per SM of an H200
+_CPU_MOVERS = 8
 _TILE = {"ROWS": 4, "COLS": 1024}
-_ALONE = 1 << 20  # a stride between ranks, where there is one
-_MOST_COMPILED = 4096  # calls whose compiled kernel is remembered
-# Integers from here on are 64 bits wide, to Triton; addresses are, and are others in each call
-_LARGE = 1 << 31
+_SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
+_MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
+# Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
+# call, and Triton compiles for their alignment alone.
+_MIN_INT64 = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One kernel launch with all its arguments: what an operator runs, and its tuner compiles ahead.
+    """Describe a kernel launch with all its arguments.
+
+    An operator runs it, and the operator's tuner compiles it ahead.
 
     Attributes:
         kernel: The ``@triton.jit`` function.
         grid: The number of programs.
-        arguments: The value of every parameter that is no constant, by the parameter's name.
+        arguments: The value of every parameter that is not a constant, by the parameter's name.
         constants: The values of the ``tl.constexpr`` parameters, and Triton's own options such as
             ``num_warps``.
         keep: Tensors whose addresses are among the arguments; they live as long as the launch.
@@ -50,7 +54,7 @@ class Launch:
         If the kernel reaches peers, this must happen within ``Group.running``.
 
         Raises:
-            TypeError: The arguments are not those of the kernel.
+            TypeError: The names of the arguments are not the names of the kernel's parameters.
         """
         values = _in_order(self.kernel, self.arguments, self.constants)
         # Triton looks at every argument to find the kernel that it has compiled, which takes the
@@ -67,21 +71,21 @@ class Launch:
         try:
             compiled = self.kernel[self.grid](*values, **self.constants)
         except Exception:
-            # A kernel that did not compile does not run; one that fails in the interpreter has run
-            # in part.
+            # A kernel that did not compile does not run, so it is not counted. A kernel that fails
+            # in the interpreter has run in part.
             if not interpreting():
                 launches.value -= 1
             raise
         # The interpreter returns None instead of a compiled kernel.
         if compiled is not None:
-            if len(_compiled) >= _MOST_COMPILED:
+            if len(_compiled) >= _MAX_COMPILED:
                 _compiled.clear()
             names = self.kernel.arg_names[len(values) :]
             constants = tuple(self.constants[name] for name in names)
             _compiled[key] = (compiled[(*self.grid, 1, 1)], constants)
 
     def compile(self) -> Any:
-        """Compile the kernel without running it; Triton's compiled kernel."""
+        """Return Triton's compiled kernel, without running it."""
         values = _in_order(self.kernel, self.arguments, self.constants)
         return self.kernel.warmup(*values, grid=self.grid, **self.constants)
 
@@ -94,13 +98,18 @@ def _in_order(
     kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Return the arguments' values in the order of the kernel's parameters."""
-    if isinstance(arguments, tuple):  # until every launch names its arguments
+    # Some launches still give their arguments by position.
+    if isinstance(arguments, tuple):
         return arguments
     order = _orders.get(kernel)
     if order is None:
         names = [name for name in kernel.arg_names if name not in constants]
         # For a single name itemgetter returns the value itself, not a tuple.
-        order = operator.itemgetter(*names) if len(names) > 1 else lambda given: (given[names[0]],)
+        order = (
+            operator.itemgetter(*names)
+            if len(names) > 1
+            else lambda arguments: (arguments[names[0]],)
+        )
         _orders[kernel] = order
     try:
         values: tuple[Any, ...] = order(arguments)
@@ -108,50 +117,60 @@ def _in_order(
         values = ()
     if len(values) != len(arguments):
         names = [name for name in kernel.arg_names if name not in constants]
-        missing = [name for name in names if name not in arguments]
+        absent = [name for name in names if name not in arguments]
         unknown = [name for name in arguments if name not in names]
         raise TypeError(
             f"the launch of {getattr(kernel, '__name__', kernel)} must name all parameters of the "
-            f"kernel and no others; missing {missing}, unknown {unknown}."
+            f"kernel and no others; missing {absent}, unknown {unknown}."
         )
     return values
 
 
 def _kind(value: Any) -> Any:
-    """All that the kernel which Triton compiles may depend on, of an argument."""
+    """Return a key of all properties of an argument that Triton may compile a kernel for."""
     if type(value) is int:
-        return value if value < _LARGE else _aligned(value)
+        return value if value < _MIN_INT64 else _alignment(value)
     if isinstance(value, torch.Tensor):
-        return value.dtype, _aligned(value.data_ptr())
+        return value.dtype, _alignment(value.data_ptr())
     if type(value) is float:
         return float
-    block = getattr(value, "block_shape", None)  # of a tensor descriptor
+    # Only tensor descriptors have a block shape. TMA requires that their base is aligned.
+    block = getattr(value, "block_shape", None)
     return value if block is None else (value.base.dtype, *block)
 
 
-def _aligned(address: int) -> str:
+def _alignment(address: int) -> str:
+    """Return whether 16 divides the address, as text that equals no integer argument."""
     return "anywhere" if address % 16 else "aligned"
 
 
-@functools.cache  # hosts ask in every call
+@functools.cache  # torch's look-up is slow, and operators ask in every call
 def processors(device: torch.device) -> int:
-    """How many processors (streaming multiprocessors) a GPU has."""
+    """Return the number of streaming multiprocessors (SMs) of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def cut_rows(rows: int, columns: int, group: Group) -> tuple[int, dict[str, int]]:
-    """How many programs move rows, and the tile that each takes at a time.
+    """Return the number of programs that move rows, and the tile that a program takes at a time.
 
-    Each has signals to send and to wait for, so where rows are few, few programs are faster.
+    Args:
+        rows: Number of rows.
+        columns: Elements of one row.
+        group: The group whose rows are moved.
     """
     tiles = ceil_div(rows, _TILE["ROWS"]) * ceil_div(columns, _TILE["COLS"])
-    most = 8 if group.backend == "cpu" else min(max(_ENOUGH, tiles // 2), MOST_MOVERS)
-    return max(min(tiles, most), 1), _TILE
+    # Each program has signals to send and to wait for, so few programs are faster if rows are few.
+    max_programs = (
+        _CPU_MOVERS
+        if group.backend == "cpu"
+        else min(max(_MOVERS_OF_FEW_ROWS, tiles // 2), MOST_MOVERS)
+    )
+    return max(min(tiles, max_programs), 1), _TILE
 
 
 @functools.cache
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of an element type; Triton is imported here and not before."""
+    """Return Triton's name of an element type; Triton is imported by this function."""
     import triton.language as tl
 
     return {
@@ -161,10 +180,15 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
-    """A tensor descriptor of a matrix whose rows are contiguous and ``stride`` elements apart.
+    """Return a tensor descriptor of a matrix whose rows are contiguous.
 
-    A matrix without elements has no address, which a descriptor must have: it gets one of a row
-    that nobody reads.
+    A descriptor must have an address, which a matrix without elements lacks, so such a matrix gets
+    a row that no kernel reads.
+
+    Args:
+        matrix: ``[rows, columns]``.
+        stride: Elements between the starts of two rows.
+        block: Rows and columns of a tile.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -174,13 +198,18 @@ def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
 
 
 def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
-    """``matrix``, or ``elements`` of its kind where it has none."""
+    """Return ``matrix``, or an uninitialised vector of ``elements`` if it is empty."""
     return matrix if matrix.numel() else matrix.new_empty(elements)
 
 
 def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:
-    """A tensor descriptor of matrices of this rank, ``[part, row, column]``; tiles of one part
-    each, cut off at its end.
+    """Return a tensor descriptor of matrices of this rank.
+
+    A tile lies in one part and is masked at the part's end.
+
+    Args:
+        parts: ``[part, row, column]``.
+        block: Rows and columns of a tile.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -194,21 +223,24 @@ def describe_ranks(
     inner: Sequence[tuple[int, int]],
     block: list[int],
 ) -> Any:
-    """A tensor descriptor of every rank's memory at ``address`` (rank 0's copy): ``[rank, *inner
-    sizes]``.
+    """Return a tensor descriptor of every rank's memory: ``[rank, *inner sizes]``.
 
     Args:
-        inner: size and stride, in elements, of each further dimension.
-        block: of a tile, in the last two dimensions.
+        group: The group whose memory it is.
+        address: Address of rank 0's copy.
+        dtype: Element type.
+        inner: Size and stride, in elements, of each further dimension.
+        block: Rows and columns of a tile, in the last two dimensions.
     """
-    outer = (group.world_size, group.stride // dtype.itemsize or _ALONE)
+    outer = (group.world_size, group.stride // dtype.itemsize or _SOLO_STRIDE)
     return _describe_at(address, group.device, dtype, (outer, *inner), tuple(block))
 
 
-@functools.lru_cache(maxsize=256)  # of the same memory in every call
+@functools.lru_cache(maxsize=256)  # calls describe the memory of earlier calls
 def _describe_at(
     address: int, device: torch.device, dtype: torch.dtype, sizes: Any, block: tuple[int, int]
 ) -> Any:
+    """Return a tensor descriptor of memory at ``address``; ``sizes`` are (size, stride) pairs."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)

@@ -1,6 +1,4 @@
-"""``launch``: the ranks of one machine as processes, with torch's own process start and process
-group.
-"""
+"""Start the ranks of one machine as processes, by torch's own process start and process group."""
 
 from __future__ import annotations
 
@@ -37,29 +35,30 @@ def launch(
 ) -> list[Any]:
     """Run ``worker(*args)`` on ``world_size`` ranks and return each rank's result, in rank order.
 
-    Starts one process a rank on this machine, each with a default process group over all of them
-    (``torch.distributed.get_rank()`` tells which one it is), and waits for all. If this process
+    This starts one process per rank on this machine, each with a default process group over all of
+    them (``torch.distributed.get_rank()`` returns its rank), and waits for all. If this process
     already is a rank, because a process group is initialised or because torchrun or Slurm set
-    ``RANK`` and ``WORLD_SIZE``, nothing is started: the worker runs here, and the results of the
-    group's ranks are gathered.
+    ``RANK`` and ``WORLD_SIZE``, no process is started: the worker runs in this process, and the
+    results of the group's ranks are gathered.
 
     Args:
-        worker: a function that a new process can import: at the top level of a module or of a
-            script, not a lambda, a local function, or one that was typed into a notebook or an
+        worker: Function that a new process can import: at the top level of a module or of a script,
+            not a lambda, a local function, or a function that was typed into a notebook or an
             interactive session.
-        world_size: how many ranks; under an existing launcher it must be the group's size.
-        args: passed on; they and the result must be picklable. CPU tensors are copied.
+        world_size: Number of ranks; under an existing launcher it must be the group's size.
+        args: Arguments of the worker; they and the result must be picklable. CPU tensors are
+            copied.
         backend: ``"cuda"`` (GPUs, NCCL), ``"cpu"`` (kernels run in Triton's interpreter, Gloo), or
-            ``"auto"``: cuda where every rank has a GPU of its own, else cpu. With ``"cuda"`` and
-            fewer GPUs than ranks, the GPUs are dealt out round robin, and ranks that share one run
-            by time slices: results are right, times mean nothing.
-        timeout_s: end everything after this time; default: no limit.
+            ``"auto"``: cuda if every rank has a GPU of its own, else cpu. With ``"cuda"`` and fewer
+            GPUs than ranks, the GPUs are dealt out round robin, and ranks that share one run by
+            time slices: results are right, times mean nothing.
+        timeout_s: Seconds after which all processes are ended. Default: no limit.
 
     Raises:
-        LaunchError: a rank failed: with its traceback; the others are ended. Or no process can be
-            started for the worker.
-        BackendError: backend cuda without a GPU.
-        ArgumentError: a bad world size or backend.
+        LaunchError: A rank failed (the error has its traceback, and the other ranks are ended), or
+            no process can be started for the worker.
+        BackendError: The backend is cuda and there is no GPU.
+        ArgumentError: The world size or the backend is invalid.
     """
     if world_size < 1:
         raise ArgumentError(f"launch: world_size must be at least 1; got {world_size}.")
@@ -91,7 +90,7 @@ def launch(
 
 
 def _require_importable(worker: Callable[..., Any]) -> None:
-    """Refuse what a new process could not run, before one is started.
+    """Refuse a worker that a new process could not import, before a process is started.
 
     Raises:
         LaunchError: the worker cannot be imported, or the program's start is not guarded.
@@ -111,8 +110,8 @@ def _require_importable(worker: Callable[..., Any]) -> None:
         ) from None
     main = sys.modules["__main__"]
     # A new process finds the program by the name of its module (python -m) or of its file.
-    found = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
-    if getattr(worker, "__module__", "") == "__main__" and not found:
+    importable = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+    if getattr(worker, "__module__", "") == "__main__" and not importable:
         raise LaunchError(
             f"launch: worker must be a function that a new process can import; got {name} of a "
             "notebook, an interactive "
@@ -123,6 +122,16 @@ def _require_importable(worker: Callable[..., Any]) -> None:
 
 
 def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None:
+    """Wait until all ranks have ended, and end all of them if one fails.
+
+    Args:
+        processes: The ranks.
+        end: Deadline in seconds of ``time.monotonic()``; None: no limit.
+        folder: Folder in which a rank leaves a file once it has imported the worker.
+
+    Raises:
+        LaunchError: A rank failed, or the ranks did not finish in time.
+    """
     try:
         while not processes.join(
             timeout=0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
@@ -146,24 +155,26 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
                 process.kill()
         for process in processes.processes:
             process.join()
-        # Torch's, with the traceback; left there after a failure
+        # Torch writes tracebacks to these files, and leaves them behind after a failure.
         for file in processes.error_files:
             Path(file).unlink(missing_ok=True)
 
 
 def _child_environment(backend: str) -> dict[str, str]:
+    """Return the environment variables of a rank on ``backend``."""
     environment = {"INTERLACE_BACKEND": backend}
     if backend == "cpu":
         environment["TRITON_INTERPRET"] = "1"
         # Ranks share the cores: more threads than that only wait for each other.
         environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # nothing listens beyond this machine
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # no socket listens beyond this machine
     return environment
 
 
 @contextlib.contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -184,6 +195,9 @@ def _child(
     backend: str,
     folder: str,
 ) -> None:
+    """Run the worker as one rank in a new process, and leave the result in ``folder``."""
+    # The worker was unpickled before this call, so it could be imported, which the file tells the
+    # parent.
     (Path(folder) / f"started-{rank}").touch()
     init_process_group(
         backend,
@@ -196,12 +210,12 @@ def _child(
     (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
     if backend == "cuda":
         torch.cuda.synchronize()
-    # Peers may still be reading this rank's memory; by Gloo, which is there anyway
+    # Peers may still be reading this rank's memory. The barrier uses Gloo, which every backend has.
     dist.all_reduce(torch.zeros(1))
     dist.destroy_process_group()
-    # The result is kept, nobody needs this process any more. While an interpreter goes down,
-    # threads of libraries may outlive what they use: a rank in some thousands ended with SIGABRT
-    # ("terminate called without an active exception").
+    # The result is stored, so the process may end without the interpreter's shutdown, during which
+    # threads of libraries may use objects that are freed already: one rank in some thousands ended
+    # with SIGABRT ("terminate called without an active exception").
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -217,11 +231,18 @@ def init_process_group(
     local_rank: int,
     ranks_here: int | None = None,
 ) -> None:
-    """Join the default process group with Gloo, and NCCL beside it on the cuda backend.
+    """Join the default process group with Gloo, and with NCCL as well on the cuda backend.
 
     Args:
-        local_rank: of this rank on this machine; GPUs are dealt out round robin.
-        ranks_here: how many ranks this machine has; default: all of them.
+        backend: ``"cuda"`` or ``"cpu"``.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        init_method: URL at which the ranks meet, as in ``torch.distributed``.
+        local_rank: Rank of this process on its machine; GPUs are dealt out round robin.
+        ranks_here: Number of ranks on this machine. Default: all of them.
+
+    Raises:
+        BackendError: The backend is cuda and there is no GPU.
     """
     if backend == "cuda":
         gpus = torch.cuda.device_count()
@@ -231,8 +252,8 @@ def init_process_group(
         torch.cuda.set_device(device)
         shared = (world_size if ranks_here is None else ranks_here) > gpus
         if shared:
-            # NCCL refuses two ranks on one GPU of one host. Ranks that say they are hosts of their
-            # own send through sockets.
+            # NCCL refuses two ranks on one GPU of one host. Ranks with different host ids send
+            # through sockets.
             os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that
@@ -251,6 +272,14 @@ def init_process_group(
 def _run_as_rank(
     worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str
 ) -> list[Any]:
+    """Run the worker in this process, which another launcher has started as a rank.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        ArgumentError: ``world_size`` is not the size of the existing group.
+    """
     started = not dist.is_initialized()
     if started:
         rank = int(os.environ["RANK"])

@@ -1,5 +1,6 @@
-"""How many kernels this process has launched: whether the number has changed says whether one may
-be running.
+"""Count the kernels that this process has launched.
+
+If the count has changed since a call began, a kernel of the call may be running.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ import dataclasses
 
 @dataclasses.dataclass
 class Launches:
-    """A number that only grows, but for launches that turn out not to have taken place."""
+    """Count launches.
+
+    It grows only, except that launches are subtracted again if they did not take place.
+
+    Attributes:
+        value: Number of launches.
+    """
 
     value: int = 0
 
 
 launches = Launches()
-"""Incremented before every launch of :class:`interlace.comm.kernels.Launch`, and every replay of a
-group's graphs.
+"""Count of this process: incremented before every launch of
+:class:`interlace.comm.kernels.Launch` and before every replay of a group's graphs.
 """

@@ -1,5 +1,4 @@
-"""The group's memory: one address range per process in which rank r's memory starts at ``base + r *
-stride``.
+"""Lay out a group's memory: one address range per process, in which ranks are a stride apart.
 
 Both backends reserve the range once per group, with room for every rank, and map blocks into it::
 
@@ -9,13 +8,13 @@ Both backends reserve the range once per group, with room for every rank, and ma
     block B      [####]          [####]            [####]
 
 The stride is one constant of the group, so a kernel reaches a peer's copy of *any* symmetric
-address by adding a multiple of it. Where a block lies within a rank's part is each process's own
-affair.
+address by adding a multiple of it. Each process chooses the offset of a block within a rank's part
+for itself.
 
-Who owns what: a group owns its heap, and the heap its range. A block, and every tensor over it,
-keeps the range but neither the heap nor the group, so memory may outlive its group. What a
-finalizer refers to is numbers and the range: a finalizer lives as long as its object, and would
-keep alive for ever a group that owns the object.
+A group owns its heap, and the heap owns its range. A block, and every tensor over it, keeps the
+range but neither the heap nor the group, so memory may outlive its group. Finalizers refer to
+numbers and the range only: a finalizer lives as long as its object, and would keep alive for ever a
+group that owns the object.
 """
 
 from __future__ import annotations
@@ -33,14 +32,20 @@ from interlace.units import format_bytes, round_up
 
 
 class FreeList:
-    """First-fit allocator of offsets in ``[0, size)``; adjacent free spans are merged."""
+    """Allocate offsets in ``[0, size)`` by first fit; adjacent free spans are merged."""
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
-        # Of threads; a finalizer that interrupts its holder would wait for ever, hence put_off
+        # The lock is for threads. A finalizer that interrupts the lock's holder in the same thread
+        # would wait for ever, so releases are put off while the lock is held.
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> int:
+        """Return the offset of ``nbytes`` that were free.
+
+        Raises:
+            WorkspaceError: No free span is large enough.
+        """
         with releases.put_off(), self._lock:
             for i, (start, end) in enumerate(self._free):
                 if end - start >= nbytes:
@@ -53,6 +58,7 @@ class FreeList:
         )
 
     def give(self, start: int, nbytes: int) -> None:
+        """Make the ``nbytes`` at offset ``start`` free again."""
         merged: list[tuple[int, int]] = []
         with releases.put_off(), self._lock:
             for span in sorted([*self._free, (start, start + nbytes)]):
@@ -64,52 +70,55 @@ class FreeList:
 
 
 def call_when_gone(owner: object, device: torch.device, release: Callable[[], object]) -> None:
-    """Call ``release`` once ``owner`` is gone and ``device`` has done what it was given; not at the
-    process's end.
+    """Call ``release`` once ``owner`` is garbage and ``device`` is idle.
+
+    It is not called at the process's end.
 
     Args:
-        release: must not refer to ``owner``, nor to anything that does.
+        owner: Object whose end is awaited.
+        device: Device whose kernels may still use what is released.
+        release: Releases the owner's resources. It must not refer to ``owner``, directly or
+            indirectly, as the owner would never become garbage.
     """
     finalizer = weakref.finalize(owner, releases.put, device, release)
     finalizer.atexit = False  # the process's end unmaps everything
 
 
 class Range:
-    """A reserved address range with room for every rank, which is given back once its heap and all
-    its blocks are gone.
+    """Own a reserved address range with room for every rank.
+
+    The range is unreserved once its heap and all its blocks are gone.
 
     Attributes:
-        base: address of rank 0's part.
-        stride: bytes of each rank's part.
-        offsets: what is free in each of them.
+        base: Address of rank 0's part.
+        stride: Bytes of each rank's part.
+        offsets: Allocator of offsets, which are equal in all parts.
     """
 
     def __init__(
         self, base: int, stride: int, device: torch.device, free: Callable[[], object]
     ) -> None:
-        """Own the range at ``base``, which ``free()`` gives back."""
+        """Own the range at ``base``, which ``free()`` unreserves."""
         self.base, self.stride = base, stride
         self.offsets = FreeList(stride)
         call_when_gone(self, device, free)
 
 
 class Block:
-    """One collective allocation: the same number of zeroed bytes on every rank, all of them mapped
-    here.
+    """Own one collective allocation: equally many bytes per rank, all mapped in this process.
 
     Attributes:
-        address: of rank 0's bytes in this process; rank r's are at ``address + r * stride``.
-        nbytes: usable bytes per rank, at least what was asked for.
-        stride: bytes between two ranks' copies.
+        address: Address of rank 0's bytes in this process; rank r's bytes are at
+            ``address + r * stride``.
+        nbytes: Usable bytes per rank, at least as many as were requested.
+        stride: Bytes between two ranks' copies.
     """
 
     def __init__(
         self, address: int, nbytes: int, stride: int, device: torch.device,
         release: Callable[[], object]
     ) -> None:  # fmt: skip
-        """Own the memory at ``address``, which ``release()`` unmaps once ``device`` does not use it
-        any more.
-        """
+        """Own the memory at ``address``, which ``release()`` unmaps once ``device`` is idle."""
         self.address = address
         self.nbytes = nbytes
         self.stride = stride
@@ -117,36 +126,47 @@ class Block:
 
 
 class Heap(ABC):
-    """Allocates blocks for one group on one device. Every method call is collective."""
+    """Allocate blocks for one group on one device.
+
+    Attributes:
+        device: Device of the memory.
+        stride: Bytes between two ranks' copies of a symmetric address.
+        granularity: Bytes of which a piece that can be mapped again must be a multiple.
+    """
 
     device: torch.device
     stride: int
     granularity: int
-    """Bytes of which a piece that can be mapped again must be a multiple."""
 
     @abstractmethod
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """Allocate ``pieces`` times ``nbytes`` zeroed bytes on every rank, visible to every rank
-        when this returns.
+        """Allocate ``pieces`` times ``nbytes`` zeroed bytes on every rank. Collective.
 
-        Pieces lie one behind the other, each rounded up to the granularity if there are several.
+        The memory is visible to every rank when this returns. Pieces are contiguous, each rounded
+        up to the granularity if there are several.
+
+        Raises:
+            WorkspaceError: The memory does not fit on this rank, or on another one.
         """
 
     @abstractmethod
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """Map pieces of ``nbytes``, of any rank's memory and mapped here already, once more: one
-        behind the other, as given.
+        """Map pieces of any rank's memory once more, contiguously in the order of ``addresses``.
 
         Not collective.
 
+        Args:
+            addresses: Address of each piece, which is mapped in this process already.
+            nbytes: Bytes of one piece.
+
         Returns:
-            The address of the first, and what undoes the mapping once the device is idle (see
-            :func:`call_when_gone`).
+            The address of the first piece, and a function that undoes the mapping, to be called
+            once the device is idle (see :func:`call_when_gone`).
         """
 
 
 class SoloHeap(Heap):
-    """The heap of a group of one: plain memory of the device, no peers to map."""
+    """Allocate the memory of a group of one by torch's allocator."""
 
     granularity = 16
 
@@ -155,14 +175,20 @@ class SoloHeap(Heap):
         self.stride = 0
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate zeroed memory that torch's caching allocator takes back."""
         size = pieces * round_up(max(nbytes, 1), 4096)
         memory = torch.zeros(size + 256, dtype=torch.uint8, device=self.device)
         address = round_up(memory.data_ptr(), 256)
-        # Torch's caching allocator takes the memory back in stream order; nothing has to wait.
+        # Torch's caching allocator takes the memory back in stream order, so the release need not
+        # wait for the GPU: it is treated as a release of the CPU.
         return Block(address, size, self.stride, torch.device("cpu"), [memory].clear)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """One piece, as it is."""
+        """Return the address of a single piece, which need not be mapped again.
+
+        Raises:
+            WorkspaceError: There are several pieces.
+        """
         if len(addresses) != 1:
             raise WorkspaceError(
                 "memory of a process on its own must be mapped once; it cannot be mapped again."

@@ -1,4 +1,4 @@
-"""Group memory of processes on one machine: anonymous shared files, mapped one after the other.
+"""Share memory between processes of one machine: unnamed files, mapped at fixed distances.
 
 The files have no name in any directory (``memfd_create``), and their descriptors pass between the
 ranks directly: the memory is gone when the last process that maps it ends, however it ends.
@@ -12,17 +12,14 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, Heap, Range
 from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
-
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -52,6 +49,11 @@ _libc.mremap.argtypes = (
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+    """Call ``mmap`` and return the address of the mapping.
+
+    Raises:
+        WorkspaceError: The operating system refuses.
+    """
     result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if result == _FAILED or result is None:
         error = os.strerror(ctypes.get_errno())
@@ -60,21 +62,23 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
 
 
 class CpuHeap(Heap):
-    """Shared mappings at fixed distances; see the module."""
+    """Allocate shared mappings at fixed distances; see the module."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, channel: HostChannel) -> None:
+        """Reserve 64 GiB of addresses per rank; ``channel`` passes descriptors between ranks."""
         self.device = torch.device("cpu")
         self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
-        self._group = group
-        size = self.stride * group.world_size
+        self._channel = channel
+        size = self.stride * channel.world_size
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         self._range = Range(
             base, self.stride, self.device, functools.partial(_libc.munmap, base, size)
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        ranks, size = self._group.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
+        """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
+        ranks, size = self._channel.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
             try:
@@ -82,26 +86,31 @@ class CpuHeap(Heap):
                 undo.callback(_unmap, self._range, ranks, offset, size)
                 fds = [_shared_file(size)]
             except WorkspaceError as error:
+                # The peers must learn of the failure in the exchange before it is raised.
                 failure = error
-            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
+            with exchanged_descriptors(
+                self._channel, "empty_symmetric", fds, failure
+            ) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
-                    place = self._range.base + rank * self.stride + offset
+                    address = self._range.base + rank * self.stride + offset
                     _mmap(
-                        place,
+                        address,
                         size,
                         mmap.PROT_READ | mmap.PROT_WRITE,
                         mmap.MAP_SHARED | _MAP_FIXED,
                         descriptor,
                     )
+            # Nothing can fail any more, and the block owns the mappings from here on.
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
         return Block(self._range.base + offset, size, self.stride, self.device, release)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """Map shared memory once more, contiguously; see :meth:`Heap.remap`."""
         size = len(addresses) * nbytes
         base = _mmap(None, size, _PROT_NONE, _RESERVED)
         for i, address in enumerate(addresses):
-            # Of a shared mapping, an old size of 0 makes another one (mremap(2)).
+            # For a shared mapping, an old size of 0 makes a second mapping (mremap(2)).
             if (
                 _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes)
                 == _FAILED
@@ -115,10 +124,10 @@ class CpuHeap(Heap):
 
 
 def _shared_file(nbytes: int) -> int:
-    """The descriptor of a new file of ``nbytes`` zeros that has no name.
+    """Return the descriptor of a new unnamed file of ``nbytes`` zeros.
 
     Raises:
-        WorkspaceError: the operating system does not give it.
+        WorkspaceError: The operating system refuses.
     """
     try:
         fd = os.memfd_create("interlace")
@@ -135,6 +144,7 @@ def _shared_file(nbytes: int) -> int:
 
 
 def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
+    """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
     for rank in range(ranks):
         _mmap(
             reserved.base + rank * reserved.stride + offset,

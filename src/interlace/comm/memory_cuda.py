@@ -1,8 +1,8 @@
-"""Group memory of CUDA GPUs in one node, by the driver's virtual memory management.
+"""Share memory between the GPUs of one node by the driver's virtual memory management.
 
 Each rank creates physical memory on its GPU, the ranks exchange its handles as file descriptors,
-and each maps all of them into its own range, one after the other: ``base + rank * stride +
-offset``. There is one mapping of each piece per process, and so no aliasing: within one kernel,
+and each rank maps all of them into its range, at ``base + rank * stride + offset``. There is one
+mapping of each piece per process, and so no aliasing: within one kernel,
 CUDA orders accesses through two addresses of the same memory only after ``fence.proxy.alias`` (CUDA
 programming guide, "Virtual aliasing support"). ``docs/decisions/0002`` says why torch's symmetric
 memory does not do the exchange.
@@ -14,23 +14,26 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, Heap, Range
 from interlace.comm.releases import releases
 from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
 
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
-
 _OUT_OF_MEMORY = 2
 
 
 def _driver() -> Any:
+    """Return the bindings of the CUDA driver.
+
+    Raises:
+        BackendError: The package cuda-bindings is not installed.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -43,6 +46,11 @@ def _driver() -> Any:
 
 
 def _call(result: tuple[Any, ...]) -> Any:
+    """Return the values of a driver call.
+
+    Raises:
+        BackendError: The call failed.
+    """
     code, *values = result
     if int(code) != 0:
         raise BackendError(
@@ -53,16 +61,26 @@ def _call(result: tuple[Any, ...]) -> Any:
 
 
 class CudaHeap(Heap):
-    """GPUs' memory at fixed distances; see the module."""
+    """Allocate GPU memory of all ranks at fixed distances; see the module."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, channel: HostChannel, device: torch.device) -> None:
+        """Reserve addresses for all ranks.
+
+        Args:
+            channel: Passes descriptors of memory between the ranks.
+            device: This rank's GPU.
+
+        Raises:
+            BackendError: The driver's bindings are missing, a driver call failed, or torch was
+                built for ROCm.
+        """
         if torch.version.hip:
             raise BackendError(
                 "the cuda backend must run on NVIDIA GPUs; got a ROCm build of torch. Use "
                 "backend='cpu'."
             )
         self.device = device
-        self._group = group
+        self._channel = channel
         self._cu = cu = _driver()
         torch.cuda.current_stream(device)  # the driver calls below need torch's context
         self._properties = cu.CUmemAllocationProp()
@@ -80,44 +98,56 @@ class CudaHeap(Heap):
         self._reserve()
 
     def _reserve(self) -> None:
-        cu, size = self._cu, self.stride * self._group.world_size
+        """Reserve the address range."""
+        cu, size = self._cu, self.stride * self._channel.world_size
         base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        cu, ranks, rank = self._cu, self._group.world_size, self._group.rank
+        """Allocate zeroed memory on every GPU, piece by piece; see :meth:`Heap.allocate`."""
+        cu, ranks, rank = self._cu, self._channel.world_size, self._channel.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
         with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
-            offset, own, fds, failure = 0, [], [], None
+            offset, local_handles, fds, failure = 0, [], [], None
+            # Step 1: make this rank's memory, and descriptors of it.
             try:
                 offset = self._range.offsets.take(size)
                 undo.callback(self._range.offsets.give, offset, size)
                 for _ in range(pieces):
-                    own.append(self._create(piece, size))
-                    handles.callback(cu.cuMemRelease, own[-1])  # mappings keep the memory
+                    handle = self._create(piece, size)
+                    local_handles.append(handle)
+                    # Mappings keep the memory alive; the handle itself is needed here only.
+                    handles.callback(cu.cuMemRelease, handle)
                 fds = [
                     int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0)))
-                    for handle in own
+                    for handle in local_handles
                 ]
             except InterlaceError as error:
+                # The peers must learn of the failure in the exchange before it is raised.
                 failure = error
-            with exchanged_descriptors(self._group, "empty_symmetric", fds, failure) as descriptors:
-                for peer, held in enumerate(descriptors):
-                    place = self._range.base + peer * self.stride + offset
-                    for i, descriptor in enumerate(held):
+            # Step 2: get the peers' descriptors. Step 3: map the memory of every rank.
+            with exchanged_descriptors(
+                self._channel, "empty_symmetric", fds, failure
+            ) as descriptors:
+                for peer, peer_descriptors in enumerate(descriptors):
+                    base = self._range.base + peer * self.stride + offset
+                    for i, descriptor in enumerate(peer_descriptors):
+                        address = base + i * piece
                         with contextlib.ExitStack() as imported:
-                            physical = own[i]
+                            physical = local_handles[i]
                             if peer != rank:
                                 physical = _call(
                                     cu.cuMemImportFromShareableHandle(descriptor, self._handle_type)
                                 )
                                 imported.callback(cu.cuMemRelease, physical)
-                            _call(cu.cuMemMap(place + i * piece, piece, 0, physical, 0))
-                        undo.callback(cu.cuMemUnmap, place + i * piece, piece)
-                    self._allow(place, size)
+                            _call(cu.cuMemMap(address, piece, 0, physical, 0))
+                        undo.callback(cu.cuMemUnmap, address, piece)
+                    self._allow(base, size)
+            # Step 4: each rank zeroes its memory. It does not tell the peers: an allocation ends
+            # with an exchange of outcomes, before which no rank uses the memory.
             _call(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
             torch.cuda.synchronize(self.device)
             undo.pop_all()
@@ -125,12 +155,20 @@ class CudaHeap(Heap):
         return Block(self._range.base + offset, size, self.stride, self.device, release)
 
     def _create(self, piece: int, size: int) -> Any:
-        """Memory of this GPU for one of the pieces of ``size`` bytes in all; what nobody uses any
-        more makes room for it.
+        """Return a handle of new memory of this GPU; unused memory makes room for it.
+
+        Args:
+            piece: Bytes of the memory.
+            size: Bytes of all pieces of the block, for the error message.
+
+        Raises:
+            WorkspaceError: The memory does not fit on the GPU.
         """
         result = self._cu.cuMemCreate(piece, self._properties, 0)
         if int(result[0]) == _OUT_OF_MEMORY:
-            gc.collect()  # groups that are gone, which refer to themselves
+            # Groups that nothing refers to any more may lie in reference cycles, and their memory
+            # may wait for its release.
+            gc.collect()
             releases.empty()
             torch.cuda.empty_cache()
             result = self._cu.cuMemCreate(piece, self._properties, 0)
@@ -143,6 +181,7 @@ class CudaHeap(Heap):
         return _call(result)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """Map physical memory once more, contiguously; see :meth:`Heap.remap`."""
         cu, size = self._cu, len(addresses) * nbytes
         with contextlib.ExitStack() as undo:
             base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
@@ -158,6 +197,7 @@ class CudaHeap(Heap):
         return base, functools.partial(_unmap_again, cu, base, len(addresses), nbytes)
 
     def _allow(self, address: int, size: int) -> None:
+        """Let this GPU read and write mapped memory."""
         access = self._cu.CUmemAccessDesc()
         access.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.device.index
@@ -166,7 +206,7 @@ class CudaHeap(Heap):
 
 
 def _unmap(cu: Any, reserved: Range, ranks: int, offset: int, pieces: int, piece: int) -> None:
-    """Give back a block. Peers keep the memory of this rank that they have mapped."""
+    """Unmap a block and free its offset. Peers keep their mappings of this rank's memory."""
     for rank in range(ranks):
         for i in range(pieces):
             _call(cu.cuMemUnmap(reserved.base + rank * reserved.stride + offset + i * piece, piece))
@@ -174,11 +214,12 @@ def _unmap(cu: Any, reserved: Range, ranks: int, offset: int, pieces: int, piece
 
 
 def _unmap_again(cu: Any, base: int, pieces: int, piece: int) -> None:
-    """Give back what :meth:`CudaHeap.remap` has mapped, and its range."""
+    """Unmap pieces that :meth:`CudaHeap.remap` has mapped, and free their address range."""
     for i in range(pieces):
         _call(cu.cuMemUnmap(base + i * piece, piece))
     _free_range(cu, base, pieces * piece)
 
 
 def _free_range(cu: Any, base: int, size: int) -> None:
+    """Unreserve an address range."""
     _call(cu.cuMemAddressFree(base, size))

@@ -1,4 +1,4 @@
-"""Tensors that are kept from call to call, made by a call that may be in inference mode."""
+"""Make tensors that outlive a call, also if the call is in inference mode."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ T = TypeVar("T")
 
 
 def makes_ordinary_tensors(make: Callable[P, T]) -> Callable[P, T]:
-    """Let the tensors that ``make`` creates be ordinary ones, also where it is called in
-    ``torch.inference_mode()``.
+    """Decorate ``make`` so that it creates no inference tensors.
 
-    PyTorch lets nobody write to an inference tensor outside of inference mode, nor save it for a
-    backward pass. So whatever outlives a call must be made by a function with this decorator: a
-    program may evaluate first and train afterwards.
+    PyTorch refuses to write to an inference tensor outside of inference mode, and to save it for a
+    backward pass. A program may evaluate first, in ``torch.inference_mode()``, and train
+    afterwards. So every tensor that outlives a call must be made by a function with this decorator.
     """
 
     @functools.wraps(make)

@@ -1,6 +1,4 @@
-"""How the operators are registered with PyTorch: their kernels, their gradients, and what they
-refuse.
-"""
+"""Register operators with PyTorch: their kernels, their gradients, and their refusals."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from interlace.errors import ArgumentError
 OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 """Tags of every operator.
 
-Not in CUDA graphs that Inductor makes by itself (``mode="reduce-overhead"``): during its warm-up it
-takes all memory from the graph's pool, also what an operator keeps from call to call, and refuses
-to replay. Inductor cuts its graphs there. Graphs that a program captures itself hold the operators,
-after one call outside.
+Operators are excluded from CUDA graphs that Inductor makes by itself (``mode="reduce-overhead"``):
+during its warm-up Inductor takes all memory from the graph's pool, also memory that an operator
+keeps from call to call, and refuses to replay. So Inductor cuts its graphs at an operator. A graph
+that a program captures itself may hold operators that were called once before.
 """
 
 _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
@@ -40,19 +38,19 @@ def register(
 ) -> None:
     """Register the kernels of the operator ``interlace::<name>``, which ``library`` has defined.
 
-    No derivative is ever lost without a word. Forward-mode differentiation is refused, and so is
-    reverse mode where there is no ``backward``. Autocast does not reach into an operator: it runs
-    in the dtypes of its arguments.
+    Derivatives are computed or refused with an error, never dropped. Forward-mode differentiation
+    is refused, and so is reverse mode if there is no ``backward``. Autocast does not reach into an
+    operator: it runs in the dtypes of its arguments.
 
     Args:
-        library: Where the schema was defined.
+        library: Library in which the schema was defined.
         name: The operator's name.
         run: The implementation, on the CPU and on CUDA.
-        fake: The shapes and dtypes of the results.
+        fake: Returns empty tensors of the results' shapes and dtypes.
         backward: The gradient's formula, as for ``torch.library.register_autograd``. None for
             operators that are only called after autograd, by a gradient's formula or by a compiled
             graph; they cost the host less.
-        setup_context: What ``backward`` needs to be saved, as for
+        setup_context: Saves the tensors that ``backward`` needs, as for
             ``torch.library.register_autograd``.
     """
     operator = getattr(torch.ops.interlace, name).default
@@ -70,6 +68,7 @@ def register(
     torch.library.register_fake(f"interlace::{name}", fake, lib=library)
 
     def run_without_autocast(*args: Any) -> Any:
+        # Dispatch once more without autocast, which would cast the arguments.
         with _C._ExcludeDispatchKeyGuard(_AUTOCAST):
             return operator(*args)
 
@@ -84,6 +83,7 @@ def register(
             _refuse(name, "in forward mode", "an argument with a tangent")
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             return differentiable(keys, *args)
+        # No argument requires a gradient, so the kernel is called without the cost of autograd.
         with _C._AutoDispatchBelowAutograd():
             return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
@@ -91,11 +91,14 @@ def register(
 
 
 def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a ``backward`` whose results cannot be differentiated again.
+    """Return a decorator of a ``backward`` whose results cannot be differentiated again.
 
-    As ``torch.autograd.function.once_differentiable``, but the error names the operator, and it
-    also comes where a result depends on nothing but tensors that were saved. It comes when a second
-    derivative is asked for, not when a program keeps the graph of the first one.
+    It differs from ``torch.autograd.function.once_differentiable`` in two points: the error names
+    the operator, and it is also raised if a result depends on saved tensors only. The error is
+    raised when a second derivative is computed, not when a program keeps the graph of the first.
+
+    Args:
+        operator: Name of the operator, for the error.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,11 +113,13 @@ def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callabl
             if not inputs:
                 return results
 
-            def refuse_another(result: torch.Tensor) -> torch.Tensor:
-                connected: torch.Tensor = _OnceDifferentiable.apply(operator, result, *inputs)  # type: ignore[no-untyped-call]
-                return connected
+            # Connect each result to the inputs by a function whose gradient is the error, so that a
+            # second derivative is refused and not zero.
+            def refuse_derivative(result: torch.Tensor) -> torch.Tensor:
+                connect: Callable[..., torch.Tensor] = _OnceDifferentiable.apply
+                return connect(operator, result, *inputs)
 
-            return tree_map_only(torch.Tensor, refuse_another, results)
+            return tree_map_only(torch.Tensor, refuse_derivative, results)
 
         return once
 
@@ -122,7 +127,7 @@ def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The identity of a result that depends on ``inputs``; its gradient is an error."""
+    """Return a result unchanged and make its gradient an error."""
 
     @staticmethod
     def forward(
@@ -136,15 +141,17 @@ class _OnceDifferentiable(torch.autograd.Function):
         _refuse(ctx.operator, "twice", "a second derivative")
 
 
-def _refuse(name: str, how: str, got: str) -> NoReturn:
+def _refuse(name: str, mode: str, got: str) -> NoReturn:
+    """Raise the error of an operator that cannot be differentiated in a mode."""
     raise ArgumentError(
-        f"{name}: this operator cannot be differentiated {how}; got {got}. "
+        f"{name}: this operator cannot be differentiated {mode}; got {got}. "
         "Use reverse mode, once (loss.backward()), or take the operator out of what is "
         "differentiated."
     )
 
 
 def _tensors(args: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield all tensors among arguments and in nested lists and tuples of them."""
     for value in args:
         if isinstance(value, torch.Tensor):
             yield value
@@ -153,4 +160,5 @@ def _tensors(args: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Return whether forward-mode differentiation tracks the tensor."""
     return tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None

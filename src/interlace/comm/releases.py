@@ -1,9 +1,9 @@
-"""Memory whose owner is gone is unmapped here: at once, or once nothing stands against it.
+"""Unmap memory whose owner is gone, at once or as soon as that is safe.
 
-A finalizer runs wherever Python happens to be, perhaps while a CUDA graph is being captured, in the
+A finalizer may run at any point of a program, perhaps while a CUDA graph is being captured, in the
 middle of an allocation, or in a thread of a data loader. Unmapping a GPU's memory has to wait for
-the GPU first, which makes a capture invalid. So finalizers hand their work to one queue, and it is
-done when that is safe.
+the GPU first, which makes a capture invalid. So finalizers put their releases into one queue, which
+is emptied when that is safe.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import torch
 
 
 class ReleaseQueue:
-    """Releases that finalizers have asked for, each with the device whose kernels may still use the
-    memory.
-    """
+    """Queue releases, each with the device whose kernels may still use the memory."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[torch.device, Callable[[], object]]] = deque()
@@ -30,26 +28,23 @@ class ReleaseQueue:
         return len(self._pending)
 
     def put(self, device: torch.device, release: Callable[[], object]) -> None:
-        """Call ``release`` once ``device`` is idle: now, or in :meth:`empty` if nothing may wait
-        for the device now.
-
-        Only the main thread does it at once: what another thread may be capturing cannot be asked
-            for.
-        """
+        """Call ``release`` once ``device`` is idle: now if that is safe, or in :meth:`empty`."""
         self._pending.append((device, release))
+        # Only the main thread may wait for a GPU now: CUDA reports captures of the calling thread's
+        # stream only, and the main thread may be capturing.
         if device.type == "cpu" or threading.current_thread() is threading.main_thread():
             self.empty()
 
     def empty(self) -> None:
-        """Do what is pending, unless the current stream is being captured or somebody has
-        :meth:`put_off` all releases.
+        """Perform all pending releases, unless the current stream is being captured.
+
+        Nothing happens within :meth:`put_off` either.
 
         Raises:
-            Exception: whatever a release raises. A device that cannot be waited for keeps its
-                releases pending.
+            Exception: Any error of a release; later releases stay pending. If waiting for a device
+                fails, its releases stay pending as well.
         """
-        # Neither lock nor list may make a finalizer wait that interrupts their holder in the same
-        # thread.
+        # A finalizer may interrupt this method in the same thread, so the lock must not block.
         if (
             not self._pending
             or self._holders
@@ -71,8 +66,10 @@ class ReleaseQueue:
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """Nothing is released meanwhile: while a list of free memory changes, or a graph is
-        captured.
+        """Put off all releases within the context.
+
+        Callers change a list of free memory, or capture a graph, in which a release must not
+        interfere.
         """
         self._holders.append(None)
         try:
@@ -82,8 +79,9 @@ class ReleaseQueue:
 
 
 def _capturing() -> bool:
+    """Return whether the current stream is being captured; CUDA is not initialised for that."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 releases = ReleaseQueue()
-"""Of this process."""
+"""Queue of this process."""

@@ -1,6 +1,4 @@
-"""How the ranks of a process group find one another in its store, whatever earlier groups and
-attempts have left there.
-"""
+"""Let the ranks of a process group meet in its store, despite keys of earlier attempts."""
 
 from __future__ import annotations
 
@@ -12,69 +10,81 @@ from typing import Any
 from interlace.errors import PeerTimeoutError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
-_MARGIN_S = 5.0  # for rank 0 to say who is missing, on a busy machine
+_MARGIN_S = 5.0  # extra time for rank 0 to name the absent rank, on a busy machine
 
 
-def meet(store: Any, what: str, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait for all ranks; a name for what they do next that was never used before, the same on
-    every rank. Collective.
+def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -> str:
+    """Wait for all ranks, and return a name that was never used before. Collective.
 
-    A store may outlive a process group, and hold what a group of the same name or an attempt that
-    failed has left. So no key is trusted that a rank could have written before: every rank says
-    hello with a new random word, and rank 0 answers that word with the name, until everybody has
-    used it. Then rank 0 says that all are there, or who is not::
+    A store may outlive a process group, and hold keys that a group of equal name or a failed
+    attempt has left. So no key is trusted that a rank could have written before: every rank says
+    hello with a new random word, and rank 0 answers that word with the name, until all ranks have
+    used it. Then rank 0 announces that all ranks are present, or which one is absent::
 
-        hello/1           rank 1: "a71..."; what an earlier attempt wrote there is answered too, in vain
+        hello/1           rank 1: "a71..."; words of earlier attempts are answered too, in vain
         welcome/a71...    rank 0: the name
         joined/<name>/1   rank 1
-        verdict/<name>    rank 0: -1, or the first rank that is missing
+        verdict/<name>    rank 0: -1, or the first rank that is absent
 
     Args:
-        store: of the process group.
-        what: for the error.
-        timeout_s: to wait for the others; an error may take twice as long, since ranks do not come
-            at the same time.
+        store: Store of the process group.
+        label: Name of the occasion, for the error.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout_s: Seconds to wait for the other ranks. An error may take twice as long, since ranks
+            do not arrive at the same time.
+
+    Returns:
+        The name, equal on all ranks.
 
     Raises:
-        PeerTimeoutError: naming a rank that did not come; on every rank that did.
+        PeerTimeoutError: A rank did not come; raised on every rank that did, with its number.
     """
+    # Rank 0 decides alone, so all ranks get the same verdict.
     if rank == 0:
-        name, missing = _receive_all(store, world_size, timeout_s)
+        name, absent = _receive_peers(store, world_size, timeout_s)
     else:
-        name, missing = _report(store, rank, timeout_s)
-    if missing >= 0:
-        raise PeerTimeoutError(operator=what, rank=rank, peer=missing, deadline_s=timeout_s)
+        name, absent = _report(store, rank, timeout_s)
+    if absent >= 0:
+        raise PeerTimeoutError(operator=label, rank=rank, peer=absent, deadline_s=timeout_s)
     return name
 
 
-def _receive_all(store: Any, world_size: int, timeout_s: float) -> tuple[str, int]:
-    """Of rank 0: the name, and the first rank that is missing or -1."""
+def _receive_peers(store: Any, world_size: int, timeout_s: float) -> tuple[str, int]:
+    """Meet all other ranks as rank 0; return the name, and the first absent rank or -1."""
     name, end, pause_s = secrets.token_hex(8), time.monotonic() + timeout_s, _FIRST_PAUSE_S
     waiting, answered = set(range(1, world_size)), dict[int, bytes]()
     while waiting:
         for peer in sorted(waiting):
             hello = f"hello/{peer}"
+            # Step 3: the peer has read the name. Its keys go, so that the store does not grow.
             if store.check([f"joined/{name}/{peer}"]):
                 waiting.remove(peer)
                 store.delete_key(f"joined/{name}/{peer}")
                 store.delete_key(hello)
+            # Step 2: answer the peer's word.
             elif store.check([hello]):
+                # The word may be that of an earlier attempt. Its answer is never read, and the peer
+                # replaces the word when it comes.
                 word = store.get(hello)
                 if answered.get(peer) != word:
                     store.set(f"welcome/{word.decode()}", name)
                     answered[peer] = word
         if waiting and time.monotonic() >= end:
             break
+        # The store's own wait returns when all keys exist, but here any key is an event.
         if waiting:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-    missing = min(waiting, default=-1)
-    store.set(f"verdict/{name}", str(missing))
-    return name, missing
+    # Step 4: tell all ranks at once whether the meeting took place.
+    absent = min(waiting, default=-1)
+    store.set(f"verdict/{name}", str(absent))
+    return name, absent
 
 
 def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
-    """Of the other ranks."""
+    """Meet rank 0 as another rank; return the name, and the first absent rank or -1."""
+    # Step 1: say hello with a word that no earlier attempt can have used.
     word = secrets.token_hex(16)
     store.set(f"hello/{rank}", word)
     if not _wait(store, f"welcome/{word}", timeout_s):
@@ -88,6 +98,7 @@ def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
 
 
 def _wait(store: Any, key: str, timeout_s: float) -> bool:
+    """Return whether ``key`` appears in the store within ``timeout_s`` seconds."""
     try:
         store.wait([key], datetime.timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError

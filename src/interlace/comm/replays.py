@@ -1,16 +1,15 @@
-"""What calls enqueue, as CUDA graphs, where they come again with the same addresses: one launch in
-place of dozens.
+"""Replay calls that come again with the same addresses: one launch in place of dozens.
 
-A call that is made of several kernels, products and copies takes the host longer to enqueue than a
-GPU takes for it. A program that repeats itself, as training does, gets the same memory from torch's
-allocator in each step: then the whole call is there already.
+The host takes longer to enqueue a call of several kernels, products and copies than a GPU takes to
+run it. A program that repeats itself, as training does, gets the same memory from torch's allocator
+in each step, so the call of the previous step can be replayed.
 
-An address is all that a graph knows of a tensor, and a call that has the same addresses has the
-tensors that lie there now. So nothing is kept alive, and nothing is copied. What a graph refers to
-beside the call's tensors belongs to the group, which forgets its graphs before any of that goes, or
-is a small table of numbers (``interlace.comm.constants``), which is kept with the call.
+A graph knows a tensor by its address alone, and a call with equal addresses has the tensors that
+lie there now. So nothing is kept alive, and nothing is copied. Memory that a graph refers to and
+that is not the call's own belongs to the group, which forgets its graphs before such memory goes,
+or is a small table of numbers (``interlace.comm.tables``), which is kept with the call.
 
-Keys hold addresses and settings of this process alone. That is no matter: whether a rank replays a
+Keys hold addresses and settings of this process alone, which does no harm: whether a rank replays a
 call or enqueues it, its peers see the same puts and signals, and neither of the two asks them
 anything.
 """
@@ -24,33 +23,28 @@ import gc
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
 
-if TYPE_CHECKING:
-    from interlace.comm.group import Group
-
-_MOST_GRAPHS = 256
-_MOST_SEEN = 4096  # calls that may be the first of many
-_OLD = 16 * _MOST_GRAPHS  # runs without one after which a graph may make room for another
+_MAX_GRAPHS = 256
+_MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
+_IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
-    """Where tensors lie, and what they are there: of a key for :meth:`Replays.run`."""
+    """Return address, shape, strides and dtype of each tensor, for a key of :meth:`Replays.run`."""
     return tuple(
-        None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype)
-        for each in tensors
+        None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
     )
 
 
 def library_settings() -> tuple[Hashable, ...]:
-    """What torch was told of matrix products: a graph goes on with the settings that it was
-    captured with.
-    """
+    """Return torch's settings of matrix products, which a graph keeps from its capture."""
     torch_c = torch._C
     return (
         torch_c._get_fp32_precision_getter("cuda", "matmul") == "tf32",
@@ -64,47 +58,61 @@ def library_settings() -> tuple[Hashable, ...]:
 
 
 @dataclasses.dataclass
-class _Kept:
+class _Replayable:
+    """Hold a captured call.
+
+    Attributes:
+        graph: The CUDA graph.
+        last_run: Number of the run that replayed it last.
+        tables: Tables of numbers that the graph refers to.
+    """
+
     graph: Any
     last_run: int
     tables: tuple[torch.Tensor, ...]
 
 
 class Replays:
-    """The graphs of one group's calls. ``INTERLACE_REPLAY=0`` in the environment, when the group is
-    made, turns them off.
+    """Capture and replay the calls of one group.
+
+    ``INTERLACE_REPLAY=0`` in the environment, when the group is made, turns replays off.
+
+    Attributes:
+        capturing: Whether the work that is enqueued now becomes one of these graphs.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._enabled = group.backend == "cuda" and os.environ.get("INTERLACE_REPLAY", "1") != "0"
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self._seen: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
-        # Of the call that is being enqueued for the first time
+    def __init__(self, device: torch.device) -> None:
+        """Create a store of graphs for ``device``; on the CPU it always enqueues."""
+        self._device = device
+        self._enabled = device.type == "cuda" and os.environ.get("INTERLACE_REPLAY", "1") != "0"
+        self._graphs: OrderedDict[Hashable, _Replayable] = OrderedDict()
+        self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
+        # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
         self._runs = 0
         self.capturing = False
-        """Whether what is enqueued now becomes one of these graphs."""
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._graphs)
 
     def run(
         self, key: Hashable, enqueue: Callable[[], None], *, with_libraries: bool = True
     ) -> bool:
-        """Enqueue on the current stream what ``enqueue()`` does; whether it was called for that.
-        Within ``Group.running``.
+        """Enqueue the work of ``enqueue()`` on the current stream, within ``Group.running``.
 
-        The second call with ``key`` makes a graph, which later ones replay; in a CUDA graph of the
-        program's own none is made, nor where as many as are kept are all in use.
+        The second call with ``key`` makes a graph, which later calls replay. No graph is made
+        within a CUDA graph of the program, nor while as many as are kept are all in use.
 
         Args:
-            key: all that the work depends on: the :func:`places` of the call's tensors, and its
-                numbers.
-            enqueue: kernels and copies that begin and end on the current stream. It allocates
-                nothing.
-            with_libraries: the work may contain products by cuBLAS, so it depends on
+            key: Everything that the work depends on: the :func:`places` of the call's tensors, and
+                its numbers.
+            enqueue: Enqueues kernels and copies that begin and end on the current stream. It
+                allocates nothing.
+            with_libraries: The work may contain products by cuBLAS, so it depends on
                 :func:`library_settings` as well.
+
+        Returns:
+            Whether ``enqueue`` was called.
         """
         if not self._enabled or torch.cuda.is_current_stream_capturing():
             enqueue()
@@ -112,38 +120,37 @@ class Replays:
         if with_libraries:
             key = (key, library_settings())
         self._runs += 1
-        kept = self._kept.get(key)
-        new = kept is None
-        if kept is None:
-            tables = self._seen.get(key)
+        replayable = self._graphs.get(key)
+        is_new = replayable is None
+        if replayable is None:
+            tables = self._candidates.get(key)
             if tables is None:
-                self._see(key, enqueue)
+                self._enqueue_candidate(key, enqueue)
                 return True
             if not self._has_room():
                 enqueue()
                 return True
-            kept = self._kept[key] = _Kept(self._capture(enqueue), 0, tables)
-        kept.last_run = self._runs
-        self._kept.move_to_end(key)
-        launches.value += 1  # before the launch: if that is interrupted, the graph may be running
-        kept.graph.replay()
-        return new
+            replayable = self._graphs[key] = _Replayable(self._capture(enqueue), 0, tables)
+        replayable.last_run = self._runs
+        self._graphs.move_to_end(key)
+        # Counted before the launch: if that is interrupted, the graph may be running.
+        launches.value += 1
+        replayable.graph.replay()
+        return is_new
 
     def refer_to(self, table: torch.Tensor) -> None:
-        """What is being enqueued refers to ``table``, which lives as long as the call may come
-        again.
-        """
+        """Keep ``table`` alive as long as the call that is being enqueued may come again."""
         if self._tables is not None:
             self._tables.append(table)
 
     def clear(self) -> None:
-        """Forget all graphs, once they have run: memory that they refer to is about to go."""
-        if self._kept:
-            torch.cuda.synchronize(self._group.device)
-        self._kept.clear()
-        self._seen.clear()
+        """Wait until all graphs have run and forget them, as their memory is about to go."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._candidates.clear()
 
-    def _see(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+    def _enqueue_candidate(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         """Enqueue a call that is new, and remember it with the tables that it refers to."""
         tables: list[torch.Tensor] = []
         self._tables = tables
@@ -151,48 +158,50 @@ class Replays:
             enqueue()
         finally:
             self._tables = None
-        self._seen[key] = tuple(tables)
-        if len(self._seen) > _MOST_SEEN:
-            self._seen.popitem(last=False)
+        self._candidates[key] = tuple(tables)
+        if len(self._candidates) > _MAX_CANDIDATES:
+            self._candidates.popitem(last=False)
 
     def _has_room(self) -> bool:
-        """Whether there is room for one more graph."""
-        if len(self._kept) < _MOST_GRAPHS:
+        """Make room for one more graph if an idle one can go; return whether there is room."""
+        if len(self._graphs) < _MAX_GRAPHS:
             return True
-        # A program that goes round more addresses than are kept must not make a graph in each call.
-        oldest = next(iter(self._kept.values()))
-        if self._runs - oldest.last_run < _OLD:
+        # A program that cycles through more addresses than are kept must not capture a graph in
+        # each call, so a graph makes room only after it was idle for many runs.
+        least_recent = next(iter(self._graphs.values()))
+        if self._runs - least_recent.last_run < _IDLE_RUNS:
             return False
-        torch.cuda.synchronize(self._group.device)  # it may still run
-        self._kept.popitem(last=False)
+        torch.cuda.synchronize(self._device)  # it may still run
+        self._graphs.popitem(last=False)
         return True
 
     def _capture(self, enqueue: Callable[[], object]) -> Any:
+        """Return a CUDA graph of the work of ``enqueue()``."""
         self.capturing = True
-        before = launches.value
+        launches_before = launches.value
         try:
-            return _recorder(self._group.device).record(enqueue)
+            return _recorder(self._device).record(enqueue)
         finally:
             self.capturing = False
-            launches.value = before  # what is captured does not run yet
+            # Captured work does not run yet, so the launches were none.
+            launches.value = launches_before
 
 
 class _Recorder:
-    """Captures graphs on a stream that nothing else runs on, with one pool of memory for all of
-    them.
+    """Capture graphs on a stream of their own, with one pool of memory for all of them.
 
-    Torch allocates cuBLAS's workspace (32 MiB on Hopper) for each stream on its first product and
-    keeps it, so it comes from the pool. Calls on a GPU follow each other, whatever their group, so
-    all graphs can share the workspace.
+    Torch allocates cuBLAS's workspace (32 MiB on Hopper) per stream on its first product and keeps
+    it, so it comes from the pool. Calls on a GPU follow each other, whatever their group, so all
+    graphs can share the workspace.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        # PyTorch gives up a pool with its last graph; this one is never run and keeps it.
+        # PyTorch gives up a pool with its last graph; this graph is never run and keeps the pool.
         self._anchor = self.record(lambda: torch.zeros(1, device=device))
 
     def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """A graph of what ``enqueue()`` does."""
+        """Return a graph of the work of ``enqueue()``."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), releases.put_off(), _without_collection():
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
@@ -206,14 +215,19 @@ class _Recorder:
 
 @functools.cache
 def _recorder(device: torch.device) -> _Recorder:
-    """One per GPU and process: each group's own would leave a workspace of cuBLAS behind."""
+    """Return the recorder of a GPU.
+
+    There is one per GPU and process, since a recorder per group would leave a workspace of cuBLAS
+    behind with each group that goes.
+    """
     return _Recorder(device)
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: what finalizers of any library do to the driver would make
-    a capture invalid.
+    """Collect no garbage within the context.
+
+    Finalizers of any library may call the driver, which would make the capture invalid.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,15 +1,14 @@
-"""Shortcuts through Triton's interpreter, whose time is Python's; in force only while this package
-launches kernels.
+"""Speed up Triton's interpreter while this package launches kernels.
 
-Three things take most of an interpreted kernel's time. Types, shapes and tables of element types
-are made anew for every
-value, though they depend on a few numbers: they are remembered. The language is patched again at
-every call of a device
-function: once per module is enough. Every sum and product of integers is checked for overflow: GPUs
-do not check either.
+Three activities of Python take most of an interpreted kernel's time, and are cut short:
 
-Triton is as it was outside of :func:`taken`, so that other kernels of the process keep their
-checks. Where another Triton keeps something else in its objects, it goes its own way.
+- Types, shapes and tables of element types are made anew for every value, though they depend on a
+  few numbers. They are cached.
+- The language is patched again at every call of a device function. Once per module is enough.
+- Every sum and product of integers is checked for overflow. GPUs do not check either.
+
+Triton is unchanged outside of :func:`taken`, so that other kernels of the process keep their
+checks. A version of Triton that keeps other fields in its objects runs without the caches.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ _depth = 0
 
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
-    """Take the shortcuts in this process until the end of the outermost of these contexts, however
-    it ends.
-    """
+    """Take the shortcuts in this process until the end of the outermost of these contexts."""
     global _depth
     if _depth:
         _depth += 1
@@ -45,7 +42,7 @@ def taken() -> Iterator[None]:
             _depth -= 1
         return
     builder = interpreter.interpreter_builder
-    before = (
+    originals = (
         core.tensor.__init__,
         core.block_type.__init__,
         interpreter._get_np_dtype,
@@ -53,9 +50,9 @@ def taken() -> Iterator[None]:
         builder.options,
     )
     patches = _Patches(interpreter._patch_lang)
-    core.tensor.__init__ = _of_tensors(core.tensor.__init__)
-    core.block_type.__init__ = _of_block_types(core.block_type.__init__)
-    interpreter._get_np_dtype = _of_dtypes(interpreter._get_np_dtype)
+    core.tensor.__init__ = _cached_tensor_init(core.tensor.__init__)
+    core.block_type.__init__ = _cached_block_type_init(core.block_type.__init__)
+    interpreter._get_np_dtype = _cached_np_dtype(interpreter._get_np_dtype)
     interpreter._patch_lang = patches
     builder.options = _without_checks(builder.options)
     _depth = 1
@@ -70,17 +67,20 @@ def taken() -> Iterator[None]:
             interpreter._get_np_dtype,
             interpreter._patch_lang,
             builder.options,
-        ) = before
+        ) = originals
 
 
 @functools.lru_cache(maxsize=4)
 def _without_checks(options: Any) -> Any:
+    """Return the interpreter's options without checks for overflow."""
     return dataclasses.replace(options, sanitize_overflow=False)
 
 
 class _Patches:
-    """What Triton has replaced in its language for the launches that run within :func:`taken`: once
-    for each module.
+    """Patch Triton's language once per module for the launches that run within :func:`taken`.
+
+    An instance replaces Triton's function that patches the language, and is the scope that this
+    function returns as well.
     """
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
@@ -88,70 +88,76 @@ class _Patches:
         self._scopes: dict[int, Any] = {}
 
     def __call__(self, function: Any) -> _Patches:
-        # The names of a module identify it: no module goes, and leaves its address to another one,
-        # during a launch.
+        # A module is identified by the address of its globals: no module is unloaded during a
+        # launch and leaves its address to another module.
         key = id(function.__globals__)
         if key not in self._scopes:
             self._scopes[key] = self._patch(function)
         return self
 
     def restore(self) -> None:
-        """Called by Triton at the end of a launch, which is not the end of all."""
+        """Do nothing: Triton calls this at the end of a launch, and other launches may follow."""
 
     def undo(self) -> None:
+        """Restore the language, the most recent patch first."""
         while self._scopes:
             self._scopes.popitem()[1].restore()
 
 
-@functools.lru_cache(maxsize=4)  # what is remembered outlives a launch
-def _of_tensors(init: Callable[..., None]) -> Callable[..., None]:
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+# The decorated functions below return the same wrapper, with the same cache, for every launch.
+@functools.lru_cache(maxsize=4)
+def _cached_tensor_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Return ``tensor.__init__`` with a cache of shapes and sizes by dimensions."""
+    cache: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
-    def remembering(self: Any, handle: Any, type: Any) -> None:
+    def cached_init(self: Any, handle: Any, type: Any) -> None:
         key = (*type.shape,) if type.is_block() else ()
-        found = known.get(key)
-        if found is None:
+        cached = cache.get(key)
+        if cached is None:
             init(self, handle, type)
+            # Another version of Triton may keep further fields, which the cache lacks.
             if vars(self).keys() == _TENSOR:
-                known[key] = self.shape, self.numel
+                cache[key] = self.shape, self.numel
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = found
+        self.shape, self.numel = cached
 
-    return remembering
+    return cached_init
 
 
 @functools.lru_cache(maxsize=4)
-def _of_block_types(init: Callable[..., None]) -> Callable[..., None]:
-    known: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
+def _cached_block_type_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Return ``block_type.__init__`` with a cache of shapes, sizes and names by dimensions."""
+    cache: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
 
-    def remembering(self: Any, element_ty: Any, shape: Any) -> None:
+    def cached_init(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
-        found = known.get(key)
-        if found is None:
+        cached = cache.get(key)
+        if cached is None:
             init(self, element_ty, shape)
             if vars(self).keys() == _BLOCK and self.name == f"<{self.shape}, {element_ty}>":
-                known[key] = self.shape, self.numel, f"<{self.shape}, "
+                cache[key] = self.shape, self.numel, f"<{self.shape}, "
             return
         self.element_ty = element_ty
-        self.shape, self.numel, name = found
+        self.shape, self.numel, name = cached
         self.name = f"{name}{element_ty}>"
 
-    return remembering
+    return cached_init
 
 
 @functools.lru_cache(maxsize=4)
-def _of_dtypes(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    known: dict[str, Any] = {}
+def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the interpreter's look-up of NumPy's dtypes with a cache by element type."""
+    cache: dict[str, Any] = {}
 
-    def remembering(dtype: Any) -> Any:
+    def cached_look_up(dtype: Any) -> Any:
         if isinstance(dtype, core.block_type):
             dtype = dtype.element_ty
         if isinstance(dtype, core.pointer_type):
             return _ADDRESS
-        found = known.get(dtype.name)
-        if found is None:
-            found = known[dtype.name] = look_up(dtype)
-        return found
+        np_dtype = cache.get(dtype.name)
+        if np_dtype is None:
+            np_dtype = cache[dtype.name] = look_up(dtype)
+        return np_dtype
 
-    return remembering
+    return cached_look_up

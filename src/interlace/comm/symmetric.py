@@ -1,4 +1,4 @@
-"""``empty_symmetric``: the group's memory as a tensor with one more dimension."""
+"""Make symmetric tensors, whose peers are one more dimension: the rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from interlace.errors import ArgumentError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SymmetricTensor:
-    """A tensor of the same shape on every rank of a group, each rank's reachable from all.
+    """Hold a tensor of equal shape on every rank of a group, which every rank can reach.
 
     Attributes:
-        local: ``[*shape]``, this rank's own.
-        peers: ``[world_size, *shape]``; ``peers[r]`` is rank r's, and ``peers[rank]`` is ``local``,
-            at one address.
-        group: the group whose memory this is.
+        local: ``[*shape]``, the tensor of this rank.
+        peers: ``[world_size, *shape]``; ``peers[r]`` is the tensor of rank r, and ``peers[rank]``
+            and ``local`` have the same address.
+        group: The group whose memory this is.
     """
 
     local: torch.Tensor
@@ -32,7 +32,10 @@ class SymmetricTensor:
 
     @property
     def address(self) -> int:
-        """Of rank 0's copy, for kernels: ``il.pointer(address, dtype)`` and then ``peer=``."""
+        """Return the address of rank 0's copy, for kernels.
+
+        A kernel passes it to ``il.pointer(address, dtype)`` and chooses the rank by ``peer=``.
+        """
         return self.peers.data_ptr()
 
 
@@ -44,23 +47,24 @@ def empty_symmetric(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> SymmetricTensor:
-    """Allocate a tensor of the same shape on every rank, mapped into every rank's address space.
+    """Allocate a tensor of equal shape on every rank, mapped into every rank's address space.
 
     ``sym.peers[r].copy_(x)`` is a put to rank r, and ``sym.peers[r].clone()`` a get; slices and
     views are torch's own. Neither orders itself against the peer: synchronise as with any memory
-    that two devices share. Collective; returns when all ranks have the memory, zeroed. It is freed
-    when the last view of it is gone.
+    that two devices share. Collective; it returns when all ranks have the memory, zeroed. The
+    memory is freed when the last view of it is gone.
 
     Args:
-        shape: of one rank's tensor; the same on every rank.
-        dtype: the same on every rank.
-        group: default: the default process group; without one, this process on its own.
-        device: default: the current CUDA device, or the CPU if there is none.
+        shape: Shape of one rank's tensor; equal on all ranks.
+        dtype: Element type; equal on all ranks.
+        group: Process group. Default: the default process group; this process on its own if there
+            is none.
+        device: Device of the tensor. Default: the current CUDA device, or the CPU if there is none.
 
     Raises:
-        ArgumentError: a negative size.
-        RankMismatchError: shapes or dtypes differ between ranks.
-        WorkspaceError: the memory does not fit, or a CUDA graph is being captured.
+        ArgumentError: A size is negative.
+        RankMismatchError: Shapes or dtypes differ between ranks.
+        WorkspaceError: The memory does not fit, or a CUDA graph is being captured.
 
     Example:
         >>> sym = interlace.empty_symmetric((4, 8), dtype=torch.float32)
@@ -77,8 +81,10 @@ def empty_symmetric(
     spans = bytes_at(
         block.address, (owner.world_size, nbytes), (block.stride, 1), owner.device, block
     )
-    # A storage of its own, so that code which copies whole storages never touches the peers.
-    mine = bytes_at(block.address + owner.rank * block.stride, (nbytes,), (1,), owner.device, block)
+    # The local tensor has a storage of its own, so that code which copies whole storages never
+    # touches the peers' memory.
+    local_address = block.address + owner.rank * block.stride
+    local = bytes_at(local_address, (nbytes,), (1,), owner.device, block)
     return SymmetricTensor(
-        local=view_as(mine, sizes, dtype), peers=view_as(spans, sizes, dtype), group=owner
+        local=view_as(local, sizes, dtype), peers=view_as(spans, sizes, dtype), group=owner
     )

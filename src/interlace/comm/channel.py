@@ -1,0 +1,118 @@
+"""Exchange small values between the ranks of a group on the host, through its store."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.comm.health import Health
+from interlace.comm.members import Members, by_rank
+from interlace.comm.rendezvous import meet
+from interlace.errors import PeerTimeoutError, RankMismatchError
+
+
+class HostChannel:
+    """Exchange JSON values between all ranks of a group, one numbered exchange after another.
+
+    Every exchange is collective. Whether it takes place must not depend on a value that only this
+    rank knows, or ranks would wait for an exchange that a peer never joins.
+    """
+
+    def __init__(self, members: Members, health: Health, store: dist.Store | None) -> None:
+        """Meet the other ranks in ``store``. Collective.
+
+        Args:
+            members: The group.
+            health: Is told when a rank does not come, and gives the deadline.
+            store: The process group's store; None for a process on its own.
+
+        Raises:
+            PeerTimeoutError: A rank did not come before the deadline.
+        """
+        self._members, self._health = members, health
+        self._sequence = 0
+        if store is not None:
+            prefix = f"interlace/{members.name}/{members.world_size}/{members.backend}"
+            self._meeting_store = dist.PrefixStore(prefix, store)
+            self.meet("joining a group", health.deadline_s)
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process."""
+        return self._members.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._members.world_size
+
+    @property
+    def deadline_s(self) -> float:
+        """Return the number of seconds that an exchange may last by default."""
+        return self._health.deadline_s
+
+    def meet(self, label: str, timeout_s: float) -> None:
+        """Wait for all ranks and number exchanges from 0 again, under keys that are unused.
+
+        Args:
+            label: Name of the occasion, for the error message.
+            timeout_s: Seconds to wait for the other ranks.
+
+        Raises:
+            PeerTimeoutError: A rank did not come.
+        """
+        name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
+        self._store: Any = dist.PrefixStore(name, self._meeting_store)
+        self._sequence = 0
+
+    def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
+        """Return the ``value`` (JSON) of every rank, in rank order. Collective, on the host.
+
+        Args:
+            label: Name of the exchange, for errors; it must be the same on every rank.
+            value: This rank's contribution.
+            deadline_s: Seconds to wait for the slowest rank. Default: the group's deadline. Where
+                ranks do work of unbounded length before they meet, such as writing files, give a
+                deadline that allows for it.
+
+        Raises:
+            PeerTimeoutError: A peer did not join in time; the group is broken then.
+            RankMismatchError: Ranks came to different exchanges; raised on every rank.
+        """
+        if self.world_size == 1:
+            return [value]
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        text = json.dumps([label, value])
+        with self._health.indivisible(label):
+            answers = self._exchange(label, text, deadline_s)
+        labels = [answer_label for answer_label, _ in answers]
+        if len(set(labels)) != 1:
+            raise RankMismatchError(
+                f"ranks must make the same calls in the same order; got {by_rank(labels)}. "
+                f"Look for a call that depends on the rank."
+            )
+        return [answer for _, answer in answers]
+
+    def _exchange(self, label: str, text: str, deadline_s: float) -> list[Any]:
+        """Return the parsed JSON text of every rank."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], text)
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=deadline_s))
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            peer = late[0] if late else -1
+            self._health.declare_broken(label, peer)
+            raise PeerTimeoutError(
+                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s
+            ) from error
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        # All ranks have come to this exchange, so all of them have read the previous one, whose
+        # key can go.
+        if sequence > 0:
+            self._store.delete_key(f"{sequence - 1}/{self.rank}")
+        return answers

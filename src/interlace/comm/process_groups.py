@@ -1,0 +1,98 @@
+"""Look up torch's process groups by name, their sizes, and the default backend."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import BackendError, GroupError
+
+default_group: contextvars.ContextVar[Any] = contextvars.ContextVar("default_group", default=None)
+"""The :class:`Group` that is the default group of this thread, for ranks that are threads; None in
+all other threads.
+"""
+
+
+def default_device_type() -> str:
+    """Return ``"cuda"`` or ``"cpu"``: ``INTERLACE_BACKEND``, or ``"cuda"`` if there is a GPU.
+
+    Raises:
+        BackendError: ``INTERLACE_BACKEND`` is neither ``auto``, ``cuda`` nor ``cpu``.
+    """
+    choice = os.environ.get("INTERLACE_BACKEND", "auto")
+    if choice not in ("auto", "cuda", "cpu"):
+        raise BackendError(f"INTERLACE_BACKEND must be auto, cuda or cpu; got {choice!r}.")
+    if choice == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return choice
+
+
+def device_of_group(device: torch.device | str | None) -> torch.device:
+    """Return the device of a group for ``device``: a GPU with its index, or the CPU without one.
+
+    Raises:
+        BackendError: The device is neither a GPU nor the CPU.
+    """
+    device = torch.device(default_device_type() if device is None else device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cuda", "cpu"):
+        raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def process_group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of a name; ``""`` gives None, the default group."""
+    if not name:
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    # The parameter is annotated as str until torch 2.12.
+    resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+    return resolve(name)
+
+
+def default_name(group: dist.ProcessGroup | None) -> str:
+    """Return the name under which operators carry ``group``; see :func:`group_named`.
+
+    Raises:
+        GroupError: This rank is not a member.
+    """
+    require_member(group)
+    return "" if group is None else group.group_name
+
+
+def require_member(group: dist.ProcessGroup | None) -> None:
+    """Refuse a process group that this rank does not belong to.
+
+    Raises:
+        GroupError: This rank is not a member.
+    """
+    # torch.distributed.new_group returns the integer GroupMember.NON_GROUP_MEMBER to other ranks.
+    if isinstance(group, int):
+        raise GroupError(
+            "the calling rank must be a member of the process group; it is not. Call only on "
+            "members."
+        )
+
+
+def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this process's rank in a group and the group's size; 0 and 1 without a group.
+
+    Raises:
+        GroupError: This rank is not a member.
+    """
+    require_member(process_group)
+    # torch.compile cannot look into a context variable.
+    if not torch.compiler.is_compiling():
+        substitute = default_group.get()
+        if process_group is None and substitute is not None:
+            return substitute.rank, substitute.world_size
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -150,7 +151,8 @@ def operator(declaration: AnyOperator) -> AnyOperator:
 
 
 def operators() -> Mapping[str, Operator]:
-    """Return all operators that have been declared, by name."""
+    """Return all operators that have been declared, by name; Interlace's own are always there."""
+    importlib.import_module("interlace.operators")
     return MappingProxyType(_operators)
 
 
@@ -160,11 +162,10 @@ def operator_named(name: str) -> Operator:
     Raises:
         ArgumentError: There is none.
     """
-    if name not in _operators:
-        raise ArgumentError(
-            f"operator must be one of {', '.join(sorted(_operators))}; got {name!r}."
-        )
-    return _operators[name]
+    known = operators()
+    if name not in known:
+        raise ArgumentError(f"operator must be one of {', '.join(sorted(known))}; got {name!r}.")
+    return known[name]
 
 
 def operator_matching(*pattern: str) -> Operator:
@@ -173,7 +174,7 @@ def operator_matching(*pattern: str) -> Operator:
     Raises:
         KeyError: There is none.
     """
-    for declaration in _operators.values():
+    for declaration in operators().values():
         if declaration.pattern == pattern:
             return declaration
     raise KeyError(pattern)

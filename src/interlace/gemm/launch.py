@@ -93,21 +93,40 @@ def _scale_stride(scale: torch.Tensor | None) -> int:
 
 
 def constants(
-    operands: Operands, config: GemmConfig, group: Group, descriptors: bool
+    operands: Operands,
+    config: GemmConfig,
+    group: Group,
+    *,
+    descriptors: bool,
+    tile_stores: bool,
 ) -> dict[str, Any]:
-    """Return the constants that every kernel with a product has."""
-    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
-    # bfloat16.
+    """Return the constants that every kernel with a product has.
+
+    Args:
+        descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
+        tile_stores: Whether the result's tiles leave by copies out of shared memory.
+    """
+    from interlace.gemm.kernels.tiles import Sending, Tiling
+
     return {
-        "WORLD_SIZE": group.world_size,
-        "OUT": triton_dtype(operands.out_dtype),
-        "DESCRIPTORS": descriptors,
-        "W_ALONG_K": contiguous_dimension(operands.w) == 1,
-        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
-        "GROUP_M": config.group_m,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "SENDING": Sending(
+            world_size=group.world_size,
+            dtype=triton_dtype(operands.out_dtype),
+            align=ALIGNMENT_BYTES // operands.out_dtype.itemsize,
+            tile_stores=tile_stores,
+            interleave=config.interleave,
+        ),
+        "TILING": Tiling(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            block_k=config.block_k,
+            group_m=config.group_m,
+            descriptors=descriptors,
+            w_along_k=contiguous_dimension(operands.w) == 1,
+            # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot
+            # multiply bfloat16.
+            precision="upcast" if group.backend == "cpu" else "ieee",
+        ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

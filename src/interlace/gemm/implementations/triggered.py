@@ -86,13 +86,9 @@ def count_product(
         "part_stride": out.stride(0),
         "y_stride": out.stride(1),
     }
-    flags = {"TILES": tiles, "OWN_BIAS": adds_ranks}
-    Launch(
-        counted_product,
-        (programs(group, config),),
-        arguments,
-        constants(operands, config, group, descriptors) | flags,
-    )()
+    shared = constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
+    flags = {"OWN_BIAS": adds_ranks}
+    Launch(counted_product, (programs(group, config),), arguments, shared | flags)()
 
 
 TRIGGERED = Implementation(

@@ -2,6 +2,8 @@
 gemm_all_reduce share.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,50 +11,86 @@ import interlace.language as il
 from interlace.gemm.kernels import layout
 from interlace.gemm.kernels.tiles import add_bias, multiply_tile, scale_tile, tile_place
 
-_HEADER = tl.constexpr(layout.HEADER)
 _FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
 _ROWS = tl.constexpr(layout.ROWS)
 _ROUTE = tl.constexpr(layout.ROUTE)
-_PART_STAGES = tl.constexpr(3)  # parts in flight
+_PARTS_IN_FLIGHT = tl.constexpr(3)
+
+
+class Slots(NamedTuple):
+    """Symmetric memory in which parts arrive, ``[rank, half, source, row, column]``.
+
+    Attributes:
+        tiles: A tensor descriptor of it; None without tile stores.
+        address: Rank 0's address of this call's half, for ordinary stores.
+        half: 0 or 1, by the epoch's parity.
+        most_rows: Rows of a slot.
+        row_stride: Elements between two rows, of slots and of results.
+        flags: This rank's int32 signals, ``[source][tile]``.
+        per_source: Signals of one source.
+    """
+
+    tiles: Any
+    address: Any
+    half: Any
+    most_rows: Any
+    row_stride: Any
+    flags: Any
+    per_source: Any
+
+
+class Results(NamedTuple):
+    """Where sums go.
+
+    Attributes:
+        tiles: A tensor descriptor of every rank's buffers, ``[rank, buffer, 0, row of M, column]``,
+            or of this rank's result, ``[0, 0, 0, own row, column]``; None without tile stores.
+        address: Rank 0's address of the first buffer, or that of this rank's result.
+        buffers: Each rank's buffer, an int32 tile.
+        buffer_bytes: Bytes between two buffers.
+    """
+
+    tiles: Any
+    address: Any
+    buffers: Any
+    buffer_bytes: Any
 
 
 @triton.jit
 def add_parts(
-    total, slots, parts, half, row, column, rows, N, slot_stride, row_stride, group,
-    WORLD_SIZE: tl.constexpr, TILES: tl.constexpr, OWN_PART: tl.constexpr = False,
+    total, slots, row, column, rows, N, group, SENDING: tl.constexpr, OWN_PART: tl.constexpr = False
 ):  # fmt: skip
-    """``total``, a float32 tile of this rank's own rows, and the peers' parts of it, which are
-    here; in rank order.
+    """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
     Args:
-        OWN_PART: this rank's slot holds a part, too.
-        slots, parts: of parts, ``[rank, half, source, row, column]``: a tensor descriptor under
-            ``TILES``; else a pointer to rank 0's ``[source, row, column]``.
+        OWN_PART: Whether this rank's slot holds a part, too.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     me = il.rank(group)
+    parts = il.pointer(slots.address, SENDING.dtype)
+    slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    for each in tl.range(0, WORLD_SIZE if OWN_PART else WORLD_SIZE - 1, num_stages=_PART_STAGES):
-        source = each if OWN_PART else tl.where(me <= each, each + 1, each)
-        if TILES:  # the addresses of a tile do not fit in registers beside it
-            part = tl.reshape(slots.load([me, half, source, row, column]), total.shape)
+    sources = WORLD_SIZE if OWN_PART else WORLD_SIZE - 1
+    for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
+        source = index if OWN_PART else tl.where(me <= index, index + 1, index)
+        if SENDING.tile_stores:
+            # The addresses of a tile do not fit in registers beside it, so a descriptor loads it.
+            part = tl.reshape(slots.tiles.load([me, slots.half, source, row, column]), total.shape)
         else:
-            here = parts + source * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
-            part = il.get(here, me, group, (m < rows)[:, None] & (n < N)[None, :], 0.0)
+            cells = m.to(tl.int64)[:, None] * slots.row_stride + n[None, :]
+            inside = (m < rows)[:, None] & (n < N)[None, :]
+            part = il.get(parts + source * slot_stride + cells, me, group, inside, 0.0)
         total += part.to(tl.float32)
     return total
 
 
 @triton.jit
 def send_and_sum(
-    x, w, bias, x_scale, w_scale, slots, slot_address, results, result_address, buffers,
-    buffer_bytes, routes, flags, per_source, stamp, group, half, half_bytes, most_rows, N, K,
-    x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, WORLD_SIZE: tl.constexpr,
-    OUT: tl.constexpr, BROADCAST: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr,
-    W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
-    INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    matrices, scales, bias, slots, results, routes, stamp, group, BROADCAST: tl.constexpr,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the product to their owners' slots; this rank's own rows, with the parts that came,
-    to where the sum belongs.
+    """Send parts of the product to their owners' slots, and store the sums of this rank's own rows,
+    with the parts that came, where they belong.
 
     Program p takes tiles p, p + programs, ... of every rank's rows. A *round* is one of these tiles
     for each peer, and this rank's own tile of the round before; programs begin a round with
@@ -64,72 +102,73 @@ def send_and_sum(
     signals of that round: a grid finishes even if its programs run one after another.
 
     Args:
-        slots, slot_address: of parts, ``[rank, half, source, row, column]``: a tensor descriptor
-            under ``TILES``, and rank 0's address for ordinary stores.
-        results, result_address: of sums. ``BROADCAST``: every rank's, ``[rank, buffer, 0, row of M,
-            column]``, and rank 0's address. Else this rank's, ``[0, 0, 0, own row, column]``, and
-            its address.
-        buffers, buffer_bytes: under ``BROADCAST`` each rank's buffer, an int32 tile, and the bytes
-            between two of them.
-        flags: int32 signals, ``[source][tile]``, ``per_source`` apart.
-        half: 0 or 1, by the epoch.
+        routes: ``[ranks][ROUTE]``, the rows of each rank.
+        BROADCAST: Whether sums go to every rank's buffer, or else to this rank's result.
 
     Returns:
         Whether all parts arrived (int32 scalar).
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    OUT: tl.constexpr = SENDING.dtype
+    TILES: tl.constexpr = SENDING.tile_stores
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     program, programs = tl.program_id(0), tl.num_programs(0)
     me = il.rank(group)
+    N, row_stride, flags = matrices.N, slots.row_stride, slots.flags
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
+    tiles_m = (slots.most_rows + BLOCK_M - 1) // BLOCK_M
     rounds = (tiles_m * tiles_n + programs - 1) // programs
-    slot_stride = most_rows.to(tl.int64) * row_stride
-    parts = il.pointer(slot_address + half * half_bytes, OUT)
-    arrived_all = 1
-    # The tile, the same for every peer, that was sent in an earlier step and not announced yet
-    untold = -1
+    slot_stride = slots.most_rows.to(tl.int64) * row_stride
+    parts = il.pointer(slots.address, OUT)
+    all_arrived = 1
+    # The tile, the same for every peer, that was sent in an earlier step and not announced yet.
+    unannounced = -1
     for step in tl.range(0, rounds * WORLD_SIZE + 1):
-        turn = tl.where(step < rounds * WORLD_SIZE, (step + program // INTERLEAVE) % WORLD_SIZE, WORLD_SIZE - 1)
+        # After the last round, one step more for this rank's own tile of that round.
+        shifted = (step + program // SENDING.interleave) % WORLD_SIZE
+        turn = tl.where(step < rounds * WORLD_SIZE, shifted, WORLD_SIZE - 1)
         dest = (me + 1 + turn) % WORLD_SIZE
         this_round = step // WORLD_SIZE * programs + program
         tile = tl.where(dest == me, this_round - programs, this_round)
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
-        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
-            total = multiply_tile(
-                x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
-                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            if x_scale is not None:
-                total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
-            if (untold >= 0) & (untold < this_round):
+            total = multiply_tile(matrices, first + row, column, first + rows, TILING)
+            if scales.x_scale is not None:
+                total = scale_tile(total, scales, first + row, column, first + rows, N)
+            # Tiles of an earlier round have left shared memory while this one was computed.
+            if (unannounced >= 0) & (unannounced < this_round):
                 if TILES:
                     il.complete_tiles()
-                il.signal(flags + me * per_source + untold + tl.zeros_like(peers), stamp, peers, group, others)
-                untold = -1
+                sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
+                il.signal(sent, stamp, peers, group, others)
+                unannounced = -1
             if dest != me:
                 if TILES:
-                    corner = [dest, half, me, row, column]
-                    il.put_tile(slots, corner, tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N]))
+                    corner = [dest, slots.half, me, row, column]
+                    part = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
+                    il.put_tile(slots.tiles, corner, part)
                 else:
                     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                    target = parts + me * slot_stride + m.to(tl.int64)[:, None] * row_stride + n[None, :]
-                    il.put(target, total.to(OUT), dest, group, (m < rows)[:, None] & (n < N)[None, :])
-                untold = this_round
+                    cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
+                    inside = (m < rows)[:, None] & (n < N)[None, :]
+                    il.put(parts + me * slot_stride + cells, total.to(OUT), dest, group, inside)
+                unannounced = this_round
             else:
                 if WORLD_SIZE > 1:
-                    arrived = il.wait(flags + peers * per_source + tile, stamp, peers, tile, group, others).to(tl.int32)
-                    arrived_all = arrived_all * arrived
+                    awaited = flags + peers * slots.per_source + tile
+                    arrived = il.wait(awaited, stamp, peers, tile, group, others).to(tl.int32)
+                    all_arrived = all_arrived * arrived
                     if TILES:
                         il.accept_tiles()
-                    total = add_parts(
-                        total, slots, parts, half, row, column, rows, N, slot_stride, row_stride,
-                        group, WORLD_SIZE, TILES
-                    )
-                    total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
+                    total = add_parts(total, slots, row, column, rows, N, group, SENDING)
+                    valid = (arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None]
+                    total = tl.where(valid, total, float("nan"))
                 if bias is not None:
                     total = add_bias(total, bias, column, N)
                 value = total.to(OUT)
@@ -138,18 +177,22 @@ def send_and_sum(
                 inside = (m < rows)[:, None] & (n < N)[None, :]
                 for ahead in tl.static_range(WORLD_SIZE if BROADCAST else 1):
                     peer = (me + ahead) % WORLD_SIZE if BROADCAST else me
-                    buffer = tl.sum(tl.where(peers == peer, buffers, 0))
+                    buffer = tl.sum(tl.where(peers == peer, results.buffers, 0))
                     if TILES:
-                        place = first + row if BROADCAST else row
-                        corner = [peer if BROADCAST else 0, buffer, 0, place, column]
-                        il.put_tile(results, corner, tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N]))
+                        line = first + row if BROADCAST else row
+                        corner = [peer if BROADCAST else 0, buffer, 0, line, column]
+                        block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
+                        il.put_tile(results.tiles, corner, block)
                     elif BROADCAST:
-                        output = il.pointer(result_address + buffer.to(tl.int64) * buffer_bytes, OUT)
-                        il.put(output + first.to(tl.int64) * row_stride + cells, value, peer, group, inside)
+                        offset = buffer.to(tl.int64) * results.buffer_bytes
+                        output = il.pointer(results.address + offset, OUT)
+                        start = output + first.to(tl.int64) * row_stride
+                        il.put(start + cells, value, peer, group, inside)
                     else:
-                        tl.store(il.pointer(result_address, OUT) + cells, value, mask=inside)
-    if untold >= 0:
+                        tl.store(il.pointer(results.address, OUT) + cells, value, mask=inside)
+    if unannounced >= 0:
         if TILES:
             il.complete_tiles()
-        il.signal(flags + me * per_source + untold + tl.zeros_like(peers), stamp, peers, group, others)
-    return arrived_all
+        sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
+        il.signal(sent, stamp, peers, group, others)
+    return all_arrived

@@ -1,107 +1,180 @@
 """Tiles of a matrix product, for the kernels of the operators around one."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 import interlace.language as il
 
 
+class Tiling(NamedTuple):
+    """The constants that say how a kernel cuts its product into tiles.
+
+    Attributes:
+        block_m, block_n, block_k: Rows and columns of a tile, and the inner dimension of a step.
+        group_m: Rows of tiles that are computed together, so that weights stay in the L2.
+        descriptors: Whether x and w are tensor descriptors, or else pointers.
+        w_along_k: Whether w is contiguous along K, or else along N.
+        precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
+    """
+
+    block_m: Any
+    block_n: Any
+    block_k: Any
+    group_m: Any
+    descriptors: Any
+    w_along_k: Any
+    precision: Any
+
+
+class Sending(NamedTuple):
+    """The constants that say how a kernel's tiles travel.
+
+    Attributes:
+        world_size: The number of ranks.
+        dtype: Triton's name of the result's dtype, which is also that of what travels.
+        align: Elements of the result in 16 bytes: row strides are multiples of it.
+        tile_stores: Whether tiles travel by copies out of shared memory, or else by stores.
+        interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.
+    """
+
+    world_size: Any
+    dtype: Any
+    align: Any
+    tile_stores: Any
+    interleave: Any
+
+
+class Matrices(NamedTuple):
+    """The operands of ``x [M, K] @ w[N, K].T``.
+
+    Attributes:
+        x, w: Tensor descriptors or pointers; see ``Tiling.descriptors``.
+        N, K: Columns of the result, and the inner dimension.
+        x_stride: Elements between two rows of x.
+        w_stride: Elements between two rows of w, or two columns if it is contiguous along N.
+    """
+
+    x: Any
+    w: Any
+    N: Any
+    K: Any
+    x_stride: Any
+    w_stride: Any
+
+
+class Scales(NamedTuple):
+    """What float8 operands are multiplied by; None for other dtypes.
+
+    Attributes:
+        x_scale, w_scale: Pointers to float32.
+        x_stride, w_stride: 1 for a scale per row of the operand, 0 for one in all.
+    """
+
+    x_scale: Any
+    w_scale: Any
+    x_stride: Any
+    w_stride: Any
+
+
 @triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile among ``tiles_m x tiles_n``: ``GROUP_M`` rows at a time, so that
-    neighbours share operands in the L2.
+    """Return row and column of a tile among ``tiles_m x tiles_n``.
+
+    Tiles are numbered ``GROUP_M`` rows at a time, so that neighbours share operands in the L2.
     """
     width = GROUP_M * tiles_n
     first = tile // width * GROUP_M
-    # A tile beyond the last one is nobody's, but has a place
+    # A tile beyond the last one is outside of the result, but its place must not divide by zero.
     height = tl.maximum(tl.minimum(tiles_m - first, GROUP_M), 1)
     return first + tile % width % height, tile % width // height
 
 
 @triton.jit
-def multiply_tile(
-    x, w, row, column, rows, N, K, x_stride, w_stride,
-    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, w_first=0,
-):  # fmt: skip
-    """``x[row :] @ w[column :].T``, float32 ``[BLOCK_M, BLOCK_N]``.
+def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
+    """Return ``x[row :] @ w[column :].T``, float32 ``[block_m, block_n]``.
 
     Args:
-        x, w: tensor descriptors (``DESCRIPTORS``), or pointers.
-        rows: of x; rows of the result beyond them are anything.
-        x_stride, w_stride: elements between two rows of x, and two rows (``W_ALONG_K``) or columns
-            of w.
-        w_first: where K begins in a descriptor of several weights, one behind the other, if not
-            ``W_ALONG_K``.
+        rows: Rows of x; rows of the result beyond them are undefined.
+        w_first: Where K begins in a descriptor of several weights, one behind the other, if w is
+            contiguous along N.
     """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    W_ALONG_K: tl.constexpr = TILING.w_along_k
+    PRECISION: tl.constexpr = TILING.precision
+    x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if DESCRIPTORS:
+    if TILING.descriptors:
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = tl.dot(left, right, total, input_precision=PRECISION)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        lines = x + m.to(tl.int64)[:, None] * x_stride
-        columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
+        lines = x + m.to(tl.int64)[:, None] * matrices.x_stride
+        columns = w + n.to(tl.int64)[None, :] * (matrices.w_stride if W_ALONG_K else 1)
         for k in range(0, K, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
-            left = tl.load(lines + inner[None, :], mask=(m < rows)[:, None] & (inner < K)[None, :], other=0.0)
-            step = inner[:, None] if W_ALONG_K else inner.to(tl.int64)[:, None] * w_stride
-            right = tl.load(columns + step, mask=(inner < K)[:, None] & (n < N)[None, :], other=0.0)
+            inside_x = (m < rows)[:, None] & (inner < K)[None, :]
+            left = tl.load(lines + inner[None, :], mask=inside_x, other=0.0)
+            if W_ALONG_K:
+                step = inner[:, None]
+            else:
+                step = inner.to(tl.int64)[:, None] * matrices.w_stride
+            inside_w = (inner < K)[:, None] & (n < N)[None, :]
+            right = tl.load(columns + step, mask=inside_w, other=0.0)
             if PRECISION == "upcast":
-                total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+                left, right = left.to(tl.float32), right.to(tl.float32)
+                total += tl.dot(left, right, input_precision="ieee")
             else:
                 total = tl.dot(left, right, total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def multiply_tile_of(
-    which, x, w, row, column, rows, N, K, x_stride, w_stride,
-    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """:func:`multiply_tile` by one of several weights, which lie one behind the other."""
-    # The next weight's rows beyond N are columns of the result that are nobody's; beyond K they
-    # meet zeros of x
-    if DESCRIPTORS:
-        return multiply_tile(
-            x, w, row, which * N + column if W_ALONG_K else column, rows, N, K, x_stride, w_stride,
-            True, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, which * K,
-        )  # fmt: skip
+def multiply_tile_of(which, matrices, row, column, rows, TILING: tl.constexpr):
+    """Return :func:`multiply_tile` by one of several weights, which lie one behind the other."""
+    x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
+    if TILING.descriptors:
+        # Columns beyond N are masked where the tile is stored; beyond K, zeros of x are multiplied.
+        first = which * N + column if TILING.w_along_k else column
+        return multiply_tile(matrices, row, first, rows, TILING, which * K)
     else:
-        return multiply_tile(
-            x, w + which.to(tl.int64) * (N if W_ALONG_K else K) * w_stride, row, column, rows, N, K,
-            x_stride, w_stride, False, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        lines = N if TILING.w_along_k else K
+        weight = w + which.to(tl.int64) * lines * matrices.w_stride
+        chosen = Matrices(x, weight, N, K, matrices.x_stride, matrices.w_stride)
+        return multiply_tile(chosen, row, column, rows, TILING)
 
 
 @triton.jit
-def scale_tile(total, x_scale, w_scale, row, column, rows, N, x_scale_stride, w_scale_stride):
-    """A product of float8 operands times their scales: one a row of each operand, or one in all
-    (stride 0).
-    """
+def scale_tile(total, scales, row, column, rows, N):
+    """Return a product of float8 operands times their scales."""
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
-    left = tl.load(x_scale + m * x_scale_stride, mask=m < rows, other=0.0)
-    right = tl.load(w_scale + n * w_scale_stride, mask=n < N, other=0.0)
+    left = tl.load(scales.x_scale + m * scales.x_stride, mask=m < rows, other=0.0)
+    right = tl.load(scales.w_scale + n * scales.w_stride, mask=n < N, other=0.0)
     return total * left[:, None] * right[None, :]
 
 
 @triton.jit
 def add_bias(total, bias, column, N):
+    """Return a tile plus the bias of its columns."""
     n = column + tl.arange(0, total.shape[1])
     return total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def start_in_turn(spread_ns):
-    """Let programs begin one after another, over ``spread_ns``.
+    """Let programs begin one after another, over ``spread_ns`` nanoseconds.
 
     Programs in step finish their tiles at the same time; the links are then crowded, and idle until
-    the next tiles. Those of the lowest index, which have most tiles if any have more, begin first.
+    the next tiles. Programs of the lowest index, which have most tiles if any have more, begin
+    first.
     """
     lanes = tl.arange(0, 32)
     start = tl.max(il.clock_ns(lanes), 0)
-    while tl.max(il.clock_ns(lanes), 0) - start < spread_ns.to(tl.int64) * tl.program_id(0) // tl.num_programs(0):
+    delay = spread_ns.to(tl.int64) * tl.program_id(0) // tl.num_programs(0)
+    while tl.max(il.clock_ns(lanes), 0) - start < delay:
         pass

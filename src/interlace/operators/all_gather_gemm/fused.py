@@ -254,7 +254,7 @@ def prepare(
         "row_groups": y.shape[1] // align,
         "inner_groups": whole.shape[1] // inner_align,
     }
-    flags = {"TILES": tiles, "ALIGN": align, "INNER_ALIGN": inner_align}
+    shared = constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
     multipliers = programs(group, config)
     if ranks > 1 and group.backend == "cuda":
         # The kernel that tells peers that their rows were fetched needs an SM while this one waits.
@@ -263,6 +263,6 @@ def prepare(
         kernel.all_gather_gemm,
         (multipliers,),
         arguments,
-        constants(operands, config, group, descriptors) | flags,
+        shared | {"INNER_ALIGN": inner_align},
         (operands, y, whole),
     )

@@ -1,11 +1,20 @@
 """The kernels of ``all_gather_gemm``; README.md explains the protocol."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels import layout
-from interlace.gemm.kernels.tiles import add_bias, multiply_tile, scale_tile, tile_place
+from interlace.gemm.kernels.tiles import (
+    Matrices,
+    Scales,
+    add_bias,
+    multiply_tile,
+    scale_tile,
+    tile_place,
+)
 
 _HEADER = tl.constexpr(layout.HEADER)
 _FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
@@ -13,29 +22,49 @@ _ROWS = tl.constexpr(layout.ROWS)
 _ROUTE = tl.constexpr(layout.ROUTE)
 
 
+class Output(NamedTuple):
+    """The result ``[M, N]``: a tensor descriptor or None, its address and its rows' stride."""
+
+    tiles: Any
+    address: Any
+    row_stride: Any
+
+
+class Arrivals(NamedTuple):
+    """The rows of each rank, the signals that say that they have arrived, and their stamp."""
+
+    routes: Any
+    flags: Any
+    stamp: Any
+    most_rows: Any
+
+
 @triton.jit
 def _multiply(
-    start, end, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group,
-    most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each,
-    OWN: tl.constexpr, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    TILES: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    start, end, matrices, scales, bias, output, arrivals, group, OWN: tl.constexpr,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
-    """Every tile of this program from ``start`` to ``end``: of this rank's own x (``OWN``), or of
-    the gathered one, each after its source's rows have come.
+    """Multiply every tile of this program from ``start`` to ``end``: of this rank's own x
+    (``OWN``), or of the gathered one, each after its source's rows have come.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    OUT: tl.constexpr = SENDING.dtype
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     me = il.rank(group)
+    N, routes = matrices.N, arrivals.routes
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
-    tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
-    arrived = 1
+    tiles_m = (arrivals.most_rows + BLOCK_M - 1) // BLOCK_M
+    tiles_per_rank = tiles_m * tiles_n
+    all_arrived = 1
     # Loaded when the source changes: a tile that begins with a trip to memory begins a microsecond
     # later.
     known_source = me
     first = tl.load(routes + me * _ROUTE + _FIRST_ROW).to(tl.int32)
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
     for task in tl.range(start, end, tl.num_programs(0)):
-        source = (me + task // each) % WORLD_SIZE
-        tile_m, tile_n = tile_place(task % each, tiles_m, tiles_n, GROUP_M)
+        source = (me + task // tiles_per_rank) % WORLD_SIZE
+        tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if not OWN:
             if source != known_source:
@@ -43,28 +72,30 @@ def _multiply(
                 first = tl.load(routes + source * _ROUTE + _FIRST_ROW).to(tl.int32)
                 rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
                 lanes = tl.arange(0, 1)
-                complete = il.wait(flags + _HEADER + source + lanes, stamp, source + lanes, 0, group, rows + lanes > 0)
-                arrived = arrived * complete.to(tl.int32)
-                if DESCRIPTORS:
+                awaited = arrivals.flags + _HEADER + source + lanes
+                has_rows = rows + lanes > 0
+                complete = il.wait(awaited, arrivals.stamp, source + lanes, 0, group, has_rows)
+                all_arrived = all_arrived * complete.to(tl.int32)
+                if TILING.descriptors:
                     il.accept_tiles()
         if row < rows:
             x_row = row if OWN else first + row
             x_rows = rows if OWN else first + rows
-            total = multiply_tile(
-                x, w, x_row, column, x_rows, N, K, x_stride, w_stride,
-                DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            if x_scale is not None:
-                total = scale_tile(total, x_scale, w_scale, x_row, column, x_rows, N, x_scale_stride, w_scale_stride)
+            total = multiply_tile(matrices, x_row, column, x_rows, TILING)
+            if scales.x_scale is not None:
+                total = scale_tile(total, scales, x_row, column, x_rows, N)
             if bias is not None:
                 total = add_bias(total, bias, column, N)
             m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            value = total.to(OUT) if OWN else tl.where((arrived + m * 0 > 0)[:, None], total, float("nan")).to(OUT)
-            if TILES:
-                result.store([first + row, column], value)
+            if not OWN:
+                total = tl.where((all_arrived + m * 0 > 0)[:, None], total, float("nan"))
+            value = total.to(OUT)
+            if SENDING.tile_stores:
+                output.tiles.store([first + row, column], value)
             else:
-                cells = (first + m).to(tl.int64)[:, None] * row_stride + n[None, :]
-                tl.store(il.pointer(y_address, OUT) + cells, value, mask=(m < rows)[:, None] & (n < N)[None, :])
+                cells = (first + m).to(tl.int64)[:, None] * output.row_stride + n[None, :]
+                inside = (m < rows)[:, None] & (n < N)[None, :]
+                tl.store(il.pointer(output.address, OUT) + cells, value, mask=inside)
 
 
 @triton.jit(
@@ -76,10 +107,7 @@ def _multiply(
 def all_gather_gemm(
     x, w, bias, x_scale, w_scale, scales, whole, result, y_address, signals, epochs, ctx, routes,
     call, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
-    inner_groups, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    TILES: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    INNER_ALIGN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 
@@ -90,27 +118,32 @@ def all_gather_gemm(
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 computes a @ w0.T and,
     once b is in row 1 of its gathered x, b @ w0.T.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
-    row_stride, K_padded = row_groups * ALIGN, inner_groups * INNER_ALIGN
-    each = ((most_rows + BLOCK_M - 1) // BLOCK_M) * ((N + BLOCK_N - 1) // BLOCK_N)
+    arrivals = Arrivals(routes, flags, il.mark(epoch, call), most_rows)
+    output = Output(result, y_address, row_groups * SENDING.align)
+    tiles_m, tiles_n = (most_rows + BLOCK_M - 1) // BLOCK_M, (N + BLOCK_N - 1) // BLOCK_N
+    tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,
     # one after the other, since two in the branches of one would need the shared memory of both.
+    own = Matrices(x, w, N, K, x_stride, w_stride)
+    own_scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     _multiply(
-        program, each, x, w, bias, x_scale, w_scale, result, y_address, routes, flags, stamp, group,
-        most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_stride, each, True,
-        WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, BLOCK_M, BLOCK_N,
-        BLOCK_K,
+        program, tiles_per_rank, own, own_scales, bias, output, arrivals, group,
+        True, SENDING, TILING,
     )  # fmt: skip
     if WORLD_SIZE > 1:
-        following = program + tl.maximum(each - program + programs - 1, 0) // programs * programs
+        # Programs go on where the round over this rank's own tiles ended.
+        rounds = tl.maximum(tiles_per_rank - program + programs - 1, 0) // programs
+        gathered = Matrices(whole, w, N, K, inner_groups * INNER_ALIGN, w_stride)
+        gathered_scales = Scales(scales, w_scale, 1, w_scale_stride)
         _multiply(
-            following, each * WORLD_SIZE, whole, w, bias, scales, w_scale, result, y_address,
-            routes, flags, stamp, group, most_rows, N, K, K_padded, w_stride, 1, w_scale_stride,
-            row_stride, each, False, WORLD_SIZE, OUT, DESCRIPTORS, TILES, W_ALONG_K, PRECISION,
-            GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+            program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered, gathered_scales,
+            bias, output, arrivals, group, False, SENDING, TILING,
         )  # fmt: skip
     il.advance_epoch(epochs, epoch)

@@ -105,11 +105,10 @@ def prepare(
         "row_groups": stride // align,
         "spread_ns": spread_ns(config, operands.inner),
     }
-    flags = {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
     return Launch(
         kernel.gemm_all_reduce,
         (programs(group, config),),
         arguments,
-        constants(operands, config, group, descriptors) | flags,
+        constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
         (operands,),
     )

@@ -5,8 +5,8 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels import layout
-from interlace.gemm.kernels.tiles import start_in_turn
-from interlace.gemm.kernels.reduction import send_and_sum
+from interlace.gemm.kernels.reduction import Results, Slots, send_and_sum
+from interlace.gemm.kernels.tiles import Matrices, Scales, start_in_turn
 
 _MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 _DONE = tl.constexpr(layout.DONE)
@@ -25,10 +25,8 @@ _HEADER = tl.constexpr(layout.HEADER)
 def gemm_all_reduce(
     x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, outputs, signals,
     epochs, ctx, routes, call, buffer_bytes, taken, per_source, most_rows, M, N, K, x_stride,
-    w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr,
-    OUT: tl.constexpr, DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):  # fmt: skip
     """Multiply, send every rank its rows' parts, add up this rank's own, and send the sums to all.
 
@@ -43,6 +41,7 @@ def gemm_all_reduce(
     puts a1 into rank 1's slot, adds b0 from its own slot to a0, and puts a0 + b0 into row 0 of both
     outputs; rank 1 does the same with row 1.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -51,8 +50,10 @@ def gemm_all_reduce(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
-    granted, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    granted = il.in_turn(flags, epoch, _MAX_RANKS)
+    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
+    # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
         il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
         il.signal(granted + me + tl.zeros_like(peers), stamp, peers, group, others)
@@ -60,22 +61,28 @@ def gemm_all_reduce(
         start_in_turn(spread_ns)
     arrived = il.wait(granted + peers, stamp, peers, 0, group, others).to(tl.int32)
     buffers = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+    matrices = Matrices(x, w, N, K, x_stride, w_stride)
+    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
+    half = epoch & 1
+    row_stride = row_groups * SENDING.align
+    slot_half = slot_address + half * half_bytes
+    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + _HEADER, per_source)
+    sums = Results(results, outputs, buffers, buffer_bytes)
     if arrived > 0:
+        # 2. Parts go to their owners; each owner's sums go to every rank's buffer.
         arrived = send_and_sum(
-            x, w, bias, x_scale, w_scale, slots, slot_address, results, outputs, buffers,
-            buffer_bytes, routes, flags + _HEADER, per_source, stamp, group, epoch & 1, half_bytes,
-            most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN,
-            WORLD_SIZE, OUT, True, DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE,
-            BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        if TILES:
+            matrices, scales, bias, arriving, sums, routes, stamp, group, True, SENDING, TILING
+        )
+        if SENDING.tile_stores:
             il.complete_tiles()
+        # 3. The last program to have sent everything tells the peers that their buffers are whole.
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
             il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+    # 4. Nobody reads or writes anything of this call once all peers have said so.
     if program == programs - 1:
         complete = il.wait(done + peers, stamp, peers, 0, group, others).to(tl.int32)
         if arrived * complete == 0:
-            mine = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
-            il.fill_nan(il.pointer(mine, OUT), M.to(tl.int64) * row_groups * ALIGN)
+            own = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
+            il.fill_nan(il.pointer(own, SENDING.dtype), M.to(tl.int64) * row_stride)
     il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

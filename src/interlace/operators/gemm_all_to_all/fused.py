@@ -160,16 +160,13 @@ def prepare(
         "row_groups": stride // align,
         "spread_ns": spread_ns(config, operands.inner),
     }
-    flags = {
-        "BATCH": batch.count,
-        "ALIGN": align,
-        "EVEN": tiles is not None,
-        "INTERLEAVE": config.interleave,
-    }
+    shared = constants(
+        operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
+    )
     return Launch(
         kernel.gemm_all_to_all,
         (programs(group, config),),
         arguments,
-        constants(operands, config, group, descriptors) | flags,
+        shared | {"BATCH": batch.count},
         (operands,),
     )

@@ -5,7 +5,16 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels import layout
-from interlace.gemm.kernels.tiles import add_bias, multiply_tile, multiply_tile_of, scale_tile, start_in_turn, tile_place
+from interlace.gemm.kernels.tiles import (
+    Matrices,
+    Scales,
+    add_bias,
+    multiply_tile,
+    multiply_tile_of,
+    scale_tile,
+    start_in_turn,
+    tile_place,
+)
 
 _MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 _DONE = tl.constexpr(layout.DONE)
@@ -27,10 +36,8 @@ _ROUTE = tl.constexpr(layout.ROUTE)
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
     taken, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
-    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, W_ALONG_K: tl.constexpr, PRECISION: tl.constexpr,
-    BATCH: tl.constexpr, ALIGN: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr,
-    INTERLEAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):  # fmt: skip
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
 
@@ -53,6 +60,11 @@ def gemm_all_to_all(
     rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes
     b0 to row 1 of rank 0's, then b1 to row 1 of its own. Outputs: [a0, b0] and [a1, b1].
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    OUT: tl.constexpr = SENDING.dtype
+    INTERLEAVE: tl.constexpr = SENDING.interleave
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -61,13 +73,15 @@ def gemm_all_to_all(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
-    grants, done = il.in_turn(flags, epoch, _MAX_RANKS), il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    grants = il.in_turn(flags, epoch, _MAX_RANKS)
+    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
-    row_stride = row_groups * ALIGN
+    row_stride = row_groups * SENDING.align
     own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
     number = taken + tl.zeros_like(peers)
     granted = program >= 0
     if WORLD_SIZE > 1:
+        # 1. Every source learns which of this rank's buffers it may write.
         if program == 0:
             il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
             il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, others)
@@ -75,54 +89,57 @@ def gemm_all_to_all(
             start_in_turn(spread_ns)
         granted = il.wait(grants + peers, stamp, peers, 0, group, others)
         number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+    matrices = Matrices(x, w, N, K, x_stride, w_stride)
+    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
-    each = (BATCH * tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
-    for task in tl.range(program, tl.where(granted, each * WORLD_SIZE, 0), programs):
+    # Whole turns of INTERLEAVE tiles for each rank; tiles beyond the last are skipped.
+    tasks = (BATCH * tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
+    # 2. Each tile goes straight to its place in its owner's buffer.
+    for task in tl.range(program, tl.where(granted, tasks * WORLD_SIZE, 0), programs):
         dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
         tile = task // (INTERLEAVE * WORLD_SIZE) * INTERLEAVE + task % INTERLEAVE
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
-        place = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
-        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
+        offset = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
+        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, TILING.group_m)
         which = tile_m // tiles_m
         if BATCH > 1:
             first += which * product_rows
-            place += which * rows
-            # There are no rows beyond the last product's
+            offset += which * rows
+            # There are no rows beyond the last product's.
             tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             if BATCH > 1:
                 total = multiply_tile_of(
-                    which, x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
-                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+                    which, matrices, first + row, column, first + rows, TILING
+                )
             else:
-                total = multiply_tile(
-                    x, w, first + row, column, first + rows, N, K, x_stride, w_stride,
-                    DESCRIPTORS, W_ALONG_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
+                total = multiply_tile(matrices, first + row, column, first + rows, TILING)
             if x_scale is not None:
-                total = scale_tile(total, x_scale, w_scale, first + row, column, first + rows, N, x_scale_stride, w_scale_stride)
+                total = scale_tile(total, scales, first + row, column, first + rows, N)
             if bias is not None:
                 total = add_bias(total, bias, column, N)
             value = total.to(OUT)
             buffer = tl.sum(tl.where(peers == dest, number, 0))
             # A whole tile at the end of what this source sends would cover the next source's rows.
-            if DESCRIPTORS and EVEN:
-                il.put_tile(tiles, [dest, buffer, place + row, column], tl.reshape(value, [1, 1, BLOCK_M, BLOCK_N]))
+            if SENDING.tile_stores:
+                block = tl.reshape(value, [1, 1, BLOCK_M, BLOCK_N])
+                il.put_tile(tiles, [dest, buffer, offset + row, column], block)
             else:
                 m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
                 target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)
-                cells = target + (place + m).to(tl.int64)[:, None] * row_stride + n[None, :]
+                cells = target + (offset + m).to(tl.int64)[:, None] * row_stride + n[None, :]
                 il.put(cells, value, dest, group, (m < rows)[:, None] & (n < N)[None, :])
     if WORLD_SIZE > 1:
-        if DESCRIPTORS and EVEN:
+        if SENDING.tile_stores:
             il.complete_tiles()
+        # 3. The last program to have sent all its tiles tells every destination.
         if granted:
             if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
                 il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+        # 4. This rank's buffer is whole once all sources have said so.
         if program == programs - 1:
             arrived = granted
             complete = il.wait(done + peers, stamp, peers, 0, group, others)

@@ -172,12 +172,13 @@ def _multiply_and_sum(
         "K": own.inner,
         "row_groups": stride // align,
     }
-    flags = {"TILES": tiles, "ALIGN": align, "PIECES": _PIECES, "OWN_PART": own_part}
+    shared = constants(own, config, group, descriptors=tiles, tile_stores=tiles)
+    flags = {"PIECES": _PIECES, "OWN_PART": own_part}
     return Launch(
         kernel.multiply_and_sum,
         (programs(group, config),),
         arguments,
-        constants(own, config, group, tiles) | flags,
+        shared | flags,
     )
 
 

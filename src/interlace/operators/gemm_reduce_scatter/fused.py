@@ -84,11 +84,10 @@ def prepare(
         "row_groups": y.stride(0) // align,
         "spread_ns": spread_ns(config, operands.inner),
     }
-    flags = {"ALIGN": align, "TILES": tiles, "INTERLEAVE": config.interleave}
     return Launch(
         kernel.gemm_reduce_scatter,
         (programs(group, config),),
         arguments,
-        constants(operands, config, group, descriptors) | flags,
+        constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
         (operands, y),
     )

@@ -5,8 +5,15 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels import layout
-from interlace.gemm.kernels.tiles import add_bias, multiply_tile, start_in_turn, tile_place
-from interlace.gemm.kernels.reduction import add_parts, send_and_sum
+from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
+from interlace.gemm.kernels.tiles import (
+    Matrices,
+    Scales,
+    add_bias,
+    multiply_tile,
+    start_in_turn,
+    tile_place,
+)
 
 _MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 _DONE = tl.constexpr(layout.DONE)
@@ -24,10 +31,7 @@ _HEADER = tl.constexpr(layout.HEADER)
 def gemm_reduce_scatter(
     x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals,
     epochs, ctx, routes, call, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride,
-    w_scale_stride, row_groups, spread_ns, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, GROUP_M: tl.constexpr, INTERLEAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
 
@@ -43,6 +47,7 @@ def gemm_reduce_scatter(
     puts a1 into rank 1's slot and adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to
     b1. Outputs: [a0 + b0] and [a1 + b1].
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -52,24 +57,31 @@ def gemm_reduce_scatter(
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    matrices = Matrices(x, w, N, K, x_stride, w_stride)
+    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
+    half = epoch & 1
+    row_stride = row_groups * SENDING.align
+    slot_half = slot_address + half * half_bytes
+    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + _HEADER, per_source)
+    sums = Results(results, y_address, peers * 0, 0)
     if spread_ns > 0:
         start_in_turn(spread_ns)
+    # 1. Parts go to their owners, and this rank's rows are summed as their parts come.
     send_and_sum(
-        x, w, bias, x_scale, w_scale, slots, slot_address, results, y_address, peers * 0, 0, routes,
-        flags + _HEADER, per_source, stamp, group, epoch & 1, half_bytes, most_rows, N, K, x_stride,
-        w_stride, x_scale_stride, w_scale_stride, row_groups * ALIGN, WORLD_SIZE, OUT, False,
-        DESCRIPTORS, TILES, W_ALONG_K, PRECISION, GROUP_M, INTERLEAVE, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        matrices, scales, bias, arriving, sums, routes, stamp, group, False, SENDING, TILING
+    )
     if WORLD_SIZE > 1:
+        # 2. The last program to have sent everything tells the peers that this call is over here.
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
             il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+        # 3. No rank may be two calls ahead: it would write a half that a peer still reads.
         if program == programs - 1:
             il.wait(done + peers, stamp, peers, 0, group, others)
         il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
-# Around the products of a call in parts
+# Around the products of a call in chunks
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
@@ -104,10 +116,8 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
 )
 def multiply_and_sum(
     x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows,
-    piece_rows, N, K, x_stride, w_stride, row_groups, WORLD_SIZE: tl.constexpr, OUT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, TILES: tl.constexpr, W_ALONG_K: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGN: tl.constexpr, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    piece_rows, N, K, x_stride, w_stride, row_groups, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):  # fmt: skip
     """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have
     come.
@@ -120,47 +130,51 @@ def multiply_and_sum(
     Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other
     rank's first piece only.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    OUT: tl.constexpr = SENDING.dtype
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     program, programs = tl.program_id(0), tl.num_programs(0)
     group = il.join(ctx)
     me = il.rank(group)
     flags = il.pointer(signals, tl.int32)
     epoch = tl.load(notes)
     stamp = il.mark(epoch, call)
-    row_stride = row_groups * ALIGN
-    parts = il.pointer(slot_address, OUT)
+    row_stride = row_groups * SENDING.align
+    matrices = Matrices(x, w, N, K, x_stride, w_stride)
+    arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + _HEADER, PIECES)
     lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
     sources, pieces = lanes // PIECES, lanes % PIECES
     others = (sources < WORLD_SIZE) & (sources != me)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
-    here, arrived = 0, 1  # pieces of every peer
+    pieces_here, all_arrived = 0, 1
     for tile in tl.range(program, tiles_m * tiles_n, programs):
-        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, TILING.group_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        total = multiply_tile(
-            x, w, row, column, rows, N, K, x_stride, w_stride, DESCRIPTORS, W_ALONG_K, PRECISION,
-            BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        total = multiply_tile(matrices, row, column, rows, TILING)
+        # Pieces arrive in order, so a tile waits only if it needs a later piece than those before.
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
-        if needed > here:
-            came = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, others & (pieces < needed))
-            arrived = arrived * came.to(tl.int32)
-            here = needed
-            if TILES:
+        if needed > pieces_here:
+            awaited = others & (pieces < needed)
+            arrived = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, awaited)
+            all_arrived = all_arrived * arrived.to(tl.int32)
+            pieces_here = needed
+            if SENDING.tile_stores:
                 il.accept_tiles()
-        total = add_parts(
-            total, slots, parts, 0, row, column, rows, N, most_rows.to(tl.int64) * row_stride,
-            row_stride, group, WORLD_SIZE, TILES, OWN_PART,
-        )  # fmt: skip
-        total = tl.where((arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None], total, float("nan"))
+        total = add_parts(total, arriving, row, column, rows, N, group, SENDING, OWN_PART)
+        valid = (all_arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None]
+        total = tl.where(valid, total, float("nan"))
         if bias is not None:
             total = add_bias(total, bias, column, N)
-        if TILES:
-            results.store([0, 0, 0, row, column], tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N]))
+        if SENDING.tile_stores:
+            block = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
+            results.store([0, 0, 0, row, column], block)
         else:
             m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
             cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
-            tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=(m < rows)[:, None] & (n < N)[None, :])
+            inside = (m < rows)[:, None] & (n < N)[None, :]
+            tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
     if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
         peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
         mask = (peers < WORLD_SIZE) & (peers != me)

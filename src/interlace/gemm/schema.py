@@ -23,8 +23,8 @@ _library = torch.library.Library("interlace", "FRAGMENT")
 _TENSORS = 5  # x, w, bias, x_scale, w_scale
 
 
-def define(name: str) -> None:
-    """Define ``torch.ops.interlace.<name>`` from the operator's declaration.
+def define(name: str) -> GemmOperator:
+    """Define ``torch.ops.interlace.<name>`` from the operator's declaration, and return that.
 
     Its arguments are ``x, w, bias, x_scale, w_scale``, the operator's lists of rows, ``out_dtype``,
     ``gather`` if the operator returns the gathered x, ``group_name``, ``impl``, ``config``.
@@ -70,6 +70,7 @@ def define(name: str) -> None:
         backward=backward if differentiable else None,
         setup_context=operator.set_up_backward if differentiable else None,
     )
+    return operator
 
 
 def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -81,7 +82,7 @@ def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def call(
-    name: str,
+    operator: GemmOperator,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
@@ -95,7 +96,7 @@ def call(
     splits: Sequence[object] = (),
     gather: bool = False,
 ) -> Any:
-    """Validate the arguments of a public function and call ``torch.ops.interlace.<name>``.
+    """Validate the arguments of a public function and call its ``torch.ops.interlace``.
 
     Args:
         splits: The operator's lists of rows, in the order of its declaration.
@@ -104,12 +105,10 @@ def call(
     Raises:
         ArgumentError: No rank could compute this.
     """
-    operator = operator_named(name)
-    assert isinstance(operator, GemmOperator)
     validate(operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config)
     operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
     lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
-    return getattr(torch.ops.interlace, name)(
+    return getattr(torch.ops.interlace, operator.name)(
         x,
         w,
         bias,

@@ -220,7 +220,7 @@ class AllGatherGemm(GemmOperator):
         return grad_x, grad_w, grad_bias
 
 
-schema.define(AllGatherGemm.name)
+OPERATOR = schema.define(AllGatherGemm.name)
 
 
 @overload
@@ -336,7 +336,7 @@ def all_gather_gemm(
     (arXiv:2205.05198) for sequence parallelism.
     """
     y, gathered = schema.call(
-        AllGatherGemm.name,
+        OPERATOR,
         x,
         w,
         bias,

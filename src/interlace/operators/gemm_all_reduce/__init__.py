@@ -109,7 +109,7 @@ class GemmAllReduce(GemmOperator):
         return grad_x, grad_w, grad_bias
 
 
-schema.define(GemmAllReduce.name)
+OPERATOR = schema.define(GemmAllReduce.name)
 
 
 def gemm_all_reduce(
@@ -187,7 +187,7 @@ def gemm_all_reduce(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
     y: torch.Tensor = schema.call(
-        GemmAllReduce.name,
+        OPERATOR,
         x,
         w,
         bias,

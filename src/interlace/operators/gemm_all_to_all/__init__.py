@@ -189,7 +189,7 @@ def check_even(rows: int, ranks: int) -> None:
         )
 
 
-schema.define(GemmAllToAll.name)
+OPERATOR = schema.define(GemmAllToAll.name)
 
 
 def gemm_all_to_all(
@@ -271,7 +271,7 @@ def gemm_all_to_all(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
     y: torch.Tensor = schema.call(
-        GemmAllToAll.name,
+        OPERATOR,
         x,
         w,
         bias,

@@ -129,7 +129,7 @@ class GemmReduceScatter(GemmOperator):
         return grad_x, grad_w, grad_bias
 
 
-schema.define(GemmReduceScatter.name)
+OPERATOR = schema.define(GemmReduceScatter.name)
 
 
 def gemm_reduce_scatter(
@@ -206,7 +206,7 @@ def gemm_reduce_scatter(
     (arXiv:2205.05198) for sequence parallelism.
     """
     y: torch.Tensor = schema.call(
-        GemmReduceScatter.name,
+        OPERATOR,
         x,
         w,
         bias,

@@ -41,6 +41,15 @@ ALGORITHMS = {
     "reduce_scatter": ("ring", "direct", "halving_doubling"),
     "all_gather": ("ring", "direct", "halving_doubling"),
 }
+"""Algorithms of each collective; the first is the default of :mod:`interlace.sim.operators`."""
+
+TITLES = {
+    "all_to_all": "All-to-All",
+    "all_reduce": "AllReduce",
+    "reduce_scatter": "ReduceScatter",
+    "all_gather": "AllGather",
+}
+"""Each collective's name in tables and pictures."""
 
 
 @dataclasses.dataclass(frozen=True)

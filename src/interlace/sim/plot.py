@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.errors import ArgumentError
+from interlace.sim.collectives import TITLES
 from interlace.sim.results import Result, Span
 from interlace.units import format_ns
 
@@ -30,13 +31,7 @@ _COLOURS = {
     "copy": "#8C6D31",
     "other": "#56B4E9",
 }
-_TRAFFIC = {
-    "all_to_all": "All-to-All",
-    "all_reduce": "AllReduce",
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "message": "message",
-}
+_TRAFFIC = {**TITLES, "message": "message"}
 _FUSED_EDGE = "#D55E00"
 
 
@@ -190,20 +185,16 @@ _FAMILIES = (
     ("GEM", "product"),
     ("top", "MLP"),
     ("bottom", "MLP"),
-    ("all_to_all", "All-to-All"),
-    ("all_reduce", "AllReduce"),
-    ("all_gather", "AllGather"),
-    ("reduce_scatter", "ReduceScatter"),
+    *TITLES.items(),
 )
-_COLLECTIVES = ("All-to-All", "AllReduce", "AllGather", "ReduceScatter")
 
 
 def _family(name: str) -> str:
     """The colour's name: of a fused task, its computation's."""
     if " + " not in name:
-        found = next((collective for collective in _COLLECTIVES if collective in name), None)
-        if found:
-            return found
+        collective = next((title for title in TITLES.values() if title in name), None)
+        if collective:
+            return collective
     else:
         name = name.replace("gradient ", "")
     return next((family for part, family in _FAMILIES if part in name), "other")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from interlace.sim.astra.workload import Node, Report
+from interlace.sim.collectives import TITLES
 from interlace.sim.results import Result
 
 
@@ -146,7 +147,7 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
 
 def _traffics(name: str, row: str) -> tuple[str, ...]:
     """The kinds of traffic that a task may have caused."""
-    found = (
+    by_row = (
         [row]
         if row.startswith("all_")
         else ["message"]
@@ -155,12 +156,4 @@ def _traffics(name: str, row: str) -> tuple[str, ...]:
         if row == "gradients"
         else []
     )
-    for word, traffic in (
-        ("All-to-All", "all_to_all"),
-        ("AllReduce", "all_reduce"),
-        ("ReduceScatter", "reduce_scatter"),
-        ("AllGather", "all_gather"),
-    ):
-        if word in name:
-            found.append(traffic)
-    return tuple(found)
+    return (*by_row, *(traffic for traffic, title in TITLES.items() if title in name))

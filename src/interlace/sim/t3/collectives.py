@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
+from interlace.sim import collectives as titles
 from interlace.sim.engine import Join
 from interlace.sim.results import Span
 from interlace.sim.t3.gpu import Gpu, Group, Part
@@ -19,16 +20,12 @@ from interlace.sim.t3.memory import Kind
 Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
 PIECE_BYTES = 32768
 """In which collectives and links work: a tile's output."""
-TITLES: dict[str, str] = {
-    "reduce-scatter": "ReduceScatter",
-    "all-gather": "AllGather",
-    "all-to-all": "All-to-All",
-}
 TRAFFIC: dict[str, str] = {
-    "reduce-scatter": "reduce_scatter",
-    "all-gather": "all_gather",
-    "all-to-all": "all_to_all",
+    kind: kind.replace("-", "_") for kind in ("reduce-scatter", "all-gather", "all-to-all")
 }
+"""Each collective's name in :mod:`interlace.sim.collectives`, which results use for traffic."""
+TITLES: dict[str, str] = {kind: titles.TITLES[traffic] for kind, traffic in TRAFFIC.items()}
+"""Each collective's name in tables and pictures."""
 
 
 @functools.lru_cache(maxsize=16)

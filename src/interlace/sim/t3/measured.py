@@ -10,16 +10,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
-from interlace.sim.t3.collectives import Collective
+from interlace.sim.t3.collectives import TRAFFIC, Collective
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.product import Product
-from interlace.sim.t3.run import SubLayer, simulate
+from interlace.sim.t3.run import COLLECTIVES, SubLayer, simulate
 
 OPERATORS: dict[str, Collective] = {
-    "gemm_reduce_scatter": "reduce-scatter",
-    "gemm_all_to_all": "all-to-all",
+    declared.operator: collective
+    for collective in COLLECTIVES
+    for declared in OPERATOR_COSTS.values()
+    if declared.computation == "GEMM"
+    and not declared.collective_first
+    and declared.collective == TRAFFIC[collective]
 }
+"""Operators that T3's hardware runs as well, by name: one product, and then a collective of T3."""
 IMPLEMENTATIONS = ("fused", "remote_stores", "chunked", "triggered")
 """Ours, as a document's times name them; the unfused pair is none of them."""
 _OTHERS = {"unfused": "cuBLAS + NCCL", "product": "cuBLAS alone", "collective": "NCCL alone"}

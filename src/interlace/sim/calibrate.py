@@ -60,9 +60,16 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What was fitted, and how well it predicts: relative errors on points that were held out."""
+    """Fitted values, and the relative errors of their predictions on points that were held out.
 
-    what: str
+    Attributes:
+        quantity: ``"matrix products"`` or ``"collectives"``.
+        values: fitted values by their key in a machine file.
+        points: number of points that the fit used.
+        held_out: number of points that the errors come from.
+    """
+
+    quantity: str
     values: dict[str, float]
     points: int
     held_out: int
@@ -230,9 +237,9 @@ def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     ], unseen
 
 
-def _fit(what: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
+def _fit(quantity: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
     return Fit(
-        what,
+        quantity,
         values,
         seen,
         len(errors),
@@ -297,13 +304,13 @@ def machine_document(
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
-        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
+        f"{fit.quantity}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
         f"error on {fit.held_out} "
         "held-out points."
         for fit in fits
     )
     for fit in fits:
-        part = document["gpu" if fit.what == "matrix products" else "collectives"]
+        part = document["gpu" if fit.quantity == "matrix products" else "collectives"]
         for key, value in fit.values.items():
             if key == "step_ns":
                 value = max(0.0, value - latency)

@@ -1,4 +1,4 @@
-"""Operators as timelines, fused and unfused, from the formulas that :mod:`interlace.costs` declares.
+"""Timelines of operators, fused and unfused, from the formulas of :mod:`interlace.costs`.
 
 Unfused is the program that stock PyTorch runs: the computation, then the library's collective, then
 a kernel that orders the result if one is needed. Fused is one kernel, whose slices leave in the
@@ -71,7 +71,8 @@ def product_operator(
         ArgumentError: no operator of that name has declared a cost.
     """
     declared = find_cost(operator)
-    kind, title = declared.collective, TITLES[declared.collective]
+    kind: Any = declared.collective
+    title = TITLES[kind]
     cost = declared.formula(**sizes)
     kernel = Kernel(cost.flops, cost.memory_bytes)
     computation: tuple[str, str, Work] = (declared.computation, COMPUTE, kernel)
@@ -81,9 +82,9 @@ def product_operator(
         Collective(kind, algorithm or ALGORITHMS[kind][0], cost.size, axes),
     )
     if declared.collective_first:
-        fused: Fused | Consuming = Consuming(kernel, kind, cost.size, axes, slices)  # type: ignore[arg-type]
+        fused: Fused | Consuming = Consuming(kernel, kind, cost.size, axes, slices)
         return Operator(f"{title} + {declared.computation}", fused, (exchange, computation))
-    fused = Fused(kernel, kind, cost.size, axes, slices, cost.receive_bytes)  # type: ignore[arg-type]
+    fused = Fused(kernel, kind, cost.size, axes, slices, cost.receive_bytes)
     return Operator(f"{declared.computation} + {title}", fused, (computation, exchange))
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from interlace.sim.configfile import Strict, parse, read
-from interlace.sim.machine import Confidence, Given, find, replace
+from interlace.sim.configfile import Strict
+from interlace.sim.machine import Confidence, Given, find, load_changed
 
 
 class SourcedList(BaseModel):
@@ -190,8 +190,4 @@ def load_t3_machine(name: str = "t3-paper", changes: dict[str, Any] | None = Non
     Raises:
         ConfigError: unknown name or key, or a value that no machine can have.
     """
-    file = find("t3_machines", name)
-    data = read(file)
-    for key, value in (changes or {}).items():
-        replace(data, key, value, str(file))
-    return parse(T3Machine, data, f"{file} with changes" if changes else str(file))
+    return load_changed(T3Machine, find("t3_machines", name), changes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.sim.plot import open_figure
+from interlace.sim.figure import open_figure
 from interlace.sim.t3.measured import Comparison
 from interlace.sim.t3.reproduce import Figure
 from interlace.sim.t3.run import SubLayer

@@ -1,10 +1,10 @@
-"""From measurements to a machine file, with the error on points that the fit has not seen.
+"""Calibration: a machine file fitted to measurements, with its error on points held out of the fit.
 
-What it reads, in one or several JSON files:
+Measurements are read from one or several JSON files:
 
-- matrix products: lists of ``{"m", "n", "k", "us"}`` under any key (two bytes an element);
+- matrix products: lists of ``{"m", "n", "k", "us"}`` under any key (two bytes per element);
 - collectives: lists of ``{"op", "gpus", "bytes", "us"}`` under any key;
-- documents that ``interlace bench gemv_all_reduce --json`` wrote: their cuBLAS times alone.
+- documents that ``interlace bench gemv_all_reduce --json`` wrote: only their cuBLAS times.
 
 Every fourth point, by order, is held out. Computation is fitted as
 :class:`interlace.sim.machine.Gpu` models it; a collective's time as launch, steps and bytes over a
@@ -32,7 +32,7 @@ _PARAMETERS = ("flops_efficiency", "memory_efficiency", "kernel_ns", "roofline_n
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A measured matrix product, two bytes an element."""
+    """A measured matrix product with two bytes per element."""
 
     m: int
     n: int
@@ -50,7 +50,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A measured collective."""
+    """A measured collective of ``size`` bytes on each of ``gpus`` GPUs."""
 
     kind: str
     gpus: int
@@ -79,7 +79,7 @@ class Fit:
 
 
 def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing]]:
-    """All products and collectives of some files.
+    """Read all products and collectives of some files.
 
     Raises:
         ConfigError: a file has neither.
@@ -110,18 +110,18 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
     return products, timings
 
 
-def _kind(name: str, where: str) -> str:
+def _kind(name: str, source: str) -> str:
     plain = name.replace("alltoall", "all_to_all")
     if plain not in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather"):
         raise ConfigError(
-            f"{where}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
+            f"{source}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
             f"{name!r}."
         )
     return plain
 
 
 def _bench(results: list[dict[str, Any]]) -> list[Product]:
-    found = []
+    products = []
     for result in results:
         times = result.get("times", {})
         alone = min(
@@ -133,12 +133,14 @@ def _bench(results: list[dict[str, Any]]) -> list[Product]:
             default=None,
         )
         if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
-            found.append(Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone))
-    return found
+            products.append(
+                Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone)
+            )
+    return products
 
 
 def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_per_s: float) -> Fit:
-    """The four figures of the roofline.
+    """Fit the four figures of the roofline of :class:`interlace.sim.machine.Gpu`.
 
     Raises:
         ConfigError: there are too few points to fit and to check.
@@ -151,6 +153,8 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
     seen, unseen = _split(products)
 
     def predict(parameters: np.ndarray, points: Sequence[Product]) -> np.ndarray:
+        # Shares are fitted through a logistic and times through an exponential, so that the search
+        # is unbounded and the values stay possible.
         flops_share, memory_share = (
             1 / (1 + np.exp(-parameters[0])),
             1 / (1 + np.exp(-parameters[1])),
@@ -180,17 +184,17 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
 
 
 def steps(kind: str, gpus: int) -> int:
-    """Dependent steps of the library's algorithm: rings, and one for an all-to-all."""
+    """Return the dependent steps of the library's algorithm: a ring's, or 1 for an all-to-all."""
     return {"all_to_all": 1, "all_reduce": 2 * (gpus - 1)}.get(kind, gpus - 1)
 
 
 def link_bytes(kind: str, gpus: int, size: float) -> float:
-    """Bytes that leave each GPU, for a whole buffer of ``size``."""
+    """Return the bytes that leave each GPU for a buffer of ``size`` bytes."""
     return (2 if kind == "all_reduce" else 1) * size * (gpus - 1) / gpus
 
 
 def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
-    """One launch and one step for all, and a share of the bandwidth for each kind.
+    """Fit a launch and a step time for all collectives, and a share of the bandwidth per kind.
 
     Raises:
         ConfigError: there are too few points.
@@ -292,13 +296,17 @@ def _simplex(
 def machine_document(
     base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4
 ) -> dict[str, Any]:
-    """The base machine with what was fitted, as its YAML file has it.
+    """Return the base machine with the fitted values, as a YAML file has it.
 
-    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing
-    adds.
+    A fitted step contains the links' latency, which the simulator adds by itself, and the time of
+    the reduction.
 
     Args:
-        gpus: of the measured collectives; the base's network between them says the latency.
+        base: machine of the values that were not fitted.
+        fits: fitted values.
+        source: source of the measurements.
+        name: the machine's name.
+        gpus: GPUs of the measured collectives; the base's network between them has the latency.
     """
     latency = base.build_topology(gpus).path_latency_ns(0, 1)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
@@ -333,7 +341,7 @@ def machine_document(
 
 
 def write(document: dict[str, Any], file: Path) -> None:
-    """As YAML.
+    """Write a machine file as YAML.
 
     Raises:
         ConfigError: the file cannot be written.

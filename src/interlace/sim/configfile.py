@@ -59,7 +59,8 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
     """
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{source} must be a mapping of keys to values; got {_show(data)}. Keys: {_keys(model)}."
+            f"{source} must be a mapping of keys to values; got {_show(data)}. "
+            f"Keys: {_keys(model)}."
         )
     try:
         return model.model_validate(data)

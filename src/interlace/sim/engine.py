@@ -67,7 +67,7 @@ class Engine:
         self.at(self.now + delay_ns, call, *args)
 
     def run(self) -> int:
-        """Call all events in order, including those that they schedule; return the last one's time."""
+        """Call all events in order, with those that they schedule; return the last one's time."""
         # Local names: this loop is most of the time of a simulation.
         heap, pop, events = self._heap, heapq.heappop, 0
         try:
@@ -99,7 +99,7 @@ class Server:
         self.busy_ns = 0
 
     def reserve(self, now_ns: int, duration_ns: int) -> int:
-        """Reserve ``duration_ns`` of work at ``now_ns``; return the time at which that work begins."""
+        """Reserve ``duration_ns`` of work at ``now_ns``; return the time at which it begins."""
         start = self.free_ns if self.free_ns > now_ns else now_ns
         self.free_ns = start + duration_ns
         self.busy_ns += duration_ns

@@ -122,7 +122,7 @@ class Fabric:
         traffic: str,
         efficiency: float,
     ) -> None:
-        """Occupy the link ``at``, which the head has reached; the last byte is there at ``tail``."""
+        """Occupy link ``at``, which the head has reached; the last byte is there at ``tail``."""
         engine = self.engine
         server, bytes_per_s, latency, index = path[at]
         duration = duration_ns(size, bytes_per_s * efficiency)

@@ -12,9 +12,13 @@ from interlace.errors import ArgumentError
 
 @contextlib.contextmanager
 def open_figure(file: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure of so many inches, written to ``file`` at the end; ArgumentError where that cannot
-    be.
+    """Open a figure of ``width`` x ``height`` inches, and write it to ``file`` at the end.
+
+    Raises:
+        ArgumentError: the file cannot be written, or its suffix is no picture's.
     """
+    # Imported when a picture is drawn: matplotlib takes longer to import than most runs take. The
+    # agg backend needs no display.
     import matplotlib
 
     matplotlib.use("agg")
@@ -33,4 +37,5 @@ def open_figure(file: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def time_unit(largest_ns: float) -> tuple[float, str]:
+    """Return the nanoseconds of a time axis's unit, and the unit's name."""
     return (1e6, "milliseconds") if largest_ns >= 1e6 else (1e3, "microseconds")

@@ -105,7 +105,7 @@ class Gpu(Strict):
         return int(self.kernel_ns.value + larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p)) + 1
 
     def floor_ns(self, flops: float, memory_bytes: float) -> float:
-        """Return the nanoseconds that no kernel undercuts: both resources at their peaks, overlapped."""
+        """Return the nanoseconds that no kernel undercuts: both resources at peak, overlapped."""
         return 1e9 * max(
             flops / self.flops_per_s.value, memory_bytes / self.memory_bytes_per_s.value
         )

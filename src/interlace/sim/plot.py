@@ -1,5 +1,7 @@
-"""Pictures of results: timelines, bars, heat maps, correlation, tornado, curves. Each function
-writes one PNG, SVG or PDF file.
+"""Pictures of results: timelines, bars, heat maps, correlation, tornado, curves.
+
+Each function writes one PNG, SVG or PDF file, its last argument, and raises ArgumentError if the
+file cannot be written.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ __all__ = ["bars", "correlation", "curve", "heat_map", "open_figure", "timeline"
 
 
 def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
-    """Total time of each result, computation and exposed communication, and the physical bound."""
+    """Draw each result's computation and exposed communication as a bar, and its physical bound."""
     with open_figure(file, 2.2 + 1.5 * len(results), 4.4) as figure:
         axis = figure.subplots()
         scale, unit = time_unit(max(result.total_ns for _, result in results))
@@ -25,11 +27,11 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
         ]
         exposed = [result.exposed_ns / scale for _, result in results]
         added = [result.added_ns / scale for _, result in results]
-        places = range(len(results))
+        positions = range(len(results))
         figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
-        axis.bar(places, computed, color="#9AA5B1", width=0.6, label="computation")
+        axis.bar(positions, computed, color="#9AA5B1", width=0.6, label="computation")
         axis.bar(
-            places,
+            positions,
             exposed,
             bottom=computed,
             color="#D55E00",
@@ -39,34 +41,36 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
         if any(added):
             bottom = [a + b for a, b in zip(computed, exposed, strict=True)]
             axis.bar(
-                places,
+                positions,
                 added,
                 bottom=bottom,
                 color="#E69F00",
                 width=0.6,
                 label="pipeline fill and drain",
             )
-        for place, (_, result) in zip(places, results, strict=True):
+        for position, (_, result) in zip(positions, results, strict=True):
             bound = result.bound.time_ns / scale
             axis.plot(
-                [place - 0.38, place + 0.38],
+                [position - 0.38, position + 0.38],
                 [bound, bound],
                 color="black",
                 linestyle=":",
-                label="physical bound" if place == 0 else None,
+                label="physical bound" if position == 0 else None,
             )
             saved = 1 - result.total_ns / base
-            text = f"{result.total_ns / scale:.3g}" + (f"\n{-100 * saved:+.1f} %" if place else "")
+            text = f"{result.total_ns / scale:.3g}" + (
+                f"\n{-100 * saved:+.1f} %" if position else ""
+            )
             axis.annotate(
                 text,
-                (place, result.total_ns / scale),
+                (position, result.total_ns / scale),
                 ha="center",
                 va="bottom",
                 fontsize=9,
                 xytext=(0, 2),
                 textcoords="offset points",
             )
-        axis.set_xticks(places, [name for name, _ in results])
+        axis.set_xticks(positions, [name for name, _ in results])
         axis.set_ylabel(unit)
         axis.margins(y=0.14)
         axis.spines[["top", "right"]].set_visible(False)
@@ -87,7 +91,7 @@ def heat_map(
     labels: tuple[str, str],
     file: Path,
 ) -> None:
-    """A table of numbers as colours, each with its number."""
+    """Draw a table of numbers as colours, with the numbers."""
     import numpy as np
 
     data = np.array(values, dtype=float)
@@ -98,6 +102,7 @@ def heat_map(
         axis.set_yticks(range(len(rows)), rows)
         axis.set_xlabel(labels[1])
         axis.set_ylabel(labels[0])
+        # White on the dark half of the colour map, black on the light half.
         middle = (np.nanmin(data) + np.nanmax(data)) / 2
         for row in range(len(rows)):
             for column in range(len(columns)):
@@ -118,7 +123,7 @@ def heat_map(
 def correlation(
     points: Sequence[tuple[str, float, float]], title: str, labels: tuple[str, str], file: Path
 ) -> None:
-    """(group, theirs, ours) on logarithmic axes, with the diagonal."""
+    """Draw points (group, theirs, ours) on logarithmic axes, with the diagonal."""
     markers = ("o", "s", "^", "D", "v", "P", "X")
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
     with open_figure(file, 6.4, 5.6) as figure:
@@ -126,13 +131,13 @@ def correlation(
         low, high = min(min(p[1:]) for p in points) / 1.5, max(max(p[1:]) for p in points) * 1.5
         axis.plot([low, high], [low, high], color="#BBBBBB", linewidth=1, zorder=0)
         for number, group in enumerate(dict.fromkeys(point[0] for point in points)):
-            mine = [point for point in points if point[0] == group]
+            selected = [point for point in points if point[0] == group]
             axis.scatter(
-                [p[1] for p in mine],
-                [p[2] for p in mine],
+                [p[1] for p in selected],
+                [p[2] for p in selected],
                 s=26,
                 alpha=0.75,
-                label=f"{group} ({len(mine)})",
+                label=f"{group} ({len(selected)})",
                 marker=markers[number % 7],
                 color=colours[number % 7],
             )
@@ -157,19 +162,27 @@ def tornado(
     label: str,
     file: Path,
 ) -> None:
-    """(assumption, value at low, value at high, name of low, name of high), the widest first,
-    around the base.
+    """Draw the range of each assumption around the base, the widest on top.
+
+    Args:
+        rows: (assumption, value at low, value at high, name of low, name of high).
+        base: value with all assumptions as in the presets.
+        published: value of the paper.
+        title: heading.
+        label: title of the horizontal axis.
+        file: picture file.
     """
     from matplotlib.patches import Patch
 
     ordered = sorted(rows, key=lambda row: max(row[1], row[2], base) - min(row[1], row[2], base))
     with open_figure(file, 10, 1.9 + 0.34 * len(ordered)) as figure:
         axis = figure.subplots()
-        for place, (_, low, high, _, _) in enumerate(ordered):
+        for position, (_, low, high, _, _) in enumerate(ordered):
+            # The longer bar is drawn first, so that one on its side does not hide the shorter one.
             for value, colour in sorted(
                 ((low, "#56B4E9"), (high, "#0072B2")), key=lambda end: -abs(end[0] - base)
             ):
-                axis.barh(place, value - base, left=base, height=0.66, color=colour)
+                axis.barh(position, value - base, left=base, height=0.66, color=colour)
         axis.axvline(base, color="black", linewidth=1)
         axis.axvline(published, color="#D55E00", linestyle="--", linewidth=1.3)
         paper_side = 1 if published > base else -1
@@ -211,7 +224,7 @@ def curve(
     labels: tuple[str, str],
     file: Path,
 ) -> None:
-    """Lines over a logarithmic axis, and horizontal marks."""
+    """Draw lines over a logarithmic axis, and horizontal marks."""
     colours = (
         "#0072B2",
         "#D55E00",

@@ -11,7 +11,7 @@ from interlace.sim.figure import open_figure, time_unit
 from interlace.sim.results import Result, Span
 from interlace.units import format_ns
 
-# Okabe and Ito's colours, told apart by everyone.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = {
     "embedding": "#0072B2",
     "MLP": "#9AA5B1",
@@ -32,8 +32,10 @@ _TRAFFIC = {**TITLES, "message": "message"}
 
 
 def timeline(results: Sequence[Result], file: Path) -> None:
-    """One panel a result, on one time axis: what rank 0 did in each stream, and how busy its links
-    were.
+    """Draw one panel per result on one time axis: rank 0's streams, and the use of its links.
+
+    Raises:
+        ArgumentError: the file cannot be written.
     """
     panels = [(_streams(result), _links(result)) for result in results]
     heights = [len(streams) + 0.8 * len(links) + 0.6 for streams, links in panels]
@@ -133,14 +135,15 @@ def _streams(result: Result) -> list[str]:
 
 
 def _links(result: Result) -> list[str]:
-    """The links that were busiest, at most four."""
+    """List the busiest links, at most four."""
     busy = {
         name: time for name, time in result.busy_ns.items() if name in result.sent_bytes and time
     }
     return sorted(sorted(busy, key=lambda name: -busy[name])[:4])
 
 
-# What a task's name holds, the first that fits, and its family.
+# A task belongs to the family of the first of these that its name contains, so longer and more
+# specific words come first.
 _FAMILIES = (
     ("activations", "message"),
     ("copy", "copy"),
@@ -164,7 +167,7 @@ _FAMILIES = (
 
 
 def _family(name: str) -> str:
-    """The colour's name: of a fused task, its computation's."""
+    """Return the family of a task's colour; a fused task has its computation's."""
     if " + " not in name:
         collective = next((title for title in TITLES.values() if title in name), None)
         if collective:
@@ -175,10 +178,11 @@ def _family(name: str) -> str:
 
 
 def _merged(spans: list[Span]) -> list[tuple[str, int, int, bool]]:
-    """Neighbours of one family as one bar: (family, start, end, fused)."""
+    """Merge neighbours of one family into one bar: (family, start, end, fused)."""
     out: list[tuple[str, int, int, bool]] = []
     for span in sorted(spans, key=lambda span: span.start_ns):
         family, fused = _family(span.name), " + " in span.name
+        # A microsecond between bars is less than a pixel.
         if (
             out
             and out[-1][0] == family
@@ -194,7 +198,7 @@ def _merged(spans: list[Span]) -> list[tuple[str, int, int, bool]]:
 def _utilisation(
     axis: Any, result: Result, link: str, row: int, scale: float, used: dict[str, Any]
 ) -> None:
-    """How busy a link was, in 240 steps of time, by kind of traffic."""
+    """Draw the share of time that a link was busy, in 240 steps, by kind of traffic."""
     import numpy as np
     from matplotlib.patches import Patch
 
@@ -208,7 +212,9 @@ def _utilisation(
             if use.link == link and use.traffic == traffic
         ]
         busy = np.zeros(steps + 1)
-        for start, end in uses:  # the integral of the link's being busy, at every edge
+        # The busy time until each edge; differences between edges give each step's share exactly,
+        # which counting samples would not.
+        for start, end in uses:
             busy += np.clip(edges - start, 0, end - start)
         share = np.diff(busy) / np.diff(edges)
         family = _TRAFFIC.get(traffic, "other")

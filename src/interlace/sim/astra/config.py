@@ -24,7 +24,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _plain_block(value: Any) -> Any:
-    """``{"type": "Ring"}`` and ``Ring`` are the same."""
+    """Replace ``{"type": "Ring"}`` by ``Ring``, which means as much."""
     return [item.get("type", item) if isinstance(item, dict) else item for item in _as_list(value)]
 
 
@@ -33,7 +33,8 @@ Implementation = Annotated[
         Annotated[
             str,
             Field(
-                pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$"
+                pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)"
+                r"|doubleBinaryTree)$"
             ),
         ]
     ],
@@ -73,8 +74,9 @@ class Network(Strict):
 
 
 class System(Strict):
-    """ASTRA-sim's system layer. Keys that only matter to parts that are not modelled are accepted
-    where they change nothing.
+    """ASTRA-sim's system layer.
+
+    Keys of parts that are not modelled are accepted if their values change nothing.
     """
 
     scheduling_policy: Annotated[
@@ -124,8 +126,9 @@ class System(Strict):
         return bool(value) if isinstance(value, int) else value
 
     def algorithms(self, kind: str, dimensions: int) -> list[str]:
-        """The algorithm of every dimension; where the file says none, direct for an all-to-all and
-        rings for the others.
+        """List the algorithm of every dimension.
+
+        Without an entry in the file, an all-to-all is direct and the other collectives are rings.
         """
         return list(
             getattr(self, kind) or ["direct" if kind == "all_to_all" else "ring"] * dimensions

@@ -1,4 +1,4 @@
-"""A step of this simulator as ASTRA-sim's graph, to run there, or here in the compatibility mode."""
+"""Export of a step as ASTRA-sim's graph, which ASTRA-sim and the compatibility mode run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from interlace.sim.work import Collective, HostCopy, Kernel, Task
 
 
 def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
-    """One NPU's graph; every NPU has the same.
+    """Return the graph of an NPU; all NPUs have equal graphs.
 
-    A row's order becomes dependencies. Kernels have the machine's time in whole microseconds (at
-    least one), and their FLOPs and bytes for the roofline. Copies from the host are left out:
+    A row's order becomes dependencies. Kernels have the machine's time in full microseconds (at
+    least one), and their FLOPs and bytes for the roofline. Copies from the host are left out, as
     ASTRA-sim has no such resource.
 
     Raises:
-        ConfigError: a task cannot be said there: a fused kernel, a group that is not everyone, a
-            message.
+        ConfigError: a task has no counterpart in a graph: a fused kernel, a collective of some
+            ranks only, a message.
     """
     numbers: dict[str, int] = {}
     nodes: list[Node] = []

@@ -1,7 +1,7 @@
-"""Collectives of a library, alone: compute units read what they send, and write what comes.
+"""A library's collectives without a product: compute units read data, send it, and write arrivals.
 
-Rings go step by step, each step's pieces pipelined through memory and link; direct ones send to all
-GPUs at once.
+Rings go step by step, and the pieces of each step are pipelined through memory and link. Direct
+collectives send to all GPUs at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from interlace.sim.t3.memory import Kind
 
 Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
 PIECE_BYTES = 32768
-"""In which collectives and links work: a tile's output."""
+"""Bytes of a piece of a transfer, which is the output of a tile of 128 x 128 in fp16."""
 TRAFFIC: dict[str, str] = {
     kind: kind.replace("-", "_") for kind in ("reduce-scatter", "all-gather", "all-to-all")
 }
@@ -38,11 +38,16 @@ def alone(
     share: float = 1.0,
     near_memory: bool = False,
 ) -> Part:
-    """A library's collective of ``size`` bytes on each GPU, on an idle machine.
+    """Simulate a library's collective of ``size`` bytes per GPU on an idle machine.
 
     Args:
-        share: of the library's bandwidth that the sending compute units reach.
-        near_memory: what comes is added where it is written, so that nothing is read to be added.
+        machine: the GPUs and their links.
+        kind: name of the collective.
+        size: bytes per GPU.
+        ranks: number of GPUs.
+        network: topology of the group.
+        share: share of the library's bandwidth that the sending compute units reach.
+        near_memory: whether arrivals are added by the memory, so that no operand is read.
     """
     group = Group(machine, ranks, network)
     share *= machine.network.library_efficiency.value
@@ -53,7 +58,7 @@ def alone(
 
 
 class _Run:
-    """One collective of chunks of ``chunk`` bytes."""
+    """A collective of chunks of ``chunk`` bytes, as one GPU runs it."""
 
     def __init__(
         self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool
@@ -65,8 +70,10 @@ class _Run:
         self._started = 0
 
     def ring(self, step: int = 0) -> None:
-        """From the second step of a reduce-scatter on, one's own and what came are read; in the end
-        the owner adds up.
+        """Run one step of a ring, and then the next one.
+
+        From the second step of a reduce-scatter on, a GPU reads its own chunk and the chunk that
+        arrived; in the end the owner adds up.
         """
         if step:
             self._span(f"step {step - 1}")
@@ -79,15 +86,15 @@ class _Run:
             self._move(1, 2 if self._adds and step else 1, everything.done)
 
     def direct(self) -> None:
-        """A chunk to each of the others; of an all-gather, the same, which is read once."""
+        """Send a chunk to each peer; an all-gather sends one chunk to all, and reads it once."""
         ranks = self._gpu.group.ranks
         self._started = self._gpu.engine.now
-        everything = Join(self._pieces * (ranks - 1), self._came)
+        everything = Join(self._pieces * (ranks - 1), self._exchanged)
         for _ in range(self._pieces):
             for to in range(1, ranks):
                 self._move(to, 0 if self._kind == "all-gather" and to > 1 else 1, everything.done)
 
-    def _came(self) -> None:
+    def _exchanged(self) -> None:
         self._span("exchange")
         self._started = self._gpu.engine.now
         self._sum(self._gpu.group.ranks)
@@ -95,8 +102,8 @@ class _Run:
     def _move(self, to: int, reads: int, done: Callable[[], None]) -> None:
         piece = self._chunk / self._pieces
 
-        def arrived(there: Gpu) -> None:
-            there.memory.request("communication", self._kind, self._arriving, piece, done)
+        def arrived(receiver: Gpu) -> None:
+            receiver.memory.request("communication", self._kind, self._arriving, piece, done)
 
         self._gpu.memory.request(
             "communication", self._kind, "read", reads * piece,
@@ -104,7 +111,7 @@ class _Run:
         )  # fmt: skip
 
     def _sum(self, addends: int) -> None:
-        """Of a reduce-scatter: the owner reads what there is to add, and writes the sum."""
+        """Add up a reduce-scatter: the owner reads the operands and writes the sum."""
         if not self._adds:
             return
 
@@ -115,7 +122,7 @@ class _Run:
 
         self._gpu.memory.request("communication", self._kind, "read", addends * self._chunk, write)
 
-    def _span(self, what: str) -> None:
+    def _span(self, stage: str) -> None:
         self._gpu.spans.append(
-            Span(self._kind, f"{TITLES[self._kind]}, {what}", self._started, self._gpu.engine.now)
+            Span(self._kind, f"{TITLES[self._kind]}, {stage}", self._started, self._gpu.engine.now)
         )

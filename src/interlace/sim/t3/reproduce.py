@@ -46,7 +46,7 @@ class Case:
         return self.total_ns["sequential"] / max(product, sum(all_reduce))
 
     def slower(self, configuration: str, *, product: bool) -> float:
-        """Return the time of the product or the all-reduce on some compute units over that on all."""
+        """Return the time of product or all-reduce on some compute units over that on all."""
         pick = slice(0, 1) if product else slice(1, None)
         return sum(self.part_ns[configuration][pick]) / sum(self.part_ns["sequential"][pick])
 

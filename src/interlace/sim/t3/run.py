@@ -46,8 +46,9 @@ class SubLayer:
 
     Attributes:
         result: times, rows, link uses and the physical bound, in the form of every simulation.
-        memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``, ``reduce-scatter``, ``all-gather``,
-            ``all-to-all``, ``tracker``; kinds ``read``, ``write``, ``update``.
+        memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``,
+            ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``tracker``; kinds ``read``,
+            ``write``, ``update``.
         parts: simulated parts in the order of their starts.
         overlapped_ns: nanoseconds that links worked while the product ran.
     """
@@ -70,7 +71,7 @@ class SubLayer:
         return next(part for part in self.parts if part.product_ns)
 
     def moved(self, cause: str, *kinds: Kind) -> float:
-        """Return the bytes of DRAM traffic of a cause, of some kinds or, if no kind is named, of all."""
+        """Return the bytes of DRAM traffic of a cause, of all kinds unless some are named."""
         return sum(
             size
             for (owner, kind), size in self.memory_bytes.items()
@@ -207,7 +208,7 @@ def _address_map(
 
 
 class _SubLayer:
-    """The parts of a sub-layer, and the configurations that are put together from separate parts."""
+    """The parts of a sub-layer, and the configurations that consist of separate parts."""
 
     def __init__(
         self,
@@ -224,6 +225,7 @@ class _SubLayer:
         self.size = product.gathered_bytes if collective == "all-gather" else product.output_bytes
 
     def _moved(self, share: float = 1.0, *, near_memory: bool = False) -> Part:
+        # Only a reduce-scatter adds anything that near-memory compute could add.
         near = near_memory and self.collective == "reduce-scatter"
         return alone(
             self.machine, self.collective, self.size, self.ranks, self.network, share, near
@@ -263,6 +265,7 @@ class _SubLayer:
         network = self.machine.network
         library = network.bytes_per_s.value * network.library_efficiency.value
         share = min(1.0, kept * self.machine.gpu.copy_bytes_per_s.value / library)
+        # As in the paper, the two parts do not contend for memory.
         moved = self._moved(share)
         gathered = self.then_gathered([(0, moved)], share)
         return [(0, self._product(self.units - kept)), *gathered]
@@ -277,6 +280,7 @@ def product_alone(
     It ends with its last tile; with ``bypass``, its stores bypass the cache and it ends with its
     last write to DRAM. Output left in the cache is written back under the next part, and counted.
     """
+    # A product alone needs no group; two GPUs are the smallest that a network has.
     group = Group(machine, 2, "ring")
     gpu, plan = group.gpus[0], Plan(machine, product)
 
@@ -312,6 +316,7 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
         exposed_ns=total - computing,
         busy_ns=busy,
         sent_bytes=sent,
+        # On a switch the bytes pass two links, of which the way up is counted.
         traffic_bytes={
             kind: sum(use.size for use in uses if use.traffic == kind and use.link != "down")
             for kind in TRAFFIC.values()
@@ -327,6 +332,7 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
         machine=sublayer.machine.name,
         all_ranks=False,
     )
+    # All links of a GPU work at the same times, so any of them shows the overlap.
     first_link = next(iter(sent))
     overlapped = sum(
         max(0, min(use.end_ns, began + computing) - max(use.start_ns, began))

@@ -130,7 +130,7 @@ def tasks(
                 stage.last,
             )
     weights = stage.weights() * layers
-    # Adam reads and writes two moments and the float32 weight per weight, and more in mixed precision.
+    # Adam reads and writes two moments and the float32 weight, per weight.
     out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
     return out
 
@@ -223,7 +223,7 @@ class _Stage:
         self._reduced(prefix + "FC-1 input gradient ", self.first / t, self.hidden, fused)
         self._kernel(prefix + "output input gradient", self.hidden / t, self.hidden)
         self._kernel(prefix + "output weight gradient", self.hidden / t, self.hidden)
-        # Four products for the forward pass's two, and the scores once more, which it does not keep.
+        # Four products for the forward pass's two, and the scores once more.
         self._attention(prefix + "attention backward", 2.5)
         self._kernel(prefix + "QKV weight gradient", (self.hidden + 2 * self.kv) / t, self.hidden)
         self._reduced(

@@ -64,8 +64,8 @@ def collate(
         rows: rows of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
             categories).
         lookups: lookups per bag, for each table or for all.
-        jagged: whether bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the id,
-            instead of ``lookups[t]``.
+        jagged: whether bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the
+            id, instead of ``lookups[t]``.
 
     Raises:
         ArgumentError: there are more than 26 tables, a table has fewer than 2 rows, or a bag has no
@@ -126,8 +126,8 @@ class BatchStream:
 
     Global batch g holds records ``[g * batch, (g + 1) * batch)`` of the stream, and rank r's part
     is the r-th of R equal chunks of it, so the contents of a global batch do not depend on the
-    number of ranks. The last, incomplete batch is dropped (``last="drop"``) or filled up with copies of its
-    last record that are marked as not valid (``last="pad"``).
+    number of ranks. The last, incomplete batch is dropped (``last="drop"``) or filled up with
+    copies of its last record that are marked as not valid (``last="pad"``).
 
     Args:
         source: an iterable of :class:`Records` that repeats them each time it is iterated over.

@@ -151,7 +151,7 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
     empty = np.diff(ends[last], prepend=-1) == 1
     lines = np.flatnonzero(fields == FIELDS)
     stop = ends[last[lines, None] + np.arange(1 - FIELDS, 1)]
-    start = np.location(lines > 0, ends[last[lines] - FIELDS], -1)[:, None] + 1
+    start = np.where(lines > 0, ends[last[lines] - FIELDS], -1)[:, None] + 1
     start = np.concatenate([start, stop[:, :-1] + 1], axis=1)
     numbers, good_numbers = _integers(data, start[:, : 1 + INTEGERS], stop[:, : 1 + INTEGERS])
     ids, good_ids = _hexadecimals(data, start[:, 1 + INTEGERS :], stop[:, 1 + INTEGERS :])
@@ -165,10 +165,10 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
 
 
 def _integers(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_Ints, _Flags]:
-    """Parse fields ``[start, stop)`` as integers, 0 if empty; and tell which rows are all integers."""
+    """Parse fields ``[start, stop)`` as integers, 0 if empty; tell which rows are all integers."""
     # Pandas writes integers of a column with gaps as floats, 260.0.
     pandas = (stop - start > 2) & (data[stop - 1] == _ZERO) & (data[stop - 2] == _POINT)
-    stop = np.location(pandas, stop - 2, stop)
+    stop = np.where(pandas, stop - 2, stop)
     negative = (stop - start > 1) & (data[np.minimum(start, data.size - 1)] == _MINUS)
     values, good = _digits(data, start + negative, stop, _DECIMAL, 10, _MAX_DIGITS)
     values[negative] *= -1
@@ -197,5 +197,5 @@ def _digits(
         present = digit_index < length
         digit = digit_of[data[np.maximum(stop - 1 - digit_index, 0)]]
         good &= ~present | (digit != _BAD)
-        values += np.location(present, digit, 0).astype(np.int64) * base**digit_index
+        values += np.where(present, digit, 0).astype(np.int64) * base**digit_index
     return values, np.asarray(good.all(axis=1))

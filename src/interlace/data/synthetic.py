@@ -84,7 +84,7 @@ class SyntheticClicks:
         self, integers: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         dense = (log_transform(integers) - self._scales) @ self._weights
-        # An id's weight is a hash of it, uniform in (-1, 1), so that no weight is stored for ids that
-        # never occur.
+        # An id's weight is a hash of it, uniform in (-1, 1), so that no weights are stored for ids
+        # that never occur.
         weights = mix(ids.astype(np.uint64) ^ self._salts) / 2.0**63 - 1
         return np.asarray(dense + 0.7 * weights.sum(axis=1) - 0.5, dtype=np.float64)

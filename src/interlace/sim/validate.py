@@ -69,7 +69,7 @@ class Case:
 
     @property
     def passed(self) -> bool:
-        """Whether ours is within the tolerance of the figure's source."""
+        """True if ours is within the tolerance of the figure's source."""
         return not self.problem and abs(self.error) <= (
             TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE
         )

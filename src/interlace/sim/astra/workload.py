@@ -84,7 +84,7 @@ class Report:
 
     @property
     def unphysical(self) -> bool:
-        """Whether the run lies under its bound.
+        """True if the run lies under its bound.
 
         The congestion-unaware network lets messages share links for nothing.
         """

@@ -58,6 +58,8 @@ class Outputs:
         self.written: list[Path] = []
         if folder is not None:
             _create_folder(folder)
+        # A simulation or benchmark may run for minutes, so a path that cannot be written is refused
+        # before it starts.
         for file in (json, csv, trace):
             if file is not None and (reason := _obstacle(file)):
                 raise ArgumentError(
@@ -87,6 +89,7 @@ class Outputs:
             draw: function that draws the picture to a file.
             name: ending of the file's name before its suffix, for a second picture of a command.
         """
+        # The second picture lies next to the first: step.png and step-bars.png.
         file = self.plot and self.plot.with_name(f"{self.plot.stem}{name}{self.plot.suffix}")
         self._write(file, draw)
 
@@ -157,6 +160,8 @@ def _obstacle(file: Path) -> OSError | None:
 
     A file that can be opened may still fail later, on a full disk; the write methods say so then.
     """
+    # Asking the file system instead of opening the file leaves no empty file behind if the command
+    # then fails.
     folder = file.absolute().parent
     if not folder.exists():
         code = errno.ENOENT

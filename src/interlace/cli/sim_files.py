@@ -99,6 +99,7 @@ def run_validate(cases_file: Path | None, outputs: Outputs, brief: bool) -> int:
             )
     if table.row_count:
         console.print(table)
+    # Measured figures have a tolerance of their own and are not part of the exactness.
     astra = [case for case in cases if case.source == "astra-sim"]
     passed = sum(case.passed for case in cases)
     exact = sum(case.error == 0 for case in astra)
@@ -118,6 +119,7 @@ def run_validate(cases_file: Path | None, outputs: Outputs, brief: bool) -> int:
             "physical bound, and so do "
             f"ours: {', '.join(flagged)}."
         )
+    # A run yields several figures, and its events count once.
     events = sum({(case.name, case.events): case.events for case in cases}.values())
     console.print(
         f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of "
@@ -155,8 +157,11 @@ def run_calibrate(
 ) -> None:
     """Fit a machine to measurements, print the errors of the fit, and write the machine file."""
     products, timings = calibrate.read_measurements(files)
+    # Libraries change their algorithms with the number of GPUs, so a fit may be limited to one
+    # number.
     timings = [timing for timing in timings if gpus is None or timing.gpus == gpus]
     base = load_machine(base_name)
+    # Measurements come from one node, whose links are those of the inner network if there is one.
     net = base.node or base.network
     fits = []
     if products:

@@ -92,6 +92,7 @@ def run_workload(
         f"{events:,} events in {seconds:.2f} s ({events / seconds * 60:,.0f} a minute).",
         style="dim",
     )
+    # With --fused none the requested step is the unfused one, which is shown once.
     shown = [results["none"], result] if requested.fused != "none" else [result]
     outputs.write_json(
         lambda: {
@@ -182,6 +183,7 @@ def _critical(result: Result) -> str:
         for _, first, last, time_ns in parts
         if time_ns >= 0.01 * result.total_ns
     ]
+    # Six entries from the start and three from the end fit into two lines of a terminal.
     if len(shown) > 10:
         shown = [*shown[:6], f"({len(shown) - 9} more)", *shown[-3:]]
     return "Critical path: " + " -> ".join(shown)
@@ -189,6 +191,7 @@ def _critical(result: Result) -> str:
 
 def _write_chakra(requested: Scenario, ranks: int, prefix: str) -> None:
     model = load_workload(dlrm.Dlrm, "dlrm", requested.model, dict(requested.model_changes))
+    # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
     tasks = dlrm.tasks(
         model, ranks, all_to_all=requested.all_to_all, all_reduce=requested.all_reduce
     ).tasks
@@ -214,11 +217,13 @@ def run_collective(
     for name in [algorithm] if algorithm else ALGORITHMS[kind]:
         try:
             results[name] = base.change({"algorithm": name}).simulate()
+        # Without --algorithm, algorithms that do not fit the network are listed as skipped.
         except ConfigError as error:
             if algorithm:
                 raise
             skipped[name] = str(error)
     console = make_console()
+    # A network that no algorithm fits is an error, and the first reason is shown.
     first = next(iter(results.values()), None)
     if first is None:
         raise ConfigError(next(iter(skipped.values())))

@@ -53,6 +53,7 @@ def run_sweep(
     console.print(table)
     for reason in dict.fromkeys(point.error for point in points if point.error):
         console.print(f"Not run: {reason}", style="dim")
+    # Remembered points take no time, so the line says how many of them there are.
     fresh = sum(not point.cached for point in points)
     console.print(
         f"{len(points)} points, {len(points) - fresh} of them remembered; "
@@ -79,6 +80,7 @@ def _heat_map(
 ) -> None:
     names = list(values)
     rows, columns = names[0], names[1] if len(names) > 1 else None
+    # With one parameter the heat map is a single column.
     grid = []
     for row in values[rows]:
         line = []
@@ -90,6 +92,8 @@ def _heat_map(
                 and point.parameters[rows] == row
                 and (columns is None or point.parameters[columns] == column)
             ]
+            # A combination that could not be run leaves its cell empty, which NaN is in the
+            # picture.
             line.append(sum(selected) / len(selected) if selected else float("nan"))
         grid.append(line)
     scale, unit = (

@@ -148,6 +148,7 @@ def run_layer(
         *(f"{name}, faster" for name in FASTER),
     )
     for phase, layer in estimates.items():
+        # Shares refer to the sequential layer, which all configurations are compared with.
         total = layer.layer_ns("sequential")
         parts = (
             layer.reduced_ns["sequential"] / total,
@@ -305,6 +306,7 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
         "tracker: blocks at once": lambda part: str(part.tracker_entries),
         "tracker: blocks counted in DRAM": lambda part: str(part.tracker_overflows),
     }
+    # Rows are functions of a part, so that a new row is one line.
     for name, show in rows.items():
         table.add_row(name, *(show(results[shown].fused) for shown in SHOWN))
     return table

@@ -33,6 +33,7 @@ def fused(
         output_itemsize: bytes of an element of the result; ``itemsize`` by default.
         splits: rows of x on each rank; evenly split by default.
     """
+    # Rows travel with their padding, so the padded row counts on links and in the buffer.
     row_bytes = round_up(inner * itemsize, 16)
     if splits is None:
         received = sent = leaving(rows * row_bytes, world_size)

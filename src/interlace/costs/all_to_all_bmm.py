@@ -28,6 +28,7 @@ def fused(
         rows: rows of one product, from all ranks together.
         itemsize: bytes of an element of x, w and the result.
     """
+    # As in all_gather_gemm, rows travel with their padding to 16 bytes.
     size = batch * rows * round_up(inner * itemsize, 16)
     moved = leaving(size, world_size)
     memory_bytes = (

@@ -92,18 +92,19 @@ def forward(
     )  # fmt: skip
     flops = (2 if weighted else 1) * pooled
     peers = len(widths) - 1
+    # Without samples or tables no kernel is launched.
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
     tables = len(widths[rank])
     remote = [size for peer, size in enumerate(sizes) if peer != rank]
+    # A put is a block of one table's bags for one peer.
     puts = sum(tables * ceil_div(size, block_bags) for size in remote)
     link_bytes = (
         floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=output_itemsize)
         + peers * GRANT_BYTES
     )
     if protocol == "sliced":
-        # A slice is staged: its programs write it to this rank's memory, and the program that
-        # completes the slice reads it again to send it.
+        # A slice is written to this rank's memory, and read again before it leaves.
         memory_bytes += 2 * (link_bytes - peers * GRANT_BYTES)
         signals = sum(tables * ceil_div(size, block_bags * slice_blocks) for size in remote)
     else:
@@ -141,7 +142,7 @@ def backward_floor_memory_bytes(
         count * (row_accesses * width * itemsize + state_bytes)
         for count, width in zip(distinct_rows, widths[rank], strict=True)
     )
-    # Sorted row numbers are int32, 4 bytes per lookup.
+    # Each lookup's row number has 4 bytes.
     return gradient_itemsize * (travelled + batch * local_width) + 4 * sum(lookups) + rows
 
 

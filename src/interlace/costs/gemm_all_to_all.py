@@ -34,6 +34,7 @@ def fused(
     """
     row_bytes = columns * (output_itemsize or itemsize)
     received = rows if output_splits is None else sum(output_splits)
+    # An even split need not divide the rows; its shares are rounded up.
     sent = (
         leaving(rows * row_bytes, world_size)
         if input_splits is None

@@ -71,9 +71,11 @@ def fused(
     memory_bytes = floor_memory_bytes(tokens=tokens, rows=rows, columns=columns, itemsize=itemsize)
     token_tiles = ceil_div(tokens, block_tokens)
     row_tiles = ceil_div(rows, block_n)
+    # An empty result sends nothing.
     if not tokens or not rows:
         return Cost(flops, memory_bytes, 0, 0, 0)
     row_bytes = part_bytes(tokens=tokens, rows=1, itemsize=itemsize)
+    # Each peer gets one word with the call's number, if pairs have no room for it.
     link_bytes = peers * call_bytes(tokens=tokens, itemsize=itemsize)
     messages = link_bytes // WORD_BYTES
     if protocol == "one_shot":
@@ -84,13 +86,16 @@ def fused(
             messages + peers * token_tiles * row_tiles,
             0,
         )
+    # Two phases: a program sends each owner its part of the tile, and each owner sends its sum to
+    # every peer.
     owned = ceil_div(block_n, world_size)
     for tile in range(row_tiles):
         tile_rows = min(block_n, rows - tile * block_n)
         for owner in range(world_size):
             # Rows of a tile are split over all ranks, so that every rank reduces some of each tile.
             share = max(0, min(owned, tile_rows - owner * owned))
-            copies = peers if owner == rank else 1  # sums to every peer, parts to their owner
+            # A sum goes to every peer, a part to its owner only.
+            copies = peers if owner == rank else 1
             if share:
                 link_bytes += copies * share * row_bytes
                 messages += copies * token_tiles

@@ -30,6 +30,7 @@ class Machine:
 
         It is the longest of moving the memory bytes, moving the link bytes, and multiplying.
         """
+        # The three resources work at the same time at best, so the longest of them is the floor.
         return NS_PER_S * max(
             memory_bytes / self.memory_bytes_per_s,
             link_bytes / self.link_bytes_per_s,

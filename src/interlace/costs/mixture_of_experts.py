@@ -69,6 +69,7 @@ def floor_memory_bytes(
         tokens: tokens of this rank.
         trains: whether gate and up are written as well, for the backward pass.
     """
+    # The inner layer is written and read; training writes gate and up as well.
     rows, back = arrivals(counts, rank), sum(counts[rank])
     numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * (4 if trains else 2)
     return (
@@ -89,6 +90,7 @@ def backward_memory_bytes(
     """
     rows, back = arrivals(counts, rank), sum(counts[rank])
     weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
+    # Gradients of all local experts are written, of experts without rows as zeros.
     written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
     return (
         weights
@@ -116,6 +118,7 @@ def forward(
     peers, row_bytes = len(counts) - 1, hidden * itemsize
     sent = _pushes(counts, rank, push_tile[0]) * ceil_div(hidden, push_tile[1])
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
+    # Every peer gets this rank's counts per expert, and the number of the granted buffer.
     numbers = NUMBER_BYTES * (len(counts[0]) + 1)
     return Cost(
         flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
@@ -192,6 +195,8 @@ def _puts(counts: Counts, rank: int, rows: int) -> int:
         begin = 0
         for source, sent in enumerate(counts):
             end = begin + sent[expert]
+            # The number of blocks that rows [begin, end) touch; the first and the last may be
+            # shared with other sources.
             if source != rank and end > begin:
                 puts += (end - 1) // rows - begin // rows + 1
             begin = end

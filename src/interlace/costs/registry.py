@@ -54,6 +54,7 @@ def cost_of(
     """
 
     def declare(formula: Formula) -> Formula:
+        # Two formulas under one name would make results depend on the order of imports.
         if operator in OPERATOR_COSTS:
             raise ArgumentError(
                 f"cost_of: an operator must have one cost; got a second one for {operator!r}. "

@@ -71,9 +71,12 @@ def shard_cost(
         training: whether to count the backward pass as well.
     """
     lookups = batch * pooling_factor
+    # Pooled rows are the traffic that leaves the owner: lookups themselves stay local.
     pooled = batch * width * output_itemsize
     memory = lookups * (width * itemsize + index_itemsize) + pooled / world_size
     link = pooled * (world_size - 1) / world_size
+    # Gradients arrive in the pooled rows' size; every lookup then reads its gradient, and reads and
+    # writes its row and the optimizer's state.
     if training:
         memory += (
             pooled

@@ -83,6 +83,7 @@ def collate(
             "each; "
             f"got rows {list(rows)} and lookups {count}."
         )
+    # Table-major order is that of the embedding operator: a rank owns tables, not samples.
     bags = [_bags(records.categories[:, t], rows[t], count[t], jagged) for t in range(len(rows))]
     offsets = None
     if jagged:
@@ -109,6 +110,7 @@ def _bags(ids: _Ints, rows: int, lookups: int, jagged: bool) -> tuple[_Ints, _In
         lengths = (mix(ids.astype(np.uint64) + np.uint64(1)) % np.uint64(2 * lookups)).astype(
             np.int64
         )
+    # The position of each lookup within its bag, for all bags at a time.
     begins = np.cumsum(lengths) - lengths
     position = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     spread = np.repeat(ids, lengths)
@@ -186,6 +188,7 @@ class BatchStream:
         self.held_out_every, self.held_out = held_out_every, held_out
 
     def __iter__(self) -> Iterator[Batch]:
+        # Every rank reads all records, so that no rank needs to know the position of another.
         part = self.batch // self.world_size
         for number, records in enumerate(_global_batches(self.source, self.batch)):
             is_held_out = bool(self.held_out_every) and (number + 1) % self.held_out_every == 0
@@ -211,6 +214,7 @@ def _global_batches(source: Iterable[Records], size: int) -> Iterator[Records]:
     for records in source:
         parts.append(records)
         held += len(records)
+        # Records arrive in blocks of any size, and are joined only when they fill a batch.
         if held < size:
             continue
         joined = Records.join(parts)

@@ -27,6 +27,7 @@ _BLOCK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 24
 _MAX_DIGITS = 10
 _HEX_DIGITS = 8
+# Digits of a base as a table by character; a character that is no digit is _BAD.
 _BAD = 255
 _NEWLINE, _POINT, _MINUS, _ZERO = b"\n.-0"
 
@@ -145,11 +146,13 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
     ends = np.flatnonzero((data == separator[0]) | (data == _NEWLINE))
     # The index in `ends` of each line's last field.
     last = np.flatnonzero(data[ends] == _NEWLINE)
+    # Lines with another number of fields are corrupt, and their characters are never parsed.
     fields = np.diff(last, prepend=-1)
     if not len(last):
         return Records.empty(), np.zeros(0, np.int64)
     empty = np.diff(ends[last], prepend=-1) == 1
     lines = np.flatnonzero(fields == FIELDS)
+    # The separators before a line's end are the ends of its fields.
     stop = ends[last[lines, None] + np.arange(1 - FIELDS, 1)]
     start = np.where(lines > 0, ends[last[lines] - FIELDS], -1)[:, None] + 1
     start = np.concatenate([start, stop[:, :-1] + 1], axis=1)
@@ -169,6 +172,7 @@ def _integers(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_
     # Pandas writes integers of a column with gaps as floats, 260.0.
     pandas = (stop - start > 2) & (data[stop - 1] == _ZERO) & (data[stop - 2] == _POINT)
     stop = np.where(pandas, stop - 2, stop)
+    # A lone minus sign is no integer, so the sign needs a digit after it.
     negative = (stop - start > 1) & (data[np.minimum(start, data.size - 1)] == _MINUS)
     values, good = _digits(data, start + negative, stop, _DECIMAL, 10, _MAX_DIGITS)
     values[negative] *= -1
@@ -193,6 +197,7 @@ def _digits(
     length = stop - start
     values = np.zeros(length.shape, np.int64)
     good: _Flags = length <= max_digits
+    # One gather per digit for all fields together; fields that are shorter contribute 0.
     for digit_index in range(min(max_digits, int(length.max(initial=0)))):
         present = digit_index < length
         digit = digit_of[data[np.maximum(stop - 1 - digit_index, 0)]]

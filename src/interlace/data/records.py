@@ -68,12 +68,14 @@ def hash_to_rows(ids: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]
     ``mix`` is splitmix64's finaliser, which gives equal rows on every machine and in every run,
     unlike Python's ``hash``.
     """
+    # Row 0 is reserved for missing ids, so ids share the other rows - 1.
     mixed = mix(ids.astype(np.uint64))
     return np.where(ids < 0, 0, 1 + (mixed % np.uint64(rows - 1)).astype(np.int64))
 
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Mix 64 bits into 64 bits by splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    # Unsigned 64-bit arithmetic wraps around, which is what the algorithm relies on.
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

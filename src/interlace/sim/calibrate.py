@@ -91,6 +91,7 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
         before = len(products) + len(timings)
         if isinstance(document, dict) and isinstance(document.get("results"), list):
             products += _bench(document["results"])
+        # Keys are free, so that users may add notes and name their measurements.
         for key, items in document.items() if isinstance(document, dict) else ():
             if isinstance(items, list) and items and isinstance(items[0], dict):
                 if {"m", "n", "k", "us"} <= items[0].keys():
@@ -124,6 +125,7 @@ def _bench(results: list[dict[str, Any]]) -> list[Product]:
     products = []
     for result in results:
         times = result.get("times", {})
+        # The library's time is the better of its two routines for few rows.
         alone = min(
             (
                 times[name]["median_us"]
@@ -167,6 +169,8 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
         larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
         return np.asarray(kernel + larger * (1 + (smaller / larger) ** norm) ** (1 / norm))
 
+    # The loss is the mean error of logarithms: relative errors count alike at all sizes, and
+    # outliers less than in squares.
     measured = np.array([p.ns for p in seen])
 
     def loss(parameters: np.ndarray) -> float:
@@ -199,6 +203,8 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
     Raises:
         ConfigError: there are too few points.
     """
+    # Launch and steps belong to the library, so all collectives share them; the algorithms differ
+    # in the share of the bandwidth.
     kinds = sorted({t.kind for t in timings})
     if len(timings) < 2 * HOLD_OUT * len(kinds):
         raise ConfigError(
@@ -235,6 +241,7 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
 
 
 def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    # Every fourth point, so that sizes from small to large are held out.
     unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
     return [
         point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1
@@ -275,6 +282,8 @@ def _simplex(
             break
         middle = np.mean(corners[:-1], axis=0)
         mirrored = 2 * middle - corners[-1]
+        # Nelder and Mead's simplex (1965): mirror the worst corner; go further if that is best,
+        # halfway if it is worst, else shrink all corners to the best.
         value = loss(mirrored)
         if value < values[0]:
             far = 3 * middle - 2 * corners[-1]
@@ -308,6 +317,7 @@ def machine_document(
         name: the machine's name.
         gpus: GPUs of the measured collectives; the base's network between them has the latency.
     """
+    # The simulator adds the links' latency to each step by itself, so it must not count twice.
     latency = base.build_topology(gpus).path_latency_ns(0, 1)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name

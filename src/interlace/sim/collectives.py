@@ -108,6 +108,7 @@ class Group:
 
     def members(self, rank: int) -> list[int]:
         """List all ranks of ``rank``'s group by their index."""
+        # Shifting back by the rank's own index gives the group's first member.
         first = self.topology.shift(
             rank, self.topology.difference(0, self.displacement(self.index(rank)))
         )
@@ -149,6 +150,7 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
         )
     if size < 0:
         raise ConfigError(f"a collective's bytes must not be negative; got {size}.")
+    # A group of one, and an empty buffer, send nothing and take no rounds.
     if group.size == 1 or size == 0:
         return []
     if algorithm == "double_binary_tree":
@@ -180,6 +182,8 @@ def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:
     for count, stride in group.strides():
         block = _share(size, count)
         if algorithm == "per_dimension":
+            # Each dimension exchanges the full buffer, since blocks for other dimensions travel
+            # along.
             rounds.append(Round(tuple((step * stride, block) for step in range(1, count))))
         else:
             # After k steps the k nearest ranks have their blocks, and the other blocks go on.
@@ -190,6 +194,7 @@ def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:
 def _direct(kind: str, size: int, group: Group) -> list[Round]:
     block = _share(size, group.size)
     everyone = tuple((to, block) for to in range(1, group.size))
+    # After the first round each owner adds up the blocks of all peers.
     scatter, gather = Round(everyone, reduced=block * (group.size - 1)), Round(everyone)
     return {"all_reduce": [scatter, gather], "reduce_scatter": [scatter], "all_gather": [gather]}[
         kind
@@ -208,6 +213,7 @@ def _halving_doubling(kind: str, size: int, group: Group) -> list[Round]:
         part = _share(part, 2)
         scatter.append(Round(((mask, part),), reduced=part, exchange=True))
         mask *= 2
+    # The way back gathers by the same exchanges in reverse, without reducing.
     gather = [dataclasses.replace(step, reduced=0) for step in reversed(scatter)]
     return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[kind]
 

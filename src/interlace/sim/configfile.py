@@ -68,6 +68,7 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
         # One error at a time: the first is mostly the cause of the others.
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the whole"
+        # Unknown and missing keys are the commonest mistakes, so their messages name the fix.
         if first["type"] == "extra_forbidden":
             raise ConfigError(
                 f"{source}: {key} must be a known key; it is not. {_known(model, first['loc'])}"
@@ -103,6 +104,7 @@ def _known(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
         field = next((f for name, f in fields.items() if part in (name, f.alias)), None)
         if field is None:
             break
+        # A field may be Optional or a union; its model is the first of the alternatives.
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
         current = next(
             (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None

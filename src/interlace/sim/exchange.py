@@ -53,9 +53,11 @@ class Rounds:
 
     def __init__(self, setting: Setting, rounds: list[Round], group: Group, kind: str) -> None:
         self.setting, self.rounds, self.group, self.kind = setting, rounds, group, kind
+        # Messages that arrived, by rank and round: a fast peer may be a round ahead.
         self.arrived: dict[tuple[int, int], int] = {}
         self.at: dict[int, int] = {}
         self.ends: dict[int, Callable[[], None]] = {}
+        # Functions that slices register, which are called on every arrival at a rank.
         self.hooks: dict[int, Callable[[], None]] = {}
 
     def enter(self, rank: int, end: Callable[[], None]) -> None:
@@ -153,6 +155,7 @@ class Slices:
                 if no one waits.
         """
         engine = self.setting.engine
+        # The kernel computes one slice per rank and number; all take equal time.
         total = (self.peers + 1) * self.slices
         start = engine.now + launch
         for number in range(self.peers * self.slices if self.block else 0):
@@ -213,6 +216,7 @@ class Slices:
         engine, rank = self.setting.engine, self.rank
         total = (self.peers + 1) * self.slices
         count = self.peers * self.slices if self.block else 0
+        # A slice is usable when its signal is seen, which takes a little longer than its bytes.
         flag = round(self.setting.machine.collectives.slice_ns.value)
         state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
 
@@ -285,6 +289,7 @@ class Trees:
             return
         machine = self.setting.machine
         reduce = machine.reduction_ns(self.piece)
+        # A leaf has nothing to add, so only inner ranks pay for the reduction.
         delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
         if parent >= 0:
             self.setting.engine.after(

@@ -100,6 +100,7 @@ class Gpu(Strict):
         p = self.roofline_norm.value
         compute = 1e9 * flops / (self.flops_per_s.value * self.flops_efficiency.value)
         memory = 1e9 * memory_bytes / (self.memory_bytes_per_s.value * self.memory_efficiency.value)
+        # A smooth maximum: kernels that are balanced between both limits reach neither of them.
         larger, smaller = max(compute, memory), min(compute, memory)
         # One nanosecond more than rounding down, so that no kernel undercuts its bound.
         return int(self.kernel_ns.value + larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p)) + 1
@@ -207,6 +208,7 @@ class Machine(Strict):
 
         A reduction reads two operands and writes one.
         """
+        # Two reads and a write of device memory, as in the library's kernels.
         share = 3 * size * self.collectives.reduction.value
         return duration_ns(
             share, self.gpu.memory_bytes_per_s.value * self.gpu.memory_efficiency.value
@@ -222,6 +224,7 @@ class Machine(Strict):
         Raises:
             ConfigError: the topology does not fit ``ranks``.
         """
+        # A node of one GPU has no inner network.
         if self.node is None or self.node.gpus == 1:
             return _net(self.network, text or self.network.topology, ranks)
         inner_ranks = min(ranks, self.node.gpus)
@@ -232,6 +235,7 @@ class Machine(Strict):
             )
         inner = _net(self.node, self.node.topology, inner_ranks)
         nodes = ranks // inner_ranks
+        # Within a node no message touches the network cards.
         if nodes == 1:
             return inner
         outer = _net(self.network, text or self.network.topology, nodes * self.node.cards)
@@ -263,6 +267,7 @@ def find(folder: str, name: str) -> Path:
     Raises:
         ConfigError: there is no such preset.
     """
+    # Names with a suffix are files, and all others presets, so a typo cannot be taken for a file.
     if name.endswith((".yaml", ".yml", ".json")):
         return Path(name)
     if name not in presets(folder):

@@ -74,6 +74,7 @@ def product_operator(
     kind: Any = declared.collective
     title = TITLES[kind]
     cost = declared.formula(**sizes)
+    # Fused and unfused compute alike, so that the results differ by the overlap alone.
     kernel = Kernel(cost.flops, cost.memory_bytes)
     computation: tuple[str, str, Work] = (declared.computation, COMPUTE, kernel)
     exchange: tuple[str, str, Work] = (
@@ -88,6 +89,7 @@ def product_operator(
     return Operator(f"{declared.computation} + {title}", fused, (computation, exchange))
 
 
+# Only operators around a single product: the others need sizes of their own, and have functions.
 def __getattr__(name: str) -> Any:
     declared = OPERATOR_COSTS.get(name)
     if declared is None or declared.computation != "GEMM":
@@ -173,6 +175,7 @@ def gemv_all_reduce(
     )
     kernel = Kernel(2 * tokens * rows * columns, memory)
     size = tokens * rows * itemsize
+    # Values travel packed with their epoch, so the fused kernel moves more bytes than the library.
     words = gemv_costs.part_bytes(tokens=tokens, rows=rows, itemsize=itemsize)
     call = gemv_costs.call_bytes(tokens=tokens, itemsize=itemsize)
     if protocol == "one_shot":

@@ -21,6 +21,7 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
     with open_figure(file, 2.2 + 1.5 * len(results), 4.4) as figure:
         axis = figure.subplots()
         scale, unit = time_unit(max(result.total_ns for _, result in results))
+        # Savings refer to the first bar, which callers make the unfused one.
         base = results[0][1].total_ns
         computed = [
             (result.total_ns - result.exposed_ns - result.added_ns) / scale for _, result in results
@@ -57,6 +58,7 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
                 linestyle=":",
                 label="physical bound" if position == 0 else None,
             )
+            # The first bar is the reference, so its own label has no percentage.
             saved = 1 - result.total_ns / base
             text = f"{result.total_ns / scale:.3g}" + (
                 f"\n{-100 * saved:+.1f} %" if position else ""
@@ -128,6 +130,7 @@ def correlation(
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
     with open_figure(file, 6.4, 5.6) as figure:
         axis = figure.subplots()
+        # A margin of a factor of 1.5 keeps the outermost points off the frame.
         low, high = min(min(p[1:]) for p in points) / 1.5, max(max(p[1:]) for p in points) * 1.5
         axis.plot([low, high], [low, high], color="#BBBBBB", linewidth=1, zorder=0)
         for number, group in enumerate(dict.fromkeys(point[0] for point in points)):
@@ -185,6 +188,7 @@ def tornado(
                 axis.barh(position, value - base, left=base, height=0.66, color=colour)
         axis.axvline(base, color="black", linewidth=1)
         axis.axvline(published, color="#D55E00", linestyle="--", linewidth=1.3)
+        # The two labels point away from each other, so that they do not overlap.
         paper_side = 1 if published > base else -1
         for value, text, colour, side in (
             (published, f"paper: {published:g} %", "#D55E00", paper_side),
@@ -237,6 +241,7 @@ def curve(
     )
     with open_figure(file, 8, 4.6) as figure:
         axis = figure.subplots()
+        # Lines come in pairs of one colour: forward dashed, both passes solid.
         for number, (name, values) in enumerate(lines):
             axis.plot(
                 x,

@@ -143,6 +143,7 @@ def sc24(
         nodes: node counts of the curve.
     """
     base = Scenario("dlrm")
+    # The table varies network and unfused algorithm together, since they depend on each other.
     table = [
         (
             name,
@@ -155,6 +156,7 @@ def sc24(
         for algorithm in ALGORITHMS
     ]
     bases = {algorithm: base.change({"all_to_all": algorithm}) for algorithm in BASELINES}
+    # Every assumption is varied alone, against each baseline.
     assumptions = [
         (
             algorithm,

@@ -89,6 +89,7 @@ class Result:
 
         Each of them is the last that its successor waited for.
         """
+        # The last task to end, and from there back along the last dependency of each.
         tasks = {task.name: task for task in self.tasks}
         path: list[TaskTime] = []
         at: str | None = max(self.tasks, key=lambda task: task.end_ns).name if self.tasks else None

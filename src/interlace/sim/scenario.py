@@ -108,6 +108,7 @@ class Scenario:
         """
         fields: dict[str, Any] = {}
         keyed = {"model": dict(self.model_changes), "machine": dict(self.machine_changes)}
+        # The changes themselves are not parameters: a user changes model.KEY and machine.KEY.
         known = {
             field.name: field
             for field in dataclasses.fields(self)
@@ -146,6 +147,7 @@ class Scenario:
         """
         full = self.complete()
         machine = full.load_machine()
+        # A machine without nodes counts every GPU as a node.
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
         changes = dict(full.model_changes)
@@ -154,6 +156,7 @@ class Scenario:
             "all_reduce": full.all_reduce,
             "all_ranks": full.all_ranks,
         }
+        # Workloads have different defaults, so 0 must not reach them.
         if full.slices:
             common["slices"] = full.slices
         if full.kind == "dlrm":

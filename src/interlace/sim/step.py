@@ -135,6 +135,7 @@ class _Simulation:
         self.engine.run()
 
     def finish(self, name: str) -> Result:
+        # Out of events with tasks left: the tasks wait in a circle, over rows or over ranks.
         late = [rank for rank in self.ranks if len(rank.done) < len(self.tasks)]
         if late:
             stuck = next(task.name for task in self.tasks if task.name not in late[0].done)
@@ -142,6 +143,7 @@ class _Simulation:
                 f"every task must end; rank {late[0].number} never ended {stuck!r}. Break the "
                 "cycle it waits in."
             )
+        # A step ends with its slowest rank, whose times are reported.
         last = max(self.ranks, key=lambda rank: max(rank.done.values(), default=0))
         total = max(last.done.values(), default=0)
         busy: dict[str, int] = {}
@@ -210,6 +212,7 @@ class _Simulation:
 
     def _advance(self, rank: _Rank) -> None:
         """Start every task that is next in its row and waits for nothing."""
+        # A row is a stream: its head blocks the tasks behind it, even those that could start.
         for row, indices in rank.rows.items():
             at = rank.next[row]
             if row in rank.running or at == len(indices):
@@ -247,6 +250,7 @@ class _Simulation:
             rank.compute_ns += duration
             self.engine.after(duration, end)
         elif isinstance(work, Collective):
+            # A library launches a kernel before anything moves; the launch is not computation.
             launch = round(self.machine.collectives.launch_ns.value)
             self.engine.after(launch, self._collective, rank, index, work, end)
         elif isinstance(work, Fused):
@@ -284,6 +288,7 @@ class _Simulation:
                 "the same for all there. "
                 f"Ask for all ranks (--all-ranks), or use ring."
             )
+        # Without pieces, the first message of a round would occupy a shared link to its end.
         piece = self.machine.collectives.piece_bytes
         return rounds if piece is None else [in_pieces(step, piece.value) for step in rounds]
 
@@ -305,6 +310,7 @@ class _Simulation:
         shared.enter(rank.number, end)
 
     def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
+        # Neighbouring pipeline stages differ in the outermost coordinate, which crosses nodes.
         displacement = self.group(work.axes[-1:]).displacement(1)
         destination = (
             self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
@@ -319,6 +325,7 @@ class _Simulation:
             shared = Rounds(self.setting, [], group, kind)
             self.shared[index] = shared
         assert isinstance(shared, Rounds)
+        # No more slices than bytes, so that no slice is empty.
         block = -(-size // group.size)
         return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
 
@@ -332,6 +339,7 @@ class _Simulation:
         slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
         # The last rank's slices arrive later than this rank's by the spread of the kernels' ends.
         skew = round(body * library.skew.value)
+        # A consuming task waits for the peers' slices, so this kernel ends with its computation.
         if not work.waits:
             slices.produce(launch, body, None)
             self.engine.after(launch + body, end)

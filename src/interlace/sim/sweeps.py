@@ -82,6 +82,7 @@ def sweep(
         for values in itertools.product(*parameters.values())
     ]
     scenarios = [base.change(combination).complete() for combination in combinations]
+    # Every point needs its unfused twin for the saving; twins that coincide run once.
     unfused = [dataclasses.replace(scenario, fused="none") for scenario in scenarios]
     outcomes = run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
     points = []
@@ -177,6 +178,7 @@ def _source_hash() -> str:
 def _key(scenario: Scenario) -> str:
     digest = hashlib.sha256(_source_hash().encode())
     digest.update(json.dumps(dataclasses.asdict(scenario), sort_keys=True).encode())
+    # Presets and files are hashed by contents, so that an edited file is run again.
     for folder, name in (("machines", scenario.machine), (scenario.kind, scenario.model)):
         if name:
             try:
@@ -252,4 +254,5 @@ def parse_value(text: str) -> Any:
             return kind(stripped)
         except ValueError:
             continue
+    # Booleans are written as in YAML.
     return {"true": True, "false": False}.get(stripped.lower(), stripped)

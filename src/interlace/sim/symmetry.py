@@ -81,6 +81,7 @@ class Topology(abc.ABC):
             axes: list[int] = []
             left = size
             while left > 1:
+                # Dimensions are used up in order, and those that are used up are dropped.
                 while dims and dims[0] == 1:
                     del dims[0], along_links[0]
                 piece = math.gcd(left, dims[0]) if dims else 1
@@ -108,6 +109,7 @@ class Topology(abc.ABC):
                 f"parallel groups must make {self.ranks} ranks; got {'x'.join(map(str, sizes))}. "
                 "Change one of them."
             )
+        # The links are the same: only the coordinates by which ranks are numbered are finer.
         result = copy.copy(self)
         result.shape = tuple(shape) or (1,)
         result._along_links = tuple(uncut) if any(uncut) else None

@@ -52,6 +52,7 @@ class Torus(Topology):
         self.ties = ties
         self._along_links = (True,) * len(self.shape)
         self.name = ("ring:" if len(self.shape) == 1 else "torus:") + "x".join(map(str, self.shape))
+        # The names of link classes: x+ is the direction of growing first coordinates.
         axes = "xyzw" if len(self.shape) <= 4 else [f"d{i}" for i in range(len(self.shape))]
         self.classes = [
             LinkClass(f"{axes[dim]}{sign}", "link", bytes_per_s, latency_ns, self.ranks)
@@ -96,6 +97,7 @@ class Torus(Topology):
 
     def bisection_bytes_per_s(self) -> float:
         """Cut across the longest even dimension: twice through each of its rings."""
+        # An odd ring has no two equal halves, so its cut gives no simple bound.
         even = [count for count in self.shape if count % 2 == 0]
         return math.inf if not even else 2 * self.ranks / max(even) * self.classes[0].bytes_per_s
 
@@ -217,6 +219,8 @@ class Hierarchical(Topology):
             )
         self.inner, self.outer, self.cards = inner, outer, cards
         self.nodes = outer.ranks // cards
+        # With one card per node, nodes are the outer ranks. Otherwise the outer network's first
+        # coordinate counts cards, of which a node has several.
         if cards == 1:
             self.shape = (gpus, *outer.shape)
         elif outer.shape == (outer.ranks,):
@@ -229,6 +233,7 @@ class Hierarchical(Topology):
                 "one card a node; got "
                 f"{outer.name}. Choose leaves of a multiple of {cards}, or set cards to 1."
             )
+        # Coordinates that run along links of either network must stay in one piece.
         outer_along_links = outer._along_links or (False,) * (len(self.shape) - 1)
         self._along_links = ((inner._along_links or (False,))[0], *outer_along_links)
         self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
@@ -248,6 +253,7 @@ class Hierarchical(Topology):
         if node == target:
             inner = self.inner.path(source % gpus, destination % gpus)
             return [(index, node * self.inner.classes[index].count + link) for index, link in inner]
+        # Classes of the outer network are numbered after those of the inner one.
         first, per_card = len(self.inner.classes), gpus // self.cards
         outer = self.outer.path(
             node * self.cards + source % gpus // per_card,
@@ -350,6 +356,7 @@ def _balanced(ranks: int, dimensions: int) -> tuple[int, ...]:
     """Factorise ``ranks`` as evenly as possible, ascending: 128 in two dimensions is 8 x 16."""
     if dimensions == 1:
         return (ranks,)
+    # The largest factor up to the root, so that dimensions are as even as the number permits.
     root = round(ranks ** (1 / dimensions))
     first = next((size for size in range(root, 0, -1) if ranks % size == 0), 1)
     return tuple(sorted((first, *_balanced(ranks // first, dimensions - 1))))

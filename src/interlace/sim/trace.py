@@ -57,6 +57,7 @@ def report_to_perfetto(
 
     An NPU has one row per unit that works at a time: computation, communication, receives, host.
     """
+    # A host node has a row of its own, 4, whatever its kind.
     rows = {"compute": 0, "collective": 1, "send": 1, "receive": 2, "none": 3}
     events: list[dict[str, Any]] = []
     for pid, (spans, graph) in enumerate(zip(report.spans[:npus], graphs, strict=False)):
@@ -113,6 +114,7 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
             and use.traffic in _traffics(task.name, task.row)
             and task.start_ns <= use.start_ns <= task.end_ns
         ]
+        # Arrows to every use would hide the picture; the first and last show the span.
         for number_in_task, use in enumerate(during[:1] + during[-1:]):
             flow = {
                 "cat": "message",

@@ -104,6 +104,8 @@ def validate(file: Path | None = None) -> list[Case]:
             name = str(case.get("id", number))
             try:
                 cases += runs(case, name, f"{file}, {section}[{number}] ({name})")
+            # A file of many cases may have one that is not modelled; the others are still worth
+            # running.
             except ConfigError as error:
                 theirs = float(case.get("time_ns_max", 0))
                 cases.append(
@@ -224,6 +226,7 @@ def describe(text: str, location: str) -> list[Node]:
         kind = _KINDS.get(single[1], single[1].lower())
         size = int(single[2]) * _SIZES[single[3]]
         return [Node(0, single[1], (), "collective", collective=kind, size=size)]
+    # The one graph of several nodes that the recorded runs describe in words.
     chain = re.match(
         rf"emb (\d+)us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d+)us .*top (\d+)us after both", text
     )
@@ -258,6 +261,7 @@ def _overlap(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
     )
     report, seconds = _run(case, graph, location)
     yield from _ends(name, case, report, seconds)
+    # Recorded per NPU; the most exposed one is compared.
     exposed = case.get("exposed_comm_ns")
     if exposed:
         yield Case(
@@ -314,6 +318,7 @@ def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         for number, (quantity, ours) in enumerate(
             (("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))
         ):
+            # ASTRA-sim prints every NPU, and the slowest one is compared.
             theirs = max(pair[number] for pair in case["times_ns_and_exposed_comm_ns"])
             yield Case(
                 name,

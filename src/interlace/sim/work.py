@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
 
 

@@ -79,6 +79,7 @@ class _Packets(abc.ABC):
         self._maybe_finish()
 
     def _send(self) -> None:
+        # A message needs a packet and a credit; whichever comes second sends it.
         if not self.queue or self.messages == 0 or self.credits == 0:
             return
         receiver, sender, size = self.queue.popleft()
@@ -113,6 +114,8 @@ class Ring(_Packets):
         self.members, self.step = members, step
         self.at = members.index(npu.id)
         self.window = 1
+        # A ring passes every block n - 1 times; a relayed all-to-all passes blocks 1 to n - 1 times
+        # each.
         self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(
             collective, count - 1
         )
@@ -206,9 +209,12 @@ class HalvingDoubling(_Packets):
 
     def _next(self) -> tuple[int, int, int]:
         distance, size, count = self._distance, self.message_bytes, len(self.members)
+        # Peers swap: the lower half of each block of 2 x distance goes up, the upper half goes
+        # down.
         step = 0 if distance == 0 else distance if (self.at // distance) % 2 == 0 else -distance
         peer = self.members[(self.at + step) % count]
         self._advance()
+        # An all-reduce turns around at the largest distance, and gathers on the way back.
         if self._distance == count and self.collective == "all_reduce":
             self._growing = False
             self._advance()
@@ -238,9 +244,11 @@ class Tree:
         children = [child for child in (self.left, self.right) if child >= 0]
         if not children:
             self._pass(False, self._send_up)
+        # The root has one child, and turns the sum around.
         elif self.parent < 0:
             self._hear(children[0], lambda: self._pass(True, self._send_down))
         else:
+            # An inner NPU has two children, and sends up when both have arrived.
             for child in children:
                 self._hear(child, lambda: self._pass(True, self._summed))
 

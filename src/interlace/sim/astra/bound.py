@@ -25,6 +25,7 @@ def graph_bound(network: Network, graph: Sequence[Node]) -> float:
         for node in graph
         if node.kind == "compute" and not node.cpu and not node.flops
     )
+    # Collectives of some NPUs may run next to one another, so only those of all NPUs add up.
     everyone = [
         node
         for node in graph
@@ -43,6 +44,7 @@ def network_bound(network: Network, collective: str, size: int) -> float:
     if n == 1:
         return 0.0
     per_ns = [value * GIB / 1e9 for value in network.bandwidth]
+    # The ports of all dimensions work at the same time; a dimension of one NPU has none.
     ports = 0.0
     for block, count, rate in zip(network.topology, network.shape, per_ns, strict=True):
         ports += (

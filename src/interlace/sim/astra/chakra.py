@@ -93,6 +93,7 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
             if not byte & 0x80:
                 break
         if at + size > len(content):
+            # A trace that a full disk cut short must not simulate as a shorter program.
             raise ConfigError(
                 f"{file} must end with a whole message; the one at byte {start} has {size} bytes, "
                 "of which "
@@ -116,6 +117,7 @@ def _attributes(node: Any) -> dict[str, Any]:
 def _node(node: Any, file: Path) -> Node:
     location = f"{file}: node {node.id} ({node.name})"
     attributes = _attributes(node)
+    # ASTRA-sim treats control and data dependencies alike; duplicates are dropped.
     deps = tuple(dict.fromkeys([*node.ctrl_deps, *node.data_deps]))
     base = Node(
         node.id,
@@ -135,6 +137,7 @@ def _node(node: Any, file: Path) -> Node:
             size=int(attributes.get("tensor_size", 0)),
         )
     size = int(attributes.get("comm_size", 0))
+    # Sends and receives are work of the device, whatever is_cpu_op says.
     if node.type in (_SEND, _RECEIVE):
         kind: Kind = "send" if node.type == _SEND else "receive"
         peer = "comm_dst" if node.type == _SEND else "comm_src"
@@ -159,6 +162,7 @@ def _node(node: Any, file: Path) -> Node:
             f"{location}: comm_type must be ALL_REDUCE, ALL_GATHER, ALL_TO_ALL or REDUCE_SCATTER; "
             f"got {number}."
         )
+    # A collective without the name of a group is one of all NPUs.
     group = str(attributes.get("pg_name", "") or "0")
     if not group.lstrip("-").isdecimal():
         raise ConfigError(
@@ -209,6 +213,7 @@ def write_traces(graphs: Sequence[Sequence[Node]], prefix: str) -> list[Path]:
         ConfigError: a file cannot be written.
         BackendError: ``mlc-chakra`` is not installed.
     """
+    # The package is imported here, so that only commands that read traces need it.
     definitions = _definitions()
     paths = []
     for rank, graph in enumerate(graphs):

@@ -28,6 +28,7 @@ def _plain_block(value: Any) -> Any:
     return [item.get("type", item) if isinstance(item, dict) else item for item in _as_list(value)]
 
 
+# A pydantic pattern instead of an enumeration: direct may end in a window, such as direct4.
 Implementation = Annotated[
     list[
         Annotated[
@@ -109,9 +110,11 @@ class System(Strict):
     inter_dimension_scheduling: Annotated[
         Literal["baseline"], Field(alias="inter-dimension-scheduling")
     ] = "baseline"
+    # Keys with one permitted value are those whose other values would change results here.
     model_shared_bus: Annotated[Literal[0], Field(alias="model-shared-bus")] = 0
     replay_only: Annotated[int, Field(alias="replay-only")] = 0
     trace_enabled: Annotated[int, Field(alias="trace-enabled")] = 0
+    # The keys below do not change results, so any value is accepted.
     logging: Any = None
     track_local_mem: Annotated[int, Field(alias="track-local-mem")] = 0
     local_mem_trace_filename: Annotated[str | None, Field(alias="local-mem-trace-filename")] = None

@@ -24,10 +24,12 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
     numbers: dict[str, int] = {}
     nodes: list[Node] = []
     last: dict[str, str] = {}
+    # ASTRA-sim has no copies from the host, so tasks lose their dependencies on them as well.
     left_out = {task.name for task in tasks if isinstance(task.work, HostCopy)}
     for task in tasks:
         if task.name in left_out:
             continue
+        # A row runs one task at a time; a graph has no rows, so their order becomes dependencies.
         before = [dep for dep in task.deps if dep not in left_out]
         if task.row in last:
             before.append(last[task.row])
@@ -44,6 +46,7 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
                 number,
                 task.name,
                 deps,
+                # Chakra's times are integers of microseconds, and 0 would mean one nanosecond.
                 duration_us=max(1, round(time / 1000)),
                 flops=round(work.flops),
                 size=round(work.memory_bytes),

@@ -71,6 +71,7 @@ class UnawareNetwork(Network):
         """Call ``arrived()`` when ``size`` bytes are there."""
         self.sent_bytes += size
         at, target = coordinates(source, self.shape), coordinates(destination, self.shape)
+        # Coordinates differ in at least one dimension, since a message to oneself is refused.
         dim = next(i for i in range(len(at)) if at[i] != target[i])
         hops = {
             "Ring": ring_steps(at[dim], target[dim], self.shape[dim])[1],
@@ -144,6 +145,7 @@ class AwareNetwork(Network):
         route = self._routes.get((source, destination))
         if route is None:
             route = self._routes[source, destination] = self._find(source, destination)
+        # Links queue messages, so a message needs its own position on the shared route.
         route[0].send(_Message(size, route, arrived))
 
     def _find(self, source: int, destination: int) -> list[_Link]:
@@ -157,6 +159,7 @@ class AwareNetwork(Network):
             if self.blocks[dim] == "Ring":
                 step, hops = ring_steps(at[dim], target[dim], count)
                 nodes = [(at[dim] + step * hop) % count for hop in range(hops + 1)]
+            # The switch is a node of its own, numbered after the NPUs of the dimension.
             elif self.blocks[dim] == "Switch":
                 nodes = [at[dim], count, target[dim]]
             else:

@@ -71,6 +71,7 @@ class Mailbox:
         if sent is not None:
             sent()
         waiting = self._waiting.get(key)
+        # Receives of equal key are served first come, first served, as are the messages.
         if waiting:
             waiting.pop(0)()
         else:
@@ -196,6 +197,7 @@ class Npu:
         chunks = -(-size // chunk)
         if self.system.scheduling_policy == "LIFO":
             priority, self._priority = self._priority, self._priority + 1
+        # FIFO lets earlier collectives go first: their priority is larger. LIFO is the reverse.
         elif self.system.scheduling_policy == "FIFO":
             priority, self._priority = self._priority, self._priority - 1
         left = [chunks]
@@ -214,6 +216,7 @@ class Npu:
             tag = (number, self._numbers.get(number, 0))
             self._numbers[number] = tag[1] + 1
             streams.append(Stream(tag, phases, priority, one_done))
+        # A collective over dimensions of one NPU has nothing to move, but ends with an event.
         if not streams:
             self.after(0, done)
         for stream in streams:
@@ -237,6 +240,7 @@ class Npu:
                 f"{list(dims)}. Add the others."
             )
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
+        # An all-gather takes the dimensions in reverse, as the way back of an all-reduce does.
         if kind == "all_gather":
             used.reverse()
         # The bandwidth-aware plan reduces in each dimension before the next one, so that the later

@@ -160,6 +160,7 @@ class _Runner:
         if system.roofline_enabled and not node.cpu:
             if node.size == 0:
                 return 0
+            # The roofline: FLOPs per byte times bytes per second, at most the peak.
             intensity = node.flops / node.size
             perf = min(system.local_mem_bw * 1e9 * intensity, system.peak_perf * 1e12)
             return int(node.flops / perf * 1e9) if node.flops else 0
@@ -170,6 +171,7 @@ class _Runner:
         if unit is not None:
             self.busy.discard(unit)
         self.spans.append((node.id, start, self.npu.engine.now))
+        # Nodes become ready in the order of their ids, which is ASTRA-sim's order of issue.
         for child in self.children.get(node.id, ()):
             self.waits[child] -= 1
             if self.waits[child] == 0:
@@ -222,6 +224,7 @@ def run(
                 f"{len(network.shape)} dimensions. Remove some."
             )
     engine = Engine()
+    # The two networks differ in physics only; the layers above them are alike.
     make = AwareNetwork if congestion_aware else UnawareNetwork
     fabric = make(engine, list(network.topology), network.shape, network.bandwidth, network.latency)
     mailbox = Mailbox(engine, fabric)
@@ -232,6 +235,7 @@ def run(
     for runner in runners:
         runner.start_ready()
     engine.run()
+    # The engine ran out of events, so an NPU that has not ended never will.
     stuck = [rank for rank, runner in enumerate(runners) if runner.end_ns is None]
     if stuck:
         runner = runners[stuck[0]]

@@ -50,6 +50,7 @@ def alone(
         near_memory: whether arrivals are added by the memory, so that no operand is read.
     """
     group = Group(machine, ranks, network)
+    # A library does not reach the links' bandwidth, even with all compute units.
     share *= machine.network.library_efficiency.value
     run = _Run(group.gpus[0], kind, size / ranks, share, near_memory=near_memory)
     start = run.ring if network == "ring" and kind != "all-to-all" else run.direct
@@ -64,6 +65,7 @@ class _Run:
         self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool
     ) -> None:
         self._gpu, self._kind, self._chunk, self._share = gpu, kind, chunk, share
+        # Near-memory compute adds arrivals as they are written, so compute units read nothing.
         self._adds = kind == "reduce-scatter" and not near_memory
         self._arriving: Kind = "update" if near_memory else "write"
         self._pieces = max(1, -(-int(chunk) // PIECE_BYTES))
@@ -81,6 +83,7 @@ class _Run:
         if step == self._gpu.group.ranks - 1:
             self._sum(2)
             return
+        # A step ends when all its pieces have arrived, as a library's ring does.
         everything = Join(self._pieces, lambda: self.ring(step + 1))
         for _ in range(self._pieces):
             self._move(1, 2 if self._adds and step else 1, everything.done)

@@ -103,6 +103,7 @@ def estimate(
     done = dict(known or {})
     for sublayer in REDUCED[phase]:
         depth = products[sublayer].depth
+        # Sub-layers of equal inner dimension are the same product.
         if depth not in done:
             done[depth] = totals(machine, products[sublayer], ranks)
         for name in CONFIGURATIONS:
@@ -112,6 +113,7 @@ def estimate(
     passes = 3 if phase == "training" else 1
     remaining = passes * sum(flops.values()) - sum(flops[name] for name in REDUCED[phase])
     products_ns = remaining * done[products["fc2"].depth]["product"] / products["fc2"].flops
+    # The stated share refers to the sum of everything, so it is solved for.
     sliced = reduced["sequential"] + products_ns
     rest_ns = sliced * rest_share / (1 - rest_share)
     return EndToEnd(

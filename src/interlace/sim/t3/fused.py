@@ -65,11 +65,13 @@ class _Fused:
             self.flows.append(Flow(block, stored_ns, updated_ns, now, self._gpu.engine.now))
             send()
 
+        # Blocks are spread over the engines round robin.
         server = self._engines[block % len(self._engines)]
         self._gpu.engine.at(server.reserve(now, self._start_ns) + self._start_ns, read)
 
     def report(self, part: Part) -> Part:
         """Add the records of the tracker and the engines to ``part``, and the collective's row."""
+        # The memory is in use all the time; the collective's own time is that of the links.
         uses = [use for use in part.uses if use.link != "memory"]
         if uses:
             start, end = min(use.start_ns for use in uses), max(use.end_ns for use in uses)
@@ -130,6 +132,7 @@ class _Producer(_Fused):
 
     def _store(self, tile: int, acknowledged: Callable[[], None]) -> None:
         total = self._blocks * self._addresses.chunks
+        # Tiles and blocks need not divide: a tile stores the blocks that end in it.
         blocks = range(tile * total // self._tiles, (tile + 1) * total // self._tiles)
         join = Join(len(blocks), acknowledged)
         for block in blocks:
@@ -145,6 +148,7 @@ class _Producer(_Fused):
                 join.done()
                 self._updated(block)
 
+            # A chunk that gets one update is simply written: there is nothing to add it to.
             kind: Kind = "update" if self._expected[chunk] > 1 else "write"
             self._gpu.memory.request(
                 "compute", "product", kind, self._size, stored, OUTPUT_RUN_BYTES
@@ -199,6 +203,8 @@ class _Consumer(_Fused):
     ) -> None:
         super().__init__(gpu, "all-gather", plan, prefer_product=prefer_product, slowness=slowness)
         self._ring, self._ranks = ring, gpu.group.ranks
+        # A row of tiles arrives in pieces, so that a ring's next hop starts before the row is
+        # complete.
         self._pieces = [
             max(1, -(-self._row_bytes(row) // PIECE_BYTES)) for row in range(len(plan.heights))
         ]
@@ -299,6 +305,7 @@ def run(
     group = Group(machine, ranks, network, mirrored=slowness is None)
     factors = list(zip(group.gpus, slowness or (1.0,), strict=True))
     first: _Fused
+    # An all-gather feeds the product, and has no stores to map.
     if addresses is None:
         plan = Plan(machine, product, row_parts=ranks)
         consumers = [

@@ -152,6 +152,7 @@ class Group:
 
     def used_memory(self, cause: str, start: int, end: int, size: float) -> None:
         """Record a use of GPU 0's memory; close accesses of one cause are merged into one use."""
+        # A run has millions of accesses; merged uses keep the records small.
         last = self._open_uses.get(cause)
         if last is not None and start - last.end_ns < CLOSE_NS and last.size < USE_BYTES:
             self._open_uses[cause] = LinkUse("memory", cause, last.start_ns, end, last.size + size)

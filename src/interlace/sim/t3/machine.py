@@ -154,6 +154,7 @@ class Arbitration(Strict):
 
     def threshold(self, intensity: float) -> float:
         """Return the entries of a DRAM queue below which communication may enter it."""
+        # Intensities fall, so the first that is reached is the highest.
         for threshold, least in zip(self.thresholds.value, self.intensities.value, strict=True):
             if intensity >= least:
                 return threshold
@@ -181,6 +182,7 @@ class T3Machine(Strict):
                     raise ValueError(f"{name} must be above 0")
                 if name in ("efficiency", "library_efficiency") and value > 1:
                     raise ValueError(f"{name} must not be above 1")
+        # An update reads and writes a column, so it cannot be faster than a read.
         if self.memory.update_column_ns.value < self.memory.group_column_ns.value:
             raise ValueError("update_column_ns must be at least group_column_ns")
         return self

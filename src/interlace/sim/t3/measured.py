@@ -108,6 +108,7 @@ def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison]
         tiles = -(-product.rows // int(machine.gpu.tile_rows.value)) * -(
             -product.columns // int(machine.gpu.tile_columns.value)
         )
+        # A stage that does not fill the machine is a case for smaller tiles.
         if tiles < machine.gpu.compute_units.value:
             left_out.append(f"{row['operator']} {product.name}")
             continue
@@ -118,6 +119,7 @@ def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison]
 def _rows(file: Path) -> Sequence[dict[str, Any]]:
     try:
         rows = json.loads(file.read_text())["results"]
+        # Documents of other operators may be in one file, and are ignored.
         known = [
             row
             for row in rows
@@ -138,6 +140,7 @@ def _rows(file: Path) -> Sequence[dict[str, Any]]:
 
 def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Comparison:
     ranks, collective = int(row["world_size"]), OPERATORS[row["operator"]]
+    # T3 between its bounds: everything one after the other, and perfect overlap.
     runs = {
         name: simulate(machine, product, ranks, name, collective)
         for name in ("sequential", "t3-mca", "ideal")

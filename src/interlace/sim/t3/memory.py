@@ -100,6 +100,7 @@ class Memory:
         self._engine, self._observe = engine, observe
         self._channels = memory.channels.value
         self._column_bytes = memory.column_bytes.value
+        # The simulated channel stands for all, so its share of the bandwidth sets its clock.
         self._column_ns = 1e9 * self._column_bytes * self._channels / memory.bytes_per_s.value
         group = memory.group_column_ns.value
         self._group_ns = {"read": group, "write": group, "update": memory.update_column_ns.value}
@@ -233,8 +234,10 @@ class Memory:
         compute, communication = self._streams["compute"], self._streams["communication"]
         if not communication:
             return "compute" if compute else None
+        # Without a threshold the streams take turns, access by access.
         if self.threshold is None:
             return "compute" if compute and self._after_communication else "communication"
+        # A communication request that has waited for too long goes first, so that none starves.
         if self._engine.now - communication[0].arrived_ns > self._starvation_ns:
             return "communication"
         if compute:
@@ -250,6 +253,7 @@ class Memory:
         # Events are at integer nanoseconds and the bus is not: an access that directly follows
         # another one starts at the exact time at which that one ended.
         now = self._bus_free if self._engine.now - self._bus_free < 1 else float(self._engine.now)
+        # Hits in one direction could otherwise keep the bus for ever.
         tired = self._batch >= self._capacity
         best = min(
             self._candidate(bank, queue, now, tired=tired)
@@ -286,6 +290,7 @@ class Memory:
         """Return a bank's next access: its open row's oldest, or else its oldest; and its start."""
         open_row, opened, index = self._open_row[bank], None, 0
         start = max(now, self._group_free[bank % self._groups])
+        # First-ready: an access to the open row overtakes older ones of its bank.
         for at, access in enumerate(queue):
             if access.row == open_row:
                 index = at
@@ -312,6 +317,8 @@ class Memory:
         request = access.request
         request.pending -= 1
         if request.pending == 0 and request.left == 0:
+            # The data of a read travel back to the compute units; a write is done once it is
+            # served.
             if request.kind == "read":
                 self._engine.after(self._latency_ns, request.done)
             else:

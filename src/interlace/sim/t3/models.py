@@ -51,6 +51,7 @@ class T3Model(Strict):
             )
         hidden = int(self.hidden.value)
         depth = SUBLAYERS[sublayer] * hidden
+        # A single GPU has no collective, and the model is about collectives.
         if ranks < 2 or depth % ranks:
             raise ConfigError(
                 f"the tensor-parallel degree must be at least 2 and divide {depth}; got {ranks}."

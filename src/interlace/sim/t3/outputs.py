@@ -60,6 +60,7 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
 
     edges = np.linspace(0, longest, STEPS + 1)
     width = longest / STEPS
+    # DRAM traffic is drawn upwards, the link's downwards.
     for is_memory, sign in ((True, 1), (False, -1)):
         below = np.zeros(STEPS)
         uses = [use for use in result.result.link_uses if (use.link == "memory") == is_memory]
@@ -161,6 +162,7 @@ def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
             for e in events
             if e["name"] == "thread_name" and e["pid"] == pid
         }
+        # Flows end at one link; on a mesh all links carry equal traffic.
         link = next(use.link for use in result.result.link_uses if use.link != "memory")
         triggers = max(rows.values()) + 1
         events.append(named("thread", pid, "triggers", triggers))

@@ -85,6 +85,7 @@ class Plan:
             int(gpu.k_step.value),
         )
         self.product = product
+        # The last tile of a part may be lower, as the rows need not divide.
         self.heights = _parts(product.rows // row_parts, tile_rows) * row_parts
         self.widths, self.depths = (
             _parts(product.columns, tile_columns),
@@ -94,6 +95,7 @@ class Plan:
         self.tiles = _order(
             len(self.heights), len(self.widths), min(int(gpu.group_rows.value), self.part_rows)
         )
+        # FLOPs per second of one compute unit.
         unit = gpu.clock_hz.value * gpu.flops_per_clock.value * gpu.efficiency.value
         self.step_ns = round(1e9 * 2 * tile_rows * tile_columns * k_step / unit)
         self.run_bytes = ELEMENT_BYTES * k_step
@@ -194,7 +196,9 @@ class Running:
         """Let a compute unit take the next tile."""
         if self._next == len(self._plan.tiles):
             return
+        # Tiles start in the plan's order, whichever unit is free first.
         tile = _Tile(self._next, *self._plan.tiles[self._next])
+        # Stages are counted by tiles: the first tile of each marks its begin.
         if self._next % self._units == 0:
             self._began.append(self._gpu.engine.now)
         self._next += 1
@@ -270,6 +274,7 @@ class Running:
             return
         tile.computing = True
         self._gpu.engine.after(self._step_ns, self._computed, tile)
+        # The next step's inputs are asked for as this one starts: two steps fit into a unit.
         if tile.loaded < len(self._plan.depths):
             self._load(tile)
 
@@ -297,6 +302,7 @@ class Running:
             return
         self._keep(3 * tile.number + 2, self._plan.output_bytes(tile.number))
         if self._done == len(self._plan.tiles):
+            # Output that is left is written back, and counted, after the last tile.
             while self._cache:
                 self._evict()
         self._released()
@@ -304,6 +310,7 @@ class Running:
     def _released(self) -> None:
         """Free a compute unit; it takes the next tile unless it waits for its stage to end."""
         self._free += 1
+        # In lockstep a unit waits until all tiles of its stage have been stored.
         if self._lockstep and self._next % self._units == 0 and self._free < self._units:
             return
         free, self._free = self._free, 0

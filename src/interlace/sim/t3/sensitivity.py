@@ -60,6 +60,7 @@ def _row(
     ranks: int,
 ) -> Row:
     machine = load_t3_machine(name, changes if key is None else {**changes, key: value})
+    # The baseline has the change as well: a faster link helps both.
     base = simulate(machine, product, ranks, "sequential").total_ns
     return Row(
         key or "as given",

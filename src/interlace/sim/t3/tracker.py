@@ -41,6 +41,7 @@ class Tracker:
 
     def update(self, block: int, expected: int, complete: Callable[[], None]) -> None:
         """Count one of a block's ``expected`` updates, and call ``complete()`` after the last."""
+        # A block's counter is taken at its first update, not before: outstanding blocks are few.
         if block not in self._left:
             self._begin(block, expected)
         if block in self._spilled:
@@ -51,6 +52,7 @@ class Tracker:
     def _begin(self, block: int, expected: int) -> None:
         self._left[block] = expected
         index = block % self._sets if self._sets else 0
+        # A full set does not evict: a new block is counted in DRAM until it is complete.
         if not self._sets or self._used[index] >= self._ways:
             self._spilled.add(block)
             self.overflows += 1

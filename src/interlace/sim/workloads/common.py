@@ -44,6 +44,7 @@ class Workload(Strict):
     @model_validator(mode="after")
     def _count_in_integers(self) -> Workload:
         for key in type(self).model_fields:
+            # Sizes are floats in files, such as 1e6, but must be integers in value.
             value = getattr(getattr(self, key), "value", None)
             if (
                 isinstance(value, float)

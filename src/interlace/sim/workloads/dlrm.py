@@ -126,9 +126,11 @@ def tasks(
     out.kernel("interaction", pairs_flops, pairs_bytes, bottom, features.name)
     _mlp_forward(out, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
 
+    # Layers nearest the output come first in the backward pass, and fill the first bucket.
     reducer = _Reducer(out, model.bucket_bytes.value, all_reduce)
     _mlp_backward(out, reducer, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
     gradient = Kernel(2 * pairs_flops, 2 * pairs_bytes)
+    # Every looked-up row is read and written; the gradients are read once.
     update = Kernel(
         2 * bags * model.pooling_factor.value * dim, 2 * rows_bytes + index_bytes + exchanged
     )
@@ -191,6 +193,7 @@ class _Reducer:
 
     def __init__(self, out: Tasks, bucket_bytes: float, algorithm: str) -> None:
         self.out, self.bucket_bytes, self.algorithm = out, bucket_bytes, algorithm
+        # Bytes of gradients that wait for their bucket to fill.
         self.held = 0.0
         self.last: str | None = None
         self.names: list[str] = []

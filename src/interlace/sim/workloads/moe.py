@@ -74,6 +74,7 @@ class _Layers:
         self.routed = int(self.tokens * model.top_k.value)
         self.exchanged = self.routed * self.hidden * self.itemsize
         self.first = int(model.expert_ffn.value) * (2 if model.gated_ffn else 1)
+        # Experts per rank; with more ranks than experts a rank has one.
         self.local = max(1, int(model.experts.value) // ranks)
         self.axes = axes
         self.last: str | None = None
@@ -103,6 +104,7 @@ class _Layers:
     def _expert(self, columns: int, inner: int) -> Kernel:
         """Return the products of all experts of this rank, each with its own weights."""
         flops, moved = product(self.routed, columns, inner, self.itemsize)
+        # product() counts one weight, and every further expert reads its own.
         return Kernel(flops, moved + (self.local - 1) * columns * inner * self.itemsize)
 
     def _arriving(self, name: str, kernel: Kernel, fused: bool, stage: str) -> None:
@@ -202,6 +204,7 @@ def tasks(
                     stage.last,
                 )
             )
+        # Ranks with copies of one expert sum its gradients, the others have nothing to sum.
         if groups is not None:
             size = round(stage.expert_weights() * model.gradient_bytes.value)
             work = Collective("all_reduce", all_reduce, size, groups[1])
@@ -228,6 +231,7 @@ def simulate(
     """
     experts = int(model.experts.value)
     groups: list[tuple[int, ...]] | None = None
+    # More ranks than experts: each group has every expert once.
     if experts < topology.ranks and topology.ranks % experts == 0:
         topology, groups = topology.split((experts, topology.ranks // experts))
     step = tasks(

@@ -114,10 +114,12 @@ def tasks(
     for micro in range(last + 1):
         for layer in range(layers):
             stage.forward(f"m{micro} l{layer} ", fused != "none")
+        # Tensor-parallel ranks each send a part of the activations.
         if pipeline > 1:
             out.add(f"m{micro} activations", COPY, Message(groups[1], activations), stage.last)
         for layer in reversed(range(layers)):
             stage.backward(f"m{micro} l{layer} ", fused == "both")
+            # Gradients accumulate over microbatches, and are summed over ranks once.
             if micro == last and data > 1:
                 size = round(stage.weights() * model.gradient_bytes.value)
                 work = Collective("all_reduce", all_reduce, size, groups[2])
@@ -175,6 +177,7 @@ class _Stage:
 
     def _reduced(self, prefix: str, inner: float, columns: int, fused: bool) -> None:
         """Add a product that ends in an all-reduce over the tensor group."""
+        # A tensor group of one rank has nothing to sum.
         if self.tensor == 1:
             self._kernel(prefix + "GEMM", columns, inner)
             return
@@ -254,7 +257,7 @@ def simulate(
     step = tasks(model, sizes, groups, fused=fused, all_reduce=all_reduce, slices=slices)
 
     def fill_and_drain(result: Result) -> int:
-        # Only the first microbatch is timed: later ones may run under its gradients' messages.
+        # The first microbatch is timed: the last one contends with the gradients' all-reduces.
         if pipeline == 1:
             return 0
         micro = [task for task in result.tasks if task.name.startswith("m0 ") and task.row != COPY]

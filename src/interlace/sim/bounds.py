@@ -53,13 +53,6 @@ def largest(bounds: Iterable[Bound]) -> Bound:
     return max(bounds, key=lambda bound: bound.time_ns, default=Bound(0.0, "nothing"))
 
 
-def collective_bound(kind: str, size: float, group: Group) -> Bound:
-    """Return the least time of a collective of ``size`` bytes per rank on an idle network."""
-    if group.size == 1 or size == 0:
-        return Bound(0.0, "nothing")
-    return largest(collective_bounds(kind, size, group))
-
-
 def collective_bounds(kind: str, size: float, group: Group) -> list[Bound]:
     """List the least time of each resource: the ports of a rank, the ports of a node, the
     bisection, all links together, and the latency.

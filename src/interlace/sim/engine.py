@@ -5,7 +5,7 @@ Everything that the simulator models is built of three things: an :class:`Engine
 functions at times, a :class:`Server` that does one thing at a time, and a :class:`Join` that calls
 a function when several things are done.
 
-Two runs of the same model are the same, bit for bit: time is an integer, events of one instant are
+Two runs of a model are equal, bit for bit: time is an integer, events of one instant are
 called in the order in which they were scheduled, and nothing depends on hashes, on the clock or on
 random numbers.
 

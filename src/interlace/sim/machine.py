@@ -41,7 +41,7 @@ class Sourced(BaseModel):
 
 
 def _with_source(value: Any) -> Any:
-    """A bare number is a number whose source the file does not say."""
+    """Turn a bare number into a number whose source the file does not name."""
     # YAML's true and false are ints in Python, and no value of a machine.
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return (
@@ -303,7 +303,7 @@ def load_changed(
         model: class of the configuration.
         file: YAML or JSON file.
         changes: dotted key -> value.
-        suffix: what errors add to the file's name if there are changes.
+        suffix: text that errors add to the file's name if there are changes.
 
     Raises:
         ConfigError: the file, a key or a value is wrong.

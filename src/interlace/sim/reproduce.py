@@ -62,7 +62,7 @@ ASSUMPTIONS: tuple[tuple[str, str, Any, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Time saved against the same step with nothing fused, in percent of it."""
+    """Time saved against the step with nothing fused, in percent of that step."""
 
     unfused_ms: float
     forward: float

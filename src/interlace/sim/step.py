@@ -77,8 +77,7 @@ def _check(tasks: Sequence[Task]) -> None:
             if dep not in seen:
                 raise ConfigError(
                     f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is "
-                    "none. "
-                    f"Put it before, or break the cycle."
+                    "none. Put it before, or break the cycle."
                 )
         seen.add(task.name)
 
@@ -149,7 +148,6 @@ class _Simulation:
         busy: dict[str, int] = {}
         for server in self.fabric.servers().values():
             busy[server.name] = max(busy.get(server.name, 0), server.busy_ns)
-        ranks = len(self.ranks)
         return Result(
             name=name,
             total_ns=total,
@@ -157,7 +155,7 @@ class _Simulation:
             busy_ns={COMPUTE: last.compute_ns, **self._memory_and_copies(last), **busy},
             memory_bytes=last.memory_bytes,
             sent_bytes={
-                link.name: sent / ranks
+                link.name: sent / len(self.ranks)
                 for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True)
                 if sent
             },
@@ -285,8 +283,7 @@ class _Simulation:
             # coordinates, so one rank cannot stand for all of them on a ring or torus.
             raise ConfigError(
                 f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not "
-                "the same for all there. "
-                f"Ask for all ranks (--all-ranks), or use ring."
+                "the same for all there. Ask for all ranks (--all-ranks), or use ring."
             )
         # Without pieces, the first message of a round would occupy a shared link to its end.
         piece = self.machine.collectives.piece_bytes

@@ -1,6 +1,6 @@
 """The symmetry that all networks share: ranks as coordinates, shifts of them, and classes of links.
 
-Every network of :mod:`interlace.sim.topology` looks the same from each of its ranks. Ranks are
+Every network of :mod:`interlace.sim.topology` looks alike from each of its ranks. Ranks are
 coordinates in a *shape*; adding a displacement to all of them maps the network onto itself, and
 links fall into *classes* that such a shift permutes (all links of a torus in direction +x, say). A
 message from rank r to r + d therefore uses the same classes in the same order for every r. This

@@ -56,6 +56,9 @@ class Outputs:
         self.json, self.csv, self.plot, self.trace = json, csv, plot, trace
         self.folder = folder
         self.written: list[Path] = []
+        # Peers of the first rank write nothing, and may run on nodes without the folder.
+        if not is_first_rank():
+            return
         if folder is not None:
             _create_folder(folder)
         # A simulation or benchmark may run for minutes, so a path that cannot be written is refused
@@ -141,14 +144,13 @@ def _write_text(file: Path, text: str) -> None:
 
 
 def _create_folder(folder: Path) -> None:
-    """Create a folder and its parents; peers of the first rank do nothing.
+    """Create a folder and its parents.
 
     Raises:
         ArgumentError: the folder cannot be created.
     """
     try:
-        if is_first_rank():
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError(
             f"--out must be a folder that can be made; {error.strerror}. Name another."

@@ -45,8 +45,7 @@ def run_astra(
     console = make_console()
     console.print(
         f"{net.npus} NPUs: last ends at {report.total_ns} ns, first at {min(report.end_ns)} ns; "
-        "exposed communication "
-        f"at most {max(report.exposed_ns)} ns."
+        f"exposed communication at most {max(report.exposed_ns)} ns."
     )
     console.print(f"Physical bound: {report.bound_ns:.0f} ns.")
     if report.unphysical:
@@ -116,16 +115,14 @@ def run_validate(cases_file: Path | None, outputs: Outputs, brief: bool) -> int:
     if flagged:
         console.print(
             f"{len(flagged)} recorded runs of the congestion-unaware network lie under the "
-            "physical bound, and so do "
-            f"ours: {', '.join(flagged)}."
+            f"physical bound, and so do ours: {', '.join(flagged)}."
         )
     # A run yields several figures, and its events count once.
     events = sum({(case.name, case.events): case.events for case in cases}.values())
     console.print(
         f"{passed} of {len(cases)} figures within tolerance ({100 * validate.TOLERANCE:g} % of "
-        "ASTRA-sim's, "
-        f"{100 * validate.MEASURED_TOLERANCE:g} % of measured ones); "
-        f"{events:,} events, {seconds:.1f} s."
+        f"ASTRA-sim's, {100 * validate.MEASURED_TOLERANCE:g} % of measured ones); {events:,} "
+        f"events, {seconds:.1f} s."
     )
     outputs.write("validate.csv", validate.to_csv(cases))
     outputs.write(

@@ -131,14 +131,12 @@ def run_sc24(outputs: Outputs, workers: int | None, cache: Path | None, no_cache
     console = make_console()
     console.print(
         "DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the "
-        "gradients' exchange "
-        "as well (both)."
+        "gradients' exchange as well (both)."
     )
     console.print(f"Paper (SC24, ASTRA-sim, 128 nodes): up to {reproduce.PAPER_PERCENT:g} %.")
     console.print(
         f"Ours, presets as they are: {study.base.forward:.1f} % forward, {study.base.both:.1f} % "
-        "both, of "
-        f"{study.base.unfused_ms:.1f} ms.\n"
+        f"both, of {study.base.unfused_ms:.1f} ms.\n"
     )
     headings = ("unfused All-to-All", "unfused step", "forward", "both")
     table = make_table("network", *headings, left=("network", headings[0]))
@@ -169,8 +167,7 @@ def run_sc24(outputs: Outputs, workers: int | None, cache: Path | None, no_cache
     low_both, high_both = study.spread(lambda saving: saving.both)
     console.print(
         f"\nRange: {lowest:.1f} to {highest:.1f} % forward, {low_both:.1f} to {high_both:.1f} % "
-        "both; the paper's "
-        f"{reproduce.PAPER_PERCENT:g} % lies "
+        f"both; the paper's {reproduce.PAPER_PERCENT:g} % lies "
         f"{'inside' if lowest <= reproduce.PAPER_PERCENT <= highest else 'OUTSIDE'}. Within 1.5 "
         "points of it:"
     )

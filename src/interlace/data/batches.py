@@ -80,8 +80,7 @@ def collate(
     ):
         raise ArgumentError(
             f"collate: there must be 1 to {CATEGORIES} tables of at least 2 rows and 1 lookup "
-            "each; "
-            f"got rows {list(rows)} and lookups {count}."
+            f"each; got rows {list(rows)} and lookups {count}."
         )
     # Table-major order is that of the embedding operator: a rank owns tables, not samples.
     bags = [_bags(records.categories[:, t], rows[t], count[t], jagged) for t in range(len(rows))]
@@ -168,8 +167,7 @@ class BatchStream:
         if batch < 1 or batch % world_size:
             raise ArgumentError(
                 f"BatchStream: the global batch must divide evenly over {world_size} ranks; got "
-                f"{batch}. "
-                f"Take {max(1, batch // world_size) * world_size}."
+                f"{batch}. Take {max(1, batch // world_size) * world_size}."
             )
         if last not in ("drop", "pad"):
             raise ArgumentError(f"BatchStream: last must be drop or pad; got {last!r}.")

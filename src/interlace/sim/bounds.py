@@ -42,9 +42,8 @@ class Bound:
         if total_ns < self.time_ns * (1 - 1e-9):
             raise UnphysicalError(
                 f"{name} must not be faster than physics; got {total_ns:.0f} ns, where "
-                f"{self.reason} alone needs "
-                f"{self.time_ns:.0f} ns. "
-                f"Do not use the result; report it, unless the mode is known to be unphysical."
+                f"{self.reason} alone needs {self.time_ns:.0f} ns. Do not use the result; report "
+                "it, unless the mode is known to be unphysical."
             )
 
 

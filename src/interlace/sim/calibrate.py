@@ -323,8 +323,7 @@ def machine_document(
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
         f"{fit.quantity}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
-        f"error on {fit.held_out} "
-        "held-out points."
+        f"error on {fit.held_out} held-out points."
         for fit in fits
     )
     for fit in fits:

@@ -124,8 +124,7 @@ class Scenario:
                 raise ConfigError(
                     "a parameter must be one of "
                     f"{', '.join(name for name in known if name != 'kind')}, model.KEY or "
-                    "machine.KEY; "
-                    f"got {key!r}."
+                    f"machine.KEY; got {key!r}."
                 )
         return dataclasses.replace(
             self,

@@ -6,6 +6,7 @@ The program is a list of tasks in rows, see :mod:`interlace.sim.work`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from interlace.errors import ConfigError
@@ -123,7 +124,7 @@ class _Simulation:
         self.all_ranks = all_ranks
         self.setting = Setting(machine, topology, self.engine, self.fabric, all_ranks)
         self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
-        self.groups: dict[tuple[int, ...] | None, Group] = {}
+        self.group = functools.cache(functools.partial(Group, topology))
         # The ranks of a collective meet in one object, which the first of them creates.
         self.shared: dict[int, Rounds | Trees] = {}
         self.before = _before(tasks)
@@ -202,11 +203,6 @@ class _Simulation:
         return out
 
     # Rows.
-
-    def group(self, axes: tuple[int, ...] | None) -> Group:
-        if axes not in self.groups:
-            self.groups[axes] = Group(self.topology, axes)
-        return self.groups[axes]
 
     def _advance(self, rank: _Rank) -> None:
         """Start every task that is next in its row and waits for nothing."""

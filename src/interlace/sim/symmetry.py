@@ -92,10 +92,9 @@ class Topology(abc.ABC):
                 ):
                     raise ConfigError(
                         f"parallel groups must fill dimensions of {self.name}; got sizes "
-                        f"{'x'.join(map(str, sizes))} for "
-                        f"dimensions {'x'.join(map(str, self.shape))}. Choose sizes that divide "
-                        "or are divided by those "
-                        "dimensions, in this "
+                        f"{'x'.join(map(str, sizes))} for dimensions "
+                        f"{'x'.join(map(str, self.shape))}. Choose sizes that divide or are "
+                        "divided by those dimensions, in this "
                         f"order{', rings undivided' if any(self.along_links()) else ''}."
                     )
                 axes.append(len(shape))

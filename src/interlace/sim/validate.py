@@ -247,9 +247,7 @@ def describe(text: str, location: str) -> list[Node]:
         ]
     raise ConfigError(
         f"{location}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); "
-        "bottom 150us ...; top "
-        "20us after both'; "
-        f"got {text!r}."
+        f"bottom 150us ...; top 20us after both'; got {text!r}."
     )
 
 
@@ -340,8 +338,7 @@ def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         if not match:
             raise ConfigError(
                 f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, "
-                "such as 4x4x4 torus; got "
-                f"{row.get('topology')!r}."
+                f"such as 4x4x4 torus; got {row.get('topology')!r}."
             )
         machine = load_machine("tpuv4-torus")
         ranks = math.prod(map(int, match[1].split("x")))

@@ -96,9 +96,7 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
             # A trace that a full disk cut short must not simulate as a shorter program.
             raise ConfigError(
                 f"{file} must end with a whole message; the one at byte {start} has {size} bytes, "
-                "of which "
-                f"{len(content) - at} are there. "
-                f"Write or copy the file again."
+                f"of which {len(content) - at} are there. Write or copy the file again."
             )
         yield content[at : at + size]
         at += size

@@ -56,8 +56,7 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
         else:
             raise ConfigError(
                 "a Chakra trace must have kernels and collectives of all ranks only; "
-                f"{task.name!r} is neither. Ask for "
-                "--fused none, of a DLRM."
+                f"{task.name!r} is neither. Ask for --fused none, of a DLRM."
             )
         numbers[task.name] = number
         last[task.row] = task.name

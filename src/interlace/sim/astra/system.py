@@ -189,9 +189,8 @@ class Npu:
             chunk, size = everyone, splits * everyone
         if chunk == 0:
             raise ConfigError(
-                f"a collective's bytes must be at least preferred-dataset-splits; got {size} "
-                f"bytes and {splits} splits. "
-                f"Change one of them."
+                f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes "
+                f"and {splits} splits. Change one of them."
             )
         # A remainder is one chunk more, of full size.
         chunks = -(-size // chunk)

@@ -220,8 +220,7 @@ def run(
         if len(names) > len(network.shape):
             raise ConfigError(
                 f"{kind.replace('_', '-')}-implementation must name at most one algorithm per "
-                f"dimension; got {names} for "
-                f"{len(network.shape)} dimensions. Remove some."
+                f"dimension; got {names} for {len(network.shape)} dimensions. Remove some."
             )
     engine = Engine()
     # The two networks differ in physics only; the layers above them are alike.
@@ -243,9 +242,8 @@ def run(
         waiting = next((node for node in runner.nodes.values() if node.id not in done), None)
         raise ConfigError(
             f"every node must end; NPU {stuck[0]} (of {len(stuck)}) still waits in node "
-            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all "
-            "NPUs the same collectives in the "
-            f"same order, and every receive a send of its size and tag."
+            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all NPUs "
+            "the same collectives in the same order, and every receive a send of its size and tag."
         )
     ends = [runner.end_ns or 0 for runner in runners]
     exposed = [end - runner.compute_ns for end, runner in zip(ends, runners, strict=True)]
@@ -302,8 +300,7 @@ def check_graph(
             if dep not in nodes:
                 raise ConfigError(
                     f"{location}: node {node.id} must depend on nodes of the graph; got {dep}. The "
-                    "graph is cut short, or "
-                    "the id is wrong."
+                    "graph is cut short, or the id is wrong."
                 )
             children.setdefault(dep, []).append(node.id)
         left[node.id] = len(node.deps)

@@ -89,8 +89,7 @@ class AddressMap:
             if entry.updates != self.expected(chunk):
                 raise ConfigError(
                     f"chunk {chunk}'s DMA must wait for the updates that arrive; got "
-                    f"{entry.updates}, and "
-                    f"{self.expected(chunk)} arrive. It would "
+                    f"{entry.updates}, and {self.expected(chunk)} arrive. It would "
                     f"{'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
                 )
 

@@ -178,9 +178,8 @@ def _address_map(
     if collective == "all-gather":
         if ranks < 2 or product.rows % ranks:
             raise ConfigError(
-                "an all-gather must have at least 2 ranks, and rows that divide evenly over "
-                f"them; got {product.rows} rows and "
-                f"{ranks} ranks."
+                "an all-gather must have at least 2 ranks, and rows that divide evenly over them; "
+                f"got {product.rows} rows and {ranks} ranks."
             )
         if requested is not None:
             raise ConfigError(

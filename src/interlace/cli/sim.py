@@ -1,4 +1,4 @@
-"""``interlace sim ...``: commands and options; the simulator is imported when one runs."""
+"""Commands and options of ``interlace sim``; the simulator is imported when one runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,31 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from interlace.cli import sim_t3_commands
+from interlace.cli.outputs import Outputs
+from interlace.cli.sim_options import (
+    AllRanks,
+    AllReduce,
+    AllToAll,
+    CacheFolder,
+    CsvFile,
+    Fused,
+    HeatMapFile,
+    JsonFile,
+    Machine,
+    Model,
+    Network,
+    NoCache,
+    Nodes,
+    OutFolder,
+    PlotFile,
+    PointsFile,
+    Set,
+    Slices,
+    TraceFile,
+    Workers,
+)
 
 sim_app = typer.Typer(
     help="Simulate training steps and collectives on many nodes: what fusing buys.",
@@ -18,92 +43,6 @@ reproduce_app = typer.Typer(
     no_args_is_help=True,
 )
 sim_app.add_typer(reproduce_app, name="reproduce")
-
-Nodes = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Nodes of the machine's GPUs. \\[default: the workload's]", show_default=False
-    ),
-]
-Machine = Annotated[
-    str,
-    typer.Option(
-        help="A machine preset or YAML file; see `interlace sim presets`.", show_default=False
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A model preset or YAML file; see `interlace sim presets`.", show_default=False
-    ),
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        "--topology",
-        help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. \\[default: the machine's]",
-    ),
-]
-Fused = Annotated[str, typer.Option(help="Passes with fused operators: none, forward or both.")]
-AllToAll = Annotated[
-    str, typer.Option(help="The unfused All-to-All: one_shot, direct, per_dimension or ring.")
-]
-AllReduce = Annotated[
-    str, typer.Option(help="The AllReduce: ring, direct, halving_doubling or double_binary_tree.")
-]
-Slices = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Slices in which a fused kernel's output for a rank leaves. \\[default: the workload's]",
-        show_default=False,
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; several times.",
-    ),
-]
-AllRanks = Annotated[
-    bool, typer.Option("--all-ranks", help="Simulate every rank and link, not one of each kind.")
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")
-]
-CsvFile = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Write the tasks to FILE as CSV.")
-]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot", metavar="FILE", help="Draw the timelines, and bars beside them (FILE-bars)."
-    ),
-]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes. \\[default: all processors]", show_default=False),
-]
-CacheFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        metavar="FOLDER",
-        help="Where outcomes are remembered. \\[default: the user's cache]",
-        show_default=False,
-    ),
-]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")
-]
-OutFolder = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Where JSON, CSV and pictures go.")
-]
 
 
 @sim_app.command()
@@ -129,7 +68,7 @@ def dlrm(
         ),
     ] = None,
 ) -> None:
-    """A training step of a recommendation model: embedding + All-to-All, fused and not."""
+    """Simulate a training step of a recommendation model: embedding + All-to-All, fused and not."""
     from interlace.cli.sim_run import run_workload
 
     run_workload(
@@ -146,10 +85,7 @@ def dlrm(
             "all_ranks": all_ranks,
         },
         changes,
-        json_file,
-        csv_file,
-        plot,
-        trace,
+        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
         chakra,
     )
 
@@ -172,7 +108,7 @@ def transformer(
     plot: PlotFile = None,
     trace: TraceFile = None,
 ) -> None:
-    """A training step of a Transformer with tensor, pipeline and data parallelism: GEMM +
+    """Simulate a training step of a Transformer with tensor, pipeline and data parallelism: GEMM +
     AllReduce, fused and not.
     """
     from interlace.cli.sim_run import run_workload
@@ -192,10 +128,7 @@ def transformer(
             "all_ranks": all_ranks,
         },
         changes,
-        json_file,
-        csv_file,
-        plot,
-        trace,
+        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
     )
 
 
@@ -216,8 +149,8 @@ def moe(
     plot: PlotFile = None,
     trace: TraceFile = None,
 ) -> None:
-    """A training step of a mixture of experts with expert parallelism: GEMM + All-to-All, fused and
-    not.
+    """Simulate a training step of a mixture of experts with expert parallelism: GEMM + All-to-All,
+    fused and not.
     """
     from interlace.cli.sim_run import run_workload
 
@@ -235,10 +168,7 @@ def moe(
             "all_ranks": all_ranks,
         },
         changes,
-        json_file,
-        csv_file,
-        plot,
-        trace,
+        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
     )
 
 
@@ -262,7 +192,7 @@ def collective(
     plot: PlotFile = None,
     trace: TraceFile = None,
 ) -> None:
-    """One collective, by one algorithm or by all: time, bandwidth, and the physical bound."""
+    """Simulate one collective by one algorithm or by all: time, bandwidth, the physical bound."""
     from interlace.cli.sim_run import run_collective
 
     run_collective(
@@ -271,148 +201,15 @@ def collective(
         algorithm,
         {"nodes": nodes, "machine": machine, "topology": topology, "all_ranks": all_ranks},
         changes,
-        json_file,
-        plot,
-        trace,
+        Outputs(json=json_file, plot=plot, trace=trace),
     )
 
 
-T3Model = Annotated[
-    str, typer.Option("--model", help="Mega-GPT-2, T-NLG, GPT-3, PALM, MT-NLG, or a YAML file.")
-]
-T3Degree = Annotated[int, typer.Option("--tp", min=2, help="GPUs of the tensor-parallel group.")]
-T3SubLayer = Annotated[
-    str, typer.Option("--sublayer", help="op, fc2 (forward), fc1 or ip (backward).")
-]
-T3Shape = Annotated[
-    str | None,
-    typer.Option(
-        "--shape",
-        metavar="ROWSxCOLUMNSxDEPTH",
-        help="Any matrix product on each GPU, instead of a model's.",
-    ),
-]
-T3Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a value of the machine, say tracker.sets=64."
-    ),
-]
-
-
-@sim_app.command()
-def t3(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
-    sublayer: T3SubLayer = "fc2",
-    shape: T3Shape = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows of the product, instead of the model's. Few: generation."),
-    ] = None,
-    collective: Annotated[
-        str,
-        typer.Option(
-            help="reduce-scatter (and all-gather), all-to-all, or all-gather (before the product)."
-        ),
-    ] = "reduce-scatter",
-    network: Annotated[
-        str | None, typer.Option(help="ring, full or switch; the machine's by default.")
-    ] = None,
-    slowest: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help="Simulate every GPU, and let the first one compute this many times as long."
-        ),
-    ] = None,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw DRAM and link traffic over time, by cause."
-        ),
-    ] = None,
-    trace: TraceFile = None,
-) -> None:
-    """A sub-layer whose memory system tracks the product and triggers its collective (T3), beside
-    six other ways.
-    """
-    from interlace.cli.sim_t3 import run_t3
-
-    run_t3(
-        model,
-        tp,
-        sublayer,
-        shape,
-        tokens,
-        collective,
-        network,
-        slowest,
-        machine,
-        changes,
-        json_file,
-        plot,
-        trace,
-    )
-
-
-@sim_app.command("t3-layer")
-def t3_layer(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences that generate tokens.")] = 8,
-    rest_share: Annotated[
-        float,
-        typer.Option(min=0, max=0.99, help="Share of the time in operators that are not sliced."),
-    ] = 0.425,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-) -> None:
-    """A whole layer with T3: training, a prompt, the generation of tokens."""
-    from interlace.cli.sim_t3 import run_layer
-
-    run_layer(model, tp, machine, changes, sequences, rest_share, json_file)
-
-
-@sim_app.command("t3-sensitivity")
-def t3_sensitivity(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
-    sublayer: T3SubLayer = "fc2",
-    shape: T3Shape = None,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-) -> None:
-    """What T3's assumptions are worth: each is changed in turn. A minute or two."""
-    from interlace.cli.sim_t3 import run_sensitivity
-
-    run_sensitivity(model, tp, sublayer, shape, machine, changes, json_file)
-
-
-@sim_app.command("t3-measured")
-def t3_measured(
-    documents: Annotated[
-        list[Path],
-        typer.Argument(
-            help="What `interlace bench gemm_reduce_scatter` or `gemm_all_to_all` wrote.",
-            metavar="FILE...",
-        ),
-    ],
-    machine: Machine = "t3-h200",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a bar for each shape.")
-    ] = None,
-) -> None:
-    """What T3's hardware would still gain over software that was measured, shape by shape."""
-    from interlace.cli.sim_t3 import run_measured
-
-    run_measured(documents, machine, changes, json_file, plot)
+# T3's commands have their own file; this is their place in the list that --help shows.
+sim_app.command()(sim_t3_commands.t3)
+sim_app.command("t3-layer")(sim_t3_commands.t3_layer)
+sim_app.command("t3-sensitivity")(sim_t3_commands.t3_sensitivity)
+sim_app.command("t3-measured")(sim_t3_commands.t3_measured)
 
 
 @sim_app.command()
@@ -435,9 +232,9 @@ def astra(
     trace: TraceFile = None,
 ) -> None:
     """Run ASTRA-sim's own inputs with its own semantics."""
-    from interlace.cli.sim_run import run_astra
+    from interlace.cli.sim_files import run_astra
 
-    run_astra(network, system, workload, groups, unaware, json_file, trace)
+    run_astra(network, system, workload, groups, unaware, Outputs(json=json_file, trace=trace))
 
 
 @sim_app.command()
@@ -462,20 +259,22 @@ def sweep(
     cache: CacheFolder = None,
     no_cache: NoCache = False,
     json_file: JsonFile = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the points to FILE as CSV.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw a heat map over the first two parameters."
-        ),
-    ] = None,
+    csv_file: PointsFile = None,
+    plot: HeatMapFile = None,
 ) -> None:
-    """Every combination of some parameters, in parallel, each run once and remembered."""
-    from interlace.cli.sim_run import run_sweep
+    """Run every combination of some parameters in parallel; each is run once and remembered."""
+    from interlace.cli.sim_studies import run_sweep
 
-    run_sweep(kind, parameters, changes, value, workers, cache, no_cache, json_file, csv_file, plot)
+    run_sweep(
+        kind,
+        parameters,
+        changes,
+        value,
+        workers,
+        cache,
+        no_cache,
+        Outputs(json=json_file, csv=csv_file, plot=plot),
+    )
 
 
 @sim_app.command()
@@ -489,12 +288,10 @@ def validate(
         bool, typer.Option("--brief", help="Show a summary and what differs, not every case.")
     ] = False,
 ) -> None:
-    """Run recorded ASTRA-sim runs and measured all-to-alls again; print and write the error of
-    each.
-    """
-    from interlace.cli.sim_run import run_validate
+    """Run recorded ASTRA-sim runs and measured all-to-alls again; print and write every error."""
+    from interlace.cli.sim_files import run_validate
 
-    raise typer.Exit(run_validate(cases, out, brief))
+    raise typer.Exit(run_validate(cases, Outputs(folder=out), brief))
 
 
 @sim_app.command()
@@ -517,8 +314,8 @@ def calibrate(
         ),
     ] = "",
 ) -> None:
-    """Fit a machine file to measurements, and say how well it predicts points that it has not seen."""
-    from interlace.cli.sim_run import run_calibrate
+    """Fit a machine file to measurements, and show its errors on points held out of the fit."""
+    from interlace.cli.sim_files import run_calibrate
 
     run_calibrate(measurements, out, base, gpus, name, source)
 
@@ -531,7 +328,7 @@ def show_presets(
     ] = None,
 ) -> None:
     """List the presets, or show one."""
-    from interlace.cli.sim_run import run_presets
+    from interlace.cli.sim_files import run_presets
 
     run_presets(name)
 
@@ -543,17 +340,10 @@ def reproduce_sc24(
     cache: CacheFolder = None,
     no_cache: NoCache = False,
 ) -> None:
-    """DLRM training on 128 nodes (Punniyamurthy et al., SC24): 21 %, and what it hangs on."""
-    from interlace.cli.sim_run import run_sc24
+    """Compare the 21 % of DLRM training on 128 nodes (Punniyamurthy et al., SC24) with ours."""
+    from interlace.cli.sim_studies import run_sc24
 
-    run_sc24(out, workers, cache, no_cache)
+    run_sc24(Outputs(folder=out), workers, cache, no_cache)
 
 
-@reproduce_app.command("t3")
-def reproduce_t3(out: OutFolder = Path("interlace-sim-t3"), workers: Workers = None) -> None:
-    """Tracked and triggered communication (Pati et al., ASPLOS'24): its figures, ours, and every
-    assumption.
-    """
-    from interlace.cli.sim_t3 import run_reproduce
-
-    run_reproduce(out, workers)
+reproduce_app.command("t3")(sim_t3_commands.reproduce_t3)

@@ -1,4 +1,4 @@
-"""What ``interlace sim t3`` and ``interlace sim reproduce t3`` do: run, print tables, write files."""
+"""``interlace sim t3``, ``t3-layer``, ``t3-sensitivity``, ``t3-measured`` and ``reproduce t3``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from interlace.cli.console import make_console, write_json
-from interlace.cli.sim_run import make_folder, say_written
+from interlace.cli.console import make_console
+from interlace.cli.outputs import Outputs
+from interlace.cli.sim_run import Changes, parse_changes
+from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
-from interlace.sim import sweeps
 from interlace.sim.t3 import (
     CONFIGURATIONS,
     Product,
@@ -35,7 +35,9 @@ from interlace.sim.t3.sensitivity import sensitivity
 from interlace.units import format_bytes, format_ns
 
 SHOWN = ("sequential", "t3", "t3-mca")
-"""In pictures and traces: what takes place, not bounds made of it."""
+"""Configurations in pictures and traces: those that take place, not bounds on them."""
+CHANGE = "tracker.sets=64"
+"""An example of ``--set`` for error messages."""
 FASTER = ("t3", "t3-mca", "ideal")
 
 
@@ -49,14 +51,13 @@ def run_t3(
     network: str | None,
     slowest: float | None,
     machine_name: str,
-    changes: list[str] | None,
-    json_file: Path | None,
-    plot_file: Path | None,
-    trace_file: Path | None,
+    changes: Changes,
+    outputs: Outputs,
 ) -> None:
-    """One sub-layer by every configuration."""
-    machine = load_t3_machine(machine_name, parse_changes(changes))
+    """Simulate one sub-layer in every configuration; print tables and write files."""
+    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
     product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, ranks, tokens)
+    # A slow GPU breaks the symmetry that lets one GPU stand for all, so all are simulated.
     slowness = None if slowest is None else (slowest, *[1.0] * (ranks - 1))
     started = time.perf_counter()
     results = {
@@ -73,7 +74,7 @@ def run_t3(
     }
     seconds = time.perf_counter() - started
     console = make_console()
-    say_what(console, product, ranks, machine, results["t3"].result.topology)
+    print_product(console, product, ranks, machine, results["t3"].result.topology)
     console.print(_times(results))
     console.print(_traffic(results))
     console.print(_occupancy(results))
@@ -82,13 +83,10 @@ def run_t3(
         style="dim",
     )
     shown = [results[name] for name in SHOWN]
-    if json_file is not None:
-        write_json(json_file, {name: result.to_json() for name, result in results.items()})
-    if plot_file is not None:
-        draw(shown, plot_file)
-    if trace_file is not None:
-        write_json(trace_file, trace(shown))
-    say_written(console, json_file, plot_file, trace_file)
+    outputs.write_json(lambda: {name: result.to_json() for name, result in results.items()})
+    outputs.write_plot(lambda file: draw(shown, file))
+    outputs.write_trace(lambda: trace(shown))
+    outputs.say_written(console)
 
 
 def run_sensitivity(
@@ -97,37 +95,37 @@ def run_sensitivity(
     sublayer: str,
     shape: str | None,
     machine_name: str,
-    changes: list[str] | None,
-    json_file: Path | None,
+    changes: Changes,
+    outputs: Outputs,
 ) -> None:
-    """One sub-layer, with each assumption changed in turn."""
-    given = parse_changes(changes)
+    """Simulate one sub-layer with each assumption changed in turn; print the speed-ups."""
+    pairs = parse_changes(changes, CHANGE)
     product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, ranks)
-    machine = load_t3_machine(machine_name, given)
-    rows = sensitivity(machine_name, given, product, ranks)
+    machine = load_t3_machine(machine_name, pairs)
+    rows = sensitivity(machine_name, pairs, product, ranks)
     console = make_console()
-    say_what(console, product, ranks, machine, machine.network.topology)
-    table = _table("value", "changed to", *(f"{name}, faster" for name in rows[0].speed_ups))
+    print_product(console, product, ranks, machine, machine.network.topology)
+    table = make_table("value", "changed to", *(f"{name}, faster" for name in rows[0].speed_ups))
     for row in rows:
         gains = (f"{100 * (gain - 1):.1f} %" for gain in row.speed_ups.values())
         table.add_row(row.key, "" if row.value is None else f"{row.value:g}", *gains)
     console.print(table)
-    if json_file is not None:
-        write_json(json_file, [dataclasses.asdict(row) for row in rows])
-    say_written(console, json_file)
+    outputs.write_json(lambda: [dataclasses.asdict(row) for row in rows])
+    outputs.say_written(console)
 
 
 def run_layer(
     model: str,
     ranks: int,
     machine_name: str,
-    changes: list[str] | None,
+    changes: Changes,
     sequences: int,
     rest_share: float,
-    json_file: Path | None,
+    outputs: Outputs,
 ) -> None:
-    """A whole layer: training, a prompt, and the generation of tokens."""
-    machine, layers = load_t3_machine(machine_name, parse_changes(changes)), load_t3_model(model)
+    """Estimate a layer in training, for a prompt, and in the generation of tokens."""
+    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
+    layers = load_t3_model(model)
     estimates = {
         phase: estimate(
             machine,
@@ -140,7 +138,7 @@ def run_layer(
         for phase in REDUCED
     }
     console = make_console()
-    table = _table(
+    table = make_table(
         "layer",
         "tokens",
         "all-reduced",
@@ -150,6 +148,7 @@ def run_layer(
         *(f"{name}, faster" for name in FASTER),
     )
     for phase, layer in estimates.items():
+        # Shares refer to the sequential layer, which all configurations are compared with.
         total = layer.layer_ns("sequential")
         parts = (
             layer.reduced_ns["sequential"] / total,
@@ -168,26 +167,24 @@ def run_layer(
         f"{machine.name}"
     )
     console.print(table)
-    if json_file is not None:
-        write_json(
-            json_file, {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
-        )
-    say_written(console, json_file)
+    outputs.write_json(
+        lambda: {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
+    )
+    outputs.say_written(console)
 
 
 def run_measured(
     files: list[Path],
     machine_name: str,
-    changes: list[str] | None,
-    json_file: Path | None,
-    plot_file: Path | None,
+    changes: Changes,
+    outputs: Outputs,
 ) -> None:
-    """T3 against measured software, shape by shape."""
-    machine = load_t3_machine(machine_name, parse_changes(changes))
-    found, left_out = compare(machine, files)
+    """Compare T3 with measured software, shape by shape."""
+    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
+    comparisons, left_out = compare(machine, files)
     console = make_console()
     console.print(f"{machine.name}; measured: {', '.join(file.name for file in files)}")
-    table = _table(
+    table = make_table(
         "operator",
         "shape",
         "unfused",
@@ -200,56 +197,42 @@ def run_measured(
         "ideal overlap",
         "floor",
     )
-    for one in found:
+    for comparison in comparisons:
         table.add_row(
-            one.operator,
-            one.product.name,
-            format_ns(round(one.measured_ns["unfused"])),
-            format_ns(one.modelled_ns["sequential"]),
-            f"{100 * one.error:+.1f} %",
-            format_ns(round(one.software_ns)),
-            one.software,
-            format_ns(round(one.corrected_ns("t3-mca"))),
-            f"{one.gain:.2f}x",
-            format_ns(round(one.corrected_ns("ideal"))),
-            format_ns(round(one.floor_ns)),
+            comparison.operator,
+            comparison.product.name,
+            format_ns(round(comparison.measured_ns["unfused"])),
+            format_ns(comparison.modelled_ns["sequential"]),
+            f"{100 * comparison.error:+.1f} %",
+            format_ns(round(comparison.software_ns)),
+            comparison.software,
+            format_ns(round(comparison.corrected_ns("t3-mca"))),
+            f"{comparison.gain:.2f}x",
+            format_ns(round(comparison.corrected_ns("ideal"))),
+            format_ns(round(comparison.floor_ns)),
         )
     console.print(table)
     if left_out:
         console.print(f"Left out, with fewer tiles than compute units: {', '.join(left_out)}.")
-    if json_file is not None:
-        write_json(
-            json_file,
-            [
-                {
-                    **dataclasses.asdict(one),
-                    "error": one.error,
-                    "software": one.software,
-                    "gain": one.gain,
-                }
-                for one in found
-            ],
-        )
-    if plot_file is not None:
-        draw_measured(found, plot_file)
-    say_written(console, json_file, plot_file)
+    outputs.write_json(
+        lambda: [
+            {
+                **dataclasses.asdict(comparison),
+                "error": comparison.error,
+                "software": comparison.software,
+                "gain": comparison.gain,
+            }
+            for comparison in comparisons
+        ]
+    )
+    outputs.write_plot(lambda file: draw_measured(comparisons, file))
+    outputs.say_written(console)
 
 
-def parse_changes(changes: list[str] | None) -> dict[str, Any]:
-    """``KEY=VALUE`` texts as a mapping."""
-    pairs = {}
-    for text in changes or ():
-        key, sign, value = text.partition("=")
-        if not sign:
-            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}. Say --set tracker.sets=64.")
-        pairs[key] = sweeps.parse_value(value)
-    return pairs
-
-
-def say_what(
+def print_product(
     console: Console, product: Product, ranks: int, machine: T3Machine, network: str
 ) -> None:
-    """The product and the machine, in a line each."""
+    """Print one line for the product and one for the machine."""
     console.print(
         f"{product.name}: [{product.rows}, {product.depth}] x [{product.depth}, "
         f"{product.columns}] fp16, {ranks} GPUs"
@@ -258,27 +241,20 @@ def say_what(
 
 
 def parse_shape(text: str) -> Product:
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if not found:
+    """Parse ``ROWSxCOLUMNSxDEPTH``.
+
+    Raises:
+        ConfigError: the text does not have that form.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not match:
         raise ConfigError(f"--shape must be ROWSxCOLUMNSxDEPTH; got {text!r}. Say 8192x4256x2128.")
-    rows, columns, depth = map(int, found.groups())
+    rows, columns, depth = map(int, match.groups())
     return Product(f"product {text}", rows, columns, depth)
 
 
-def _table(*columns: str, left: str = "") -> Table:
-    """The first column to the left, the others to the right, but for the one that is called
-    ``left`` and comes last.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
-    if left:
-        table.add_column(left)
-    return table
-
-
 def _times(results: dict[str, SubLayer]) -> Table:
-    table = _table(
+    table = make_table(
         "configuration",
         "time",
         "faster",
@@ -286,18 +262,19 @@ def _times(results: dict[str, SubLayer]) -> Table:
         "exposed",
         "links busy under it",
         "bound",
-        left="bound by",
+        "bound by",
+        left=("configuration", "bound by"),
     )
     base = results["sequential"].total_ns
-    for name, one in results.items():
-        result = one.result
+    for name, sublayer in results.items():
+        result = sublayer.result
         table.add_row(
             name,
             format_ns(result.total_ns),
             f"{base / result.total_ns:.3f}x",
-            format_ns(one.fused.product_ns),
+            format_ns(sublayer.fused.product_ns),
             format_ns(result.exposed_ns),
-            format_ns(one.overlapped_ns),
+            format_ns(sublayer.overlapped_ns),
             format_ns(result.bound.time_ns),
             result.bound.reason,
         )
@@ -305,19 +282,21 @@ def _times(results: dict[str, SubLayer]) -> Table:
 
 
 def _traffic(results: dict[str, SubLayer]) -> Table:
-    table = _table("DRAM traffic", *SHOWN)
+    table = make_table("DRAM traffic", *SHOWN)
     shown = [results[name] for name in SHOWN]
-    for key in sorted({key for one in shown for key in one.memory_bytes}):
+    for key in sorted({key for sublayer in shown for key in sublayer.memory_bytes}):
         table.add_row(
-            " ".join(key), *(format_bytes(one.memory_bytes.get(key, 0.0)) for one in shown)
+            " ".join(key),
+            *(format_bytes(sublayer.memory_bytes.get(key, 0.0)) for sublayer in shown),
         )
-    table.add_row("all", *(format_bytes(one.result.memory_bytes) for one in shown), style="bold")
+    totals = (format_bytes(sublayer.result.memory_bytes) for sublayer in shown)
+    table.add_row("all", *totals, style="bold")
     return table
 
 
 def _occupancy(results: dict[str, SubLayer]) -> Table:
-    """Of the part with the product."""
-    table = _table("while the product runs", *SHOWN)
+    """Make the table of the part with the product: memory queue and tracker."""
+    table = make_table("while the product runs", *SHOWN)
     rows: dict[str, Callable[[Part], str]] = {
         "DRAM queue, mean of a channel's entries": lambda part: f"{part.mean_queue_entries:.1f}",
         "DRAM accesses that open a row": lambda part: f"{100 * part.row_misses:.0f} %",
@@ -327,41 +306,42 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
         "tracker: blocks at once": lambda part: str(part.tracker_entries),
         "tracker: blocks counted in DRAM": lambda part: str(part.tracker_overflows),
     }
+    # Rows are functions of a part, so that a new row is one line.
     for name, show in rows.items():
-        table.add_row(name, *(show(results[which].fused) for which in SHOWN))
+        table.add_row(name, *(show(results[shown].fused) for shown in SHOWN))
     return table
 
 
-def run_reproduce(out: Path, workers: int | None) -> None:
-    """Published and ours, the difference, whether it lies in the tolerance, and the assumptions."""
+def run_reproduce(outputs: Outputs, workers: int | None) -> None:
+    """Compare every published figure with ours, and list the assumptions with their sources."""
     started = time.perf_counter()
     done = study(workers=workers)
     console = make_console()
-    table = _table("figure", "published", "ours", "difference", "tolerance", "met", left="note")
-    for one in done.figures:
+    headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")
+    table = make_table(*headings, left=("figure", "note"))
+    for figure in done.figures:
         table.add_row(
-            one.name,
-            *_cells(one),
-            "yes" if one.met else "NO",
-            one.note,
-            style=None if one.met else "bold",
+            figure.name,
+            *_cells(figure),
+            "yes" if figure.met else "NO",
+            figure.note,
+            style=None if figure.met else "bold",
         )
     console.print(table)
     console.print(
-        f"{sum(one.met for one in done.figures)} of {len(done.figures)} figures within tolerance.\n"
+        f"{sum(figure.met for figure in done.figures)} of {len(done.figures)} figures within "
+        "tolerance.\n"
     )
     console.print(_assumptions(done))
     console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
-    make_folder(out)
-    write_json(out / "t3.json", done.to_json())
-    draw_figures(done.figures, out / "t3.png")
-    say_written(console, out / "t3.json", out / "t3.png")
+    outputs.write("t3.json", done.to_json())
+    outputs.write("t3.png", lambda file: draw_figures(done.figures, file))
+    outputs.say_written(console)
 
 
 def _assumptions(done: Study) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("assumption", "value", "confidence", "source"):
-        table.add_column(name, overflow="fold")
+    headings = ("assumption", "value", "confidence", "source")
+    table = make_table(*headings, left=headings, overflow="fold")
     for key, value, confidence, source in done.assumptions:
         table.add_row(
             key,
@@ -372,12 +352,12 @@ def _assumptions(done: Study) -> Table:
     return table
 
 
-def _cells(one: Figure) -> tuple[str, str, str, str]:
-    digits = 2 if one.unit == "x" else 1
-    unit = "x" if one.unit == "x" else f" {one.unit}"
+def _cells(figure: Figure) -> tuple[str, str, str, str]:
+    digits = 2 if figure.unit == "x" else 1
+    unit = "x" if figure.unit == "x" else f" {figure.unit}"
     return (
-        f"{one.published:g}{unit}",
-        f"{one.ours:.{digits}f}{unit}",
-        f"{one.difference:+.{digits}f}",
-        f"{one.tolerance:g}",
+        f"{figure.published:g}{unit}",
+        f"{figure.ours:.{digits}f}{unit}",
+        f"{figure.difference:+.{digits}f}",
+        f"{figure.tolerance:g}",
     )

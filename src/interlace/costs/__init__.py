@@ -1,5 +1,28 @@
 """FLOPs, memory bytes, link bytes and messages of every operator, in plain Python.
 
 Three readers: benchmarks (physical floors), the simulator (durations), and the tests, which hold
-them against the traffic that the CPU backend counts.
+them against the traffic that the CPU backend counts. :data:`OPERATOR_COSTS` maps an operator's name
+to its formula.
 """
+
+# Importing an operator's file declares its cost, so the register is complete once this package is
+# imported; the files are plain Python and cost no time.
+from interlace.costs import (  # noqa: F401
+    all_gather_gemm,
+    all_to_all_bmm,
+    embedding_all_to_all,
+    gemm_all_reduce,
+    gemm_all_to_all,
+    gemm_reduce_scatter,
+    gemv_all_reduce,
+    mixture_of_experts,
+)
+from interlace.costs.registry import (
+    OPERATOR_COSTS,
+    OperatorCost,
+    cost_of,
+    find_cost,
+    gradient_cost_of,
+)
+
+__all__ = ["OPERATOR_COSTS", "OperatorCost", "cost_of", "find_cost", "gradient_cost_of"]

@@ -1,15 +1,15 @@
-"""What ``all_gather_gemm`` computes and moves: ``x``'s rows, gathered from all ranks, times this
-rank's ``w``.
-"""
+"""Cost of ``all_gather_gemm``: ``x`` is gathered from all ranks, then multiplied by ``w``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.registry import cost_of
 from interlace.units import round_up
 
 
+@cost_of("all_gather_gemm", computation="GEMM", collective="all_gather", collective_first=True)
 def fused(
     *,
     rows: int,
@@ -21,17 +21,19 @@ def fused(
     rank: int = 0,
     splits: Sequence[int] | None = None,
 ) -> ProductCost:
-    """Cost of ``rank``: ``x [rows, inner]`` in all, its share of them here; ``w [columns, inner]``
-    here.
+    """Compute the cost of ``rank`` for the gathered ``x [rows, inner]`` and its own ``w [columns,
+    inner]``.
 
-    The peers' rows are written here before the product reads them, each with the padding that
-    brings it to 16 bytes.
+    The peers' rows are written to this rank's memory before the product reads them. Every row
+    travels with the padding that brings it to a multiple of 16 bytes.
 
     Args:
-        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by
-            default.
+        rows: rows of x on all ranks together.
+        itemsize: bytes of an element of x and w.
+        output_itemsize: bytes of an element of the result; ``itemsize`` by default.
         splits: rows of x on each rank; evenly split by default.
     """
+    # Rows travel with their padding, so the padded row counts on links and in the buffer.
     row_bytes = round_up(inner * itemsize, 16)
     if splits is None:
         received = sent = leaving(rows * row_bytes, world_size)

@@ -1,4 +1,4 @@
-"""What every operator's cost is made of."""
+"""The work and traffic that make up an operator's cost."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Work and traffic of one rank.
+    """Work and traffic of one rank in one call.
 
     Attributes:
         flops: multiplications and additions.
-        memory_bytes: what this GPU's memory reads and writes, writes by peers included.
-        link_bytes: bytes of puts that leave this rank.
-        messages: puts, counted once for each peer that a put of a program reaches.
-        signals: signals that leave this rank.
+        memory_bytes: bytes that this GPU's memory reads and writes, writes by peers included.
+        link_bytes: bytes of the puts that leave this rank.
+        messages: number of puts; a put that a program sends to several peers counts once per peer.
+        signals: number of signals that leave this rank.
     """
 
     flops: int

@@ -1,7 +1,8 @@
-"""What ``embedding_all_to_all`` computes and moves, per rank, forward and backward.
+"""Cost of ``embedding_all_to_all`` per rank, forward and backward.
 
-``widths`` is every table's width by rank, ``widths[r][t]``; ``batch`` the samples of all ranks,
-which own chunks of ``ceil(batch / ranks)``, the last ones smaller.
+In all functions ``widths[r][t]`` is the width of rank r's table t, and ``batch`` counts the samples
+of all ranks. Every rank owns a chunk of ``ceil(batch / ranks)`` samples; the last chunks may be
+smaller.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.costs.cost import Cost
+from interlace.costs.registry import cost_of, gradient_cost_of
 from interlace.units import ceil_div
 
 Widths = Sequence[Sequence[int]]
 
 GRANT_BYTES = 4
-"""The number of the buffer that a rank tells each of its sources."""
+"""Bytes of the buffer number that a rank grants to each rank that sends to it."""
 
 
 def samples(batch: int, world_size: int) -> list[int]:
-    """Samples that each rank owns."""
+    """Count the samples that each rank owns."""
     chunk = ceil_div(batch, world_size)
     return [max(0, min(chunk, batch - rank * chunk)) for rank in range(world_size)]
 
 
 def floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) -> int:
-    """The pooled vectors that must leave ``rank``: those of the peers' samples."""
+    """Count the bytes of pooled vectors that must leave ``rank``: those of the peers' samples."""
     return (batch - samples(batch, len(widths))[rank]) * sum(widths[rank]) * itemsize
 
 
@@ -38,13 +40,16 @@ def floor_memory_bytes(
     output_itemsize: int,
     index_itemsize: int,
 ) -> int:
-    """Every looked-up row read once a lookup, indices and offsets read once, and this rank's output
+    """Count the bytes that ``rank``'s memory must move in the forward pass.
+
+    A row is read once per lookup, indices and offsets are read once, and this rank's output is
     written once, most of it by its peers.
 
     Args:
-        lookups: of each of ``rank``'s tables.
-        itemsize, output_itemsize, index_itemsize: bytes of an element of the tables, the output,
-            indices and offsets.
+        lookups: number of lookups in each of ``rank``'s tables.
+        itemsize: bytes of an element of the tables.
+        output_itemsize: bytes of an element of the output.
+        index_itemsize: bytes of an index and of an offset.
     """
     rows = sum(count * width * itemsize for count, width in zip(lookups, widths[rank], strict=True))
     numbers = index_itemsize * (sum(lookups) + len(widths[rank]) * batch + 1)
@@ -52,6 +57,7 @@ def floor_memory_bytes(
     return rows + numbers + written
 
 
+@cost_of("embedding_all_to_all", computation="embedding", collective="all_to_all")
 def forward(
     *,
     protocol: str,
@@ -66,13 +72,17 @@ def forward(
     slice_blocks: int,
     weighted: bool = False,
 ) -> Cost:
-    """Cost of the fused forward kernel on ``rank``.
+    """Compute the cost of the fused forward kernel on ``rank``.
 
     Args:
         protocol: ``"direct"``, ``"tiles"`` or ``"sliced"``.
-        block_bags: bags of a block; a block is one put.
-        slice_blocks: blocks of a slice; a slice is one signal, under ``"sliced"``.
-        weighted: whether lookups have weights.
+        lookups: number of lookups in each of ``rank``'s tables.
+        itemsize: bytes of an element of the tables.
+        output_itemsize: bytes of an element of the output.
+        index_itemsize: bytes of an index and of an offset.
+        block_bags: bags per block; a block is one put.
+        slice_blocks: blocks per slice; under ``"sliced"`` a slice is one signal.
+        weighted: whether lookups have weights, which cost one more operation per element.
     """
     sizes = samples(batch, len(widths))
     pooled = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
@@ -82,17 +92,19 @@ def forward(
     )  # fmt: skip
     flops = (2 if weighted else 1) * pooled
     peers = len(widths) - 1
+    # Without samples or tables no kernel is launched.
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
     tables = len(widths[rank])
-    remote = [size for other, size in enumerate(sizes) if other != rank]
+    remote = [size for peer, size in enumerate(sizes) if peer != rank]
+    # A put is a block of one table's bags for one peer.
     puts = sum(tables * ceil_div(size, block_bags) for size in remote)
     link_bytes = (
         floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=output_itemsize)
         + peers * GRANT_BYTES
     )
     if protocol == "sliced":
-        # A slice is written to memory and read again before it leaves.
+        # A slice is written to this rank's memory, and read again before it leaves.
         memory_bytes += 2 * (link_bytes - peers * GRANT_BYTES)
         signals = sum(tables * ceil_div(size, block_bags * slice_blocks) for size in remote)
     else:
@@ -101,7 +113,7 @@ def forward(
 
 
 def backward_floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) -> int:
-    """The gradients that must leave ``rank``: of its samples, all columns but its own tables'."""
+    """Count the gradient bytes that must leave ``rank``: its samples' columns of peers' tables."""
     return (
         samples(batch, len(widths))[rank] * (sum(map(sum, widths)) - sum(widths[rank])) * itemsize
     )
@@ -111,25 +123,30 @@ def backward_floor_memory_bytes(
     *, widths: Widths, batch: int, rank: int, distinct_rows: Sequence[int], lookups: Sequence[int],
     itemsize: int, gradient_itemsize: int, row_accesses: int, state_bytes: int,
 ) -> int:  # fmt: skip
-    """Gradients read once where they are and written once where they arrive, then read once by
-    their table's owner (all lookups of a table use the same samples' gradients, which fit a cache),
-    each lookup's number, and each distinct row.
+    """Count the bytes that ``rank``'s memory must move in the backward pass.
+
+    Gradients are read once by the rank that has them and written once by the rank that they reach,
+    and then read once by their table's owner: all lookups of a table use the gradients of one set
+    of samples, which fit a cache. Each lookup's row number and each distinct row count as well.
 
     Args:
-        distinct_rows: looked up in each of ``rank``'s tables.
-        row_accesses: of one row: 1 for a gradient that is written, 2 for an update in place.
-        state_bytes: moved per distinct row beside the row: 8 for row-wise Adagrad.
+        distinct_rows: number of distinct rows that were looked up in each of ``rank``'s tables.
+        lookups: number of lookups in each of ``rank``'s tables.
+        row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
+        state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
     """
-    own = sum(widths[rank])
-    mine = samples(batch, len(widths))[rank]
-    travelled = mine * (sum(map(sum, widths)) - own) + (batch - mine) * own
+    local_width = sum(widths[rank])
+    owned = samples(batch, len(widths))[rank]
+    travelled = owned * (sum(map(sum, widths)) - local_width) + (batch - owned) * local_width
     rows = sum(
         count * (row_accesses * width * itemsize + state_bytes)
         for count, width in zip(distinct_rows, widths[rank], strict=True)
     )
-    return gradient_itemsize * (travelled + batch * own) + 4 * sum(lookups) + rows
+    # Each lookup's row number has 4 bytes.
+    return gradient_itemsize * (travelled + batch * local_width) + 4 * sum(lookups) + rows
 
 
+@gradient_cost_of("embedding_all_to_all")
 def backward(
     *,
     rank: int,
@@ -143,16 +160,23 @@ def backward(
     row_accesses: int = 1,
     state_bytes: int = 0,
 ) -> Cost:
-    """Cost of the fused backward kernel on ``rank``, without the sort of the row numbers before it.
+    """Compute the cost of the fused backward kernel on ``rank``.
+
+    The sort of the row numbers before the kernel is not counted.
 
     Args:
+        lookups: number of lookups in each of ``rank``'s tables.
+        distinct_rows: number of distinct rows that were looked up in each of ``rank``'s tables.
+        itemsize: bytes of an element of the tables.
+        gradient_itemsize: bytes of an element of the output's gradient.
         push_rows: samples of one table that one put sends.
+        row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
+        state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
     """
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
     peers = len(widths) - 1
-    mine = samples(batch, len(widths))[rank]
-    tables = sum(len(each) for other, each in enumerate(widths) if other != rank)
+    tables = sum(len(theirs) for peer, theirs in enumerate(widths) if peer != rank)
     memory_bytes = backward_floor_memory_bytes(
         widths=widths, batch=batch, rank=rank, distinct_rows=distinct_rows, lookups=lookups,
         itemsize=itemsize, gradient_itemsize=gradient_itemsize, row_accesses=row_accesses,
@@ -164,6 +188,6 @@ def backward(
         link_bytes=backward_floor_link_bytes(
             widths=widths, batch=batch, rank=rank, itemsize=gradient_itemsize
         ),
-        messages=tables * ceil_div(mine, push_rows),
+        messages=tables * ceil_div(samples(batch, len(widths))[rank], push_rows),
         signals=peers + tables,
     )

@@ -1,6 +1,4 @@
-"""What the operators around a matrix product compute and move: ``x [M, K] @ w[N, K].T -> [M, N]``
-on every rank.
-"""
+"""Cost of the operators around a product ``x [M, K] @ w[N, K].T -> [M, N]`` on every rank."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ from interlace.units import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class ProductCost:
-    """Work and traffic of one rank.
+    """Work and traffic of one rank in one call.
 
     Attributes:
         flops: multiplications and additions of the product.
-        memory_bytes: that this GPU's memory reads and writes for the product, every operand once,
-            what peers write here included.
-        link_bytes: that leave this rank.
-        receive_bytes: memory traffic after the peers' parts have come: reading the slots, writing
-            their sum.
-        size: bytes of the whole buffer that the collective exchanges, on each rank.
+        memory_bytes: bytes that this GPU's memory reads and writes for the product: every operand
+            once, and the bytes that peers write into this memory.
+        link_bytes: bytes that leave this rank.
+        receive_bytes: memory traffic after the peers' parts have arrived: the slots are read, and
+            their sum is written.
+        size: bytes of each rank's buffer that the collective exchanges.
     """
 
     flops: int
@@ -31,12 +29,13 @@ class ProductCost:
 
 
 def operand_bytes(m: int, n: int, k: int, itemsize: int) -> int:
-    """x and w, each read once."""
+    """Count the bytes of x and w, each read once."""
     return itemsize * (m * k + n * k)
 
 
 def leaving(size: int, world_size: int) -> int:
-    """Bytes of an equally split buffer that belong to others, where the shares are rounded up to
-    whole bytes.
+    """Count the bytes of an equally split buffer that belong to the peers.
+
+    Shares are rounded up to whole bytes.
     """
     return ceil_div(size, world_size) * (world_size - 1)

@@ -1,12 +1,14 @@
-"""What ``gemm_all_to_all`` computes and moves: rows of ``x @ w.T`` go to the rank that owns them."""
+"""Cost of ``gemm_all_to_all``: every row of ``x @ w.T`` goes to the rank that owns it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.registry import cost_of
 
 
+@cost_of("gemm_all_to_all", computation="GEMM", collective="all_to_all")
 def fused(
     *,
     rows: int,
@@ -19,18 +21,20 @@ def fused(
     input_splits: Sequence[int] | None = None,
     output_splits: Sequence[int] | None = None,
 ) -> ProductCost:
-    """Cost of ``rank``: ``x [rows, inner]``, ``w [columns, inner]``.
+    """Compute the cost of ``rank`` for ``x [rows, inner]`` and ``w [columns, inner]``.
 
-    A rank writes its own rows here, and its peers theirs: the result is written once in all.
+    The rank writes its own rows into its result, and the peers write theirs: the result is written
+    once in all.
 
     Args:
-        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by
-            default.
-        input_splits, output_splits: rows from ``rank`` to each rank, and from each rank to it;
-            evenly split by default.
+        itemsize: bytes of an element of x and w.
+        output_itemsize: bytes of an element of the result; ``itemsize`` by default.
+        input_splits: rows that ``rank`` sends to each rank; evenly split by default.
+        output_splits: rows that ``rank`` gets from each rank; evenly split by default.
     """
     row_bytes = columns * (output_itemsize or itemsize)
     received = rows if output_splits is None else sum(output_splits)
+    # An even split need not divide the rows; its shares are rounded up.
     sent = (
         leaving(rows * row_bytes, world_size)
         if input_splits is None

@@ -1,5 +1,5 @@
-"""What ``gemm_reduce_scatter`` computes and moves: parts of ``x @ w.T``, summed over ranks, rows
-split over ranks.
+"""Cost of ``gemm_reduce_scatter``: parts of ``x @ w.T`` are summed over ranks, and every rank gets
+its rows of the sum.
 """
 
 from __future__ import annotations
@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.registry import cost_of
 
 
+@cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
 def fused(
     *,
     rows: int,
@@ -21,14 +23,15 @@ def fused(
     rank: int = 0,
     splits: Sequence[int] | None = None,
 ) -> ProductCost:
-    """Cost of ``rank``: ``x [rows, inner]``, ``w [columns, inner]`` with ``inner`` the rank's share
-    of K.
+    """Compute the cost of ``rank`` for ``x [rows, inner]`` and ``w [columns, inner]``.
 
-    Every rank stores each part in its owner's slot for it; the owner adds the slots.
+    Every rank stores each of its parts in the slot that the part's owner keeps for this rank; the
+    owner adds the slots.
 
     Args:
-        itemsize, output_itemsize: bytes of an element of x and w, and of the result; the same by
-            default.
+        inner: this rank's share of K.
+        itemsize: bytes of an element of x and w.
+        output_itemsize: bytes of an element of the result; ``itemsize`` by default.
         part_itemsize: bytes of an element of a part; the result's by default.
         splits: rows that each rank owns; evenly split by default.
     """
@@ -44,7 +47,8 @@ def fused(
             owned * output,
             (rows - splits[rank]) * columns * part,
         )
-    # Parts are written instead of the output
+    # Parts are written to the slots instead of to the output, at the parts' element size. A group
+    # of one rank needs no slots to be added.
     memory_bytes = operand_bytes(rows, columns, inner, itemsize) + slots
     return ProductCost(
         2 * rows * columns * inner, memory_bytes, sent, slots + sums if world_size > 1 else 0, size

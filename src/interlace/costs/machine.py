@@ -1,4 +1,4 @@
-"""What a machine can do at best; the physical floor of an operation on it."""
+"""The ceilings of a machine, and the physical floor of an operation on it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Machine:
     """Ceilings of one GPU in a node.
 
     Attributes:
-        memory_bytes_per_s: reading and writing device memory.
-        link_bytes_per_s: leaving a GPU for all its peers together.
-        flops_per_s: dense 16-bit products.
-        source: where the figures come from.
+        memory_bytes_per_s: bytes per second that device memory reads and writes.
+        link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
+        flops_per_s: FLOPs per second of dense 16-bit products.
+        source: source of the figures.
     """
 
     name: str
@@ -26,9 +26,11 @@ class Machine:
     flops_per_s: float = math.inf
 
     def floor_ns(self, memory_bytes: float, link_bytes: float, flops: float = 0.0) -> float:
-        """No execution is faster: the longest of moving the memory bytes, moving the link bytes,
-        and 16-bit products.
+        """Return the time in nanoseconds that no execution can undercut.
+
+        It is the longest of moving the memory bytes, moving the link bytes, and multiplying.
         """
+        # The three resources work at the same time at best, so the longest of them is the floor.
         return NS_PER_S * max(
             memory_bytes / self.memory_bytes_per_s,
             link_bytes / self.link_bytes_per_s,
@@ -41,6 +43,7 @@ H200_NODE = Machine(
     memory_bytes_per_s=4200 * GB,
     link_bytes_per_s=380 * GB,
     flops_per_s=989.5e12,
-    source="device-to-device copy 4160 GB/s, reads a little faster; copy-engine all-to-all 380 GB/s per GPU; measured 2026-11; "
-    "989.5 TFLOP/s dense bfloat16 of the data sheet",
+    # Ceilings are measured where they can be: a data sheet's link rate is never reached.
+    source="device-to-device copy 4160 GB/s, reads a little faster; copy-engine all-to-all "
+    "380 GB/s per GPU; measured 2026-11; 989.5 TFLOP/s dense bfloat16 of the data sheet",
 )

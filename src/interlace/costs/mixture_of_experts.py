@@ -1,7 +1,7 @@
-"""What ``mixture_of_experts`` computes and moves, per rank, forward and backward.
+"""Cost of ``mixture_of_experts`` per rank, forward and backward.
 
-``counts[s][e]`` is the number of rows that rank s sends to expert e, dropped ones left out; rank r
-has the experts from ``r L`` to ``(r + 1) L - 1``.
+In all functions ``counts[s][e]`` is the number of rows that rank s sends to expert e, dropped rows
+left out. With L experts per rank, rank r has the experts from ``r L`` to ``(r + 1) L - 1``.
 """
 
 from __future__ import annotations
@@ -9,45 +9,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.costs.cost import Cost
+from interlace.costs.registry import cost_of, gradient_cost_of
 from interlace.units import ceil_div
 
 Counts = Sequence[Sequence[int]]
 
 NUMBER_BYTES = 4
-"""A count, the number of a granted buffer, a slot's weight or that weight's gradient."""
+"""Bytes of a count, a granted buffer's number, a slot's weight, or that weight's gradient."""
 
 
 def arrivals(counts: Counts, rank: int) -> int:
-    """Rows of ``rank``'s experts, from all ranks."""
+    """Count the rows that ``rank``'s experts get from all ranks."""
     return sum(sum(source[expert] for expert in _local(counts, rank)) for source in counts)
 
 
 def leaving(counts: Counts, rank: int) -> int:
-    """Rows that ``rank`` sends to others' experts; as many results come back from there."""
+    """Count the rows that ``rank`` sends to peers' experts; as many results come back."""
     return sum(counts[rank]) - sum(counts[rank][expert] for expert in _local(counts, rank))
 
 
 def returning(counts: Counts, rank: int) -> int:
-    """Rows of ``rank``'s experts that came from others."""
+    """Count the rows that ``rank``'s experts get from peers; as many results go back."""
     return arrivals(counts, rank) - sum(counts[rank][expert] for expert in _local(counts, rank))
 
 
 def floor_link_bytes(*, counts: Counts, rank: int, hidden: int, itemsize: int) -> int:
-    """Rows that must leave ``rank``, in one direction: tokens for others' experts, and results of
-    others' tokens.
+    """Count the bytes that must leave ``rank`` in one pass.
+
+    They are the rows of its tokens for peers' experts, and the results of peers' tokens.
     """
     return (leaving(counts, rank) + returning(counts, rank)) * hidden * itemsize
 
 
 def flops(*, counts: Counts, rank: int, hidden: int, ffn: int) -> int:
-    """Of an expert's three products with ``hidden x ffn`` numbers each, for its rows; the backward
-    pass has twice as many.
+    """Count the FLOPs of the forward pass on ``rank``.
+
+    An expert has three products with ``hidden x ffn`` weights each; the backward pass has twice as
+    many FLOPs.
     """
     return 6 * arrivals(counts, rank) * hidden * ffn
 
 
 def weight_bytes(*, counts: Counts, rank: int, hidden: int, ffn: int, itemsize: int) -> int:
-    """Weights of the experts that have any row, once."""
+    """Count the bytes of the weights of ``rank``'s experts that have rows."""
     busy = sum(any(source[expert] for source in counts) for expert in _local(counts, rank))
     return 3 * busy * hidden * ffn * itemsize
 
@@ -55,12 +59,17 @@ def weight_bytes(*, counts: Counts, rank: int, hidden: int, ffn: int, itemsize: 
 def floor_memory_bytes(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool
 ) -> int:
-    """Weights read once; tokens read, written where they arrive and read there; the inner layer
-    written and read; results written where they come back, and read there; y written.
+    """Count the bytes that ``rank``'s memory must move in the forward pass.
+
+    Weights are read once. Tokens are read, written by the rank that they reach, and read there; the
+    inner layer is written and read; results are written by the rank that they come back to, and
+    read there; y is written.
 
     Args:
-        trains: gate and up are written too.
+        tokens: tokens of this rank.
+        trains: whether gate and up are written as well, for the backward pass.
     """
+    # The inner layer is written and read; training writes gate and up as well.
     rows, back = arrivals(counts, rank), sum(counts[rank])
     numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * (4 if trains else 2)
     return (
@@ -72,13 +81,16 @@ def floor_memory_bytes(
 def backward_memory_bytes(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int
 ) -> int:
-    """What the forward pass moves of tokens and results, here their gradients, which are read
-    twice; weights read, and their gradients written; tokens that arrived, gate and up read again;
-    of the inner layer, the product, the gradients of gate and up (twice read) and the weighted
-    activation.
+    """Count the bytes that ``rank``'s memory must move in the backward pass.
+
+    The gradients of tokens and results move as tokens and results do in the forward pass, and are
+    read twice. Weights are read and their gradients written; the tokens that arrived, gate and up
+    are read again. The inner layer moves the product, the gradients of gate and up (read twice) and
+    the weighted activation.
     """
     rows, back = arrivals(counts, rank), sum(counts[rank])
     weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
+    # Gradients of all local experts are written, of experts without rows as zeros.
     written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
     return (
         weights
@@ -87,22 +99,26 @@ def backward_memory_bytes(
     )
 
 
+@cost_of("mixture_of_experts", computation="experts", collective="all_to_all")
 def forward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
     push_tile: tuple[int, int], product_tile: tuple[int, int], trains: bool = False,
 ) -> Cost:  # fmt: skip
-    """Cost of the fused forward kernels on ``rank``.
+    """Compute the cost of the fused forward kernels on ``rank``.
 
-    Where products store by tensor descriptors, tiles go out whole, and up to a tile's rows more
-    travel for each source and expert; that is not counted here.
+    Products that store by tensor descriptors send entire tiles, so up to a tile's rows more travel
+    per source and expert; those rows are not counted.
 
     Args:
+        tokens: tokens of this rank.
         push_tile: rows and columns of tokens that one put sends.
-        product_tile: rows and columns of results.
+        product_tile: rows and columns of results that one put sends.
+        trains: whether gate and up are written for the backward pass.
     """
     peers, row_bytes = len(counts) - 1, hidden * itemsize
     sent = _pushes(counts, rank, push_tile[0]) * ceil_div(hidden, push_tile[1])
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
+    # Every peer gets this rank's counts per expert, and the number of the granted buffer.
     numbers = NUMBER_BYTES * (len(counts[0]) + 1)
     return Cost(
         flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
@@ -121,15 +137,20 @@ def forward(
     )
 
 
+@gradient_cost_of("mixture_of_experts")
 def backward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
     push_tile: tuple[int, int], product_tile: tuple[int, int], number_rows: int,
 ) -> Cost:  # fmt: skip
-    """Cost of the fused backward kernels on ``rank``; as :func:`forward`.
+    """Compute the cost of the fused backward kernels on ``rank``.
 
     Args:
+        tokens: tokens of this rank.
+        push_tile: rows and columns of gradients that one put sends.
+        product_tile: rows and columns of results that one put sends.
         number_rows: rows whose weights' gradients one put sends.
     """
+    # Every row travels with one number: its slot's weight, or that weight's gradient.
     peers, row_bytes = len(counts) - 1, hidden * itemsize + NUMBER_BYTES
     sent = _pushes(counts, rank, push_tile[0]) * (ceil_div(hidden, push_tile[1]) + 1)
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
@@ -145,34 +166,38 @@ def backward(
 
 
 def _local(counts: Counts, rank: int) -> range:
-    each = len(counts[0]) // len(counts)
-    return range(rank * each, (rank + 1) * each)
+    experts = len(counts[0]) // len(counts)
+    return range(rank * experts, (rank + 1) * experts)
 
 
 def _busy_elsewhere(counts: Counts, rank: int) -> int:
-    """Others' experts to which ``rank`` sends rows."""
-    mine = _local(counts, rank)
-    return sum(count > 0 and expert not in mine for expert, count in enumerate(counts[rank]))
+    """Count the peers' experts to which ``rank`` sends rows."""
+    local = _local(counts, rank)
+    return sum(count > 0 and expert not in local for expert, count in enumerate(counts[rank]))
 
 
 def _pushes(counts: Counts, rank: int, rows: int) -> int:
-    """Blocks of ``rows`` that ``rank`` sends to others' experts."""
-    mine = _local(counts, rank)
+    """Count the blocks of ``rows`` rows that ``rank`` sends to peers' experts."""
+    local = _local(counts, rank)
     return sum(
-        ceil_div(count, rows) for expert, count in enumerate(counts[rank]) if expert not in mine
+        ceil_div(count, rows) for expert, count in enumerate(counts[rank]) if expert not in local
     )
 
 
 def _puts(counts: Counts, rank: int, rows: int) -> int:
-    """Others' shares of the blocks of ``rows`` into which each of ``rank``'s experts cuts its rows,
-    source by source.
+    """Count the puts that return results from ``rank``'s experts.
+
+    An expert's rows lie source by source and are cut into blocks of ``rows``. A block that holds
+    rows of several sources needs a put for each of them.
     """
-    found = 0
+    puts = 0
     for expert in _local(counts, rank):
         begin = 0
-        for source, each in enumerate(counts):
-            end = begin + each[expert]
+        for source, sent in enumerate(counts):
+            end = begin + sent[expert]
+            # The number of blocks that rows [begin, end) touch; the first and the last may be
+            # shared with other sources.
             if source != rank and end > begin:
-                found += (end - 1) // rows - begin // rows + 1
+                puts += (end - 1) // rows - begin // rows + 1
             begin = end
-    return found
+    return puts

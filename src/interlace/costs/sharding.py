@@ -1,6 +1,6 @@
-"""What it costs a rank to own a table, or some columns of it: what a sharding plan balances.
+"""The cost of owning a table or some of its columns, which a sharding plan balances over ranks.
 
-Dimensions: B samples of the global batch, P lookups a bag on average, D columns of the shard, R
+Dimensions: B samples of the global batch, P lookups per bag on average, D columns of the shard, R
 ranks.
 """
 
@@ -11,24 +11,24 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ShardCost:
-    """Traffic of one step that follows the shard to its owner, and what the owner must hold.
+    """Traffic of one step that follows the shard to its owner, and the storage that it takes there.
 
     Attributes:
-        memory_bytes: read and written in the owner's memory.
-        link_bytes: the larger of what leaves the owner (forward) and what reaches it (backward),
-            the two together in training.
-        storage_bytes: the rows, and the state of the optimizer.
+        memory_bytes: bytes read and written in the owner's memory.
+        link_bytes: bytes of pooled rows that leave the owner (forward); in training, plus the bytes
+            of gradients that reach it (backward).
+        storage_bytes: bytes of the rows and of the optimizer's state.
     """
 
     memory_bytes: float
     link_bytes: float
     storage_bytes: int
 
-    def __add__(self, other: ShardCost) -> ShardCost:
+    def __add__(self, addend: ShardCost) -> ShardCost:
         return ShardCost(
-            self.memory_bytes + other.memory_bytes,
-            self.link_bytes + other.link_bytes,
-            self.storage_bytes + other.storage_bytes,
+            self.memory_bytes + addend.memory_bytes,
+            self.link_bytes + addend.link_bytes,
+            self.storage_bytes + addend.storage_bytes,
         )
 
 
@@ -49,30 +49,34 @@ def shard_cost(
     copies: int = 1,
     training: bool = True,
 ) -> ShardCost:
-    """Cost of owning a shard ``[rows, width]``.
+    """Compute the cost of owning a shard ``[rows, width]``.
 
     Forward, the owner reads P indices and rows for each of B bags, and sends the pooled rows of the
-    ``(R-1)/R`` of the bags that are other ranks'. What it receives for its own samples is the same
-    under any plan and not counted. Backward, it receives as many pooled gradients, reads each of
-    them once a lookup, and reads and writes as many rows as it looked up: an upper bound, as rows
-    that come several times in a batch are updated once.
+    ``(R-1)/R`` of the bags that are other ranks'. The rows that it receives for its own samples are
+    as many under any plan, and are not counted. Backward, it receives as many pooled gradients,
+    reads each of them once per lookup, and reads and writes as many rows as it looked up: an upper
+    bound, as rows that occur several times in a batch are updated once.
 
     Args:
-        rows: of the table.
+        rows: rows of the table.
         width: D, columns of the shard.
         itemsize: bytes of an element of the table.
-        pooling_factor: P.
-        batch: B.
-        world_size: R.
-        output_itemsize, index_itemsize: bytes of a pooled element and of an index.
-        state_bytes_per_row: of the optimizer.
-        copies: of the shard that the owner holds: 2 where there are dense gradients.
-        training: count the backward pass as well.
+        pooling_factor: P, lookups per bag.
+        batch: B, samples of all ranks.
+        world_size: R, the number of ranks.
+        output_itemsize: bytes of a pooled element.
+        index_itemsize: bytes of an index.
+        state_bytes_per_row: bytes of the optimizer's state per row.
+        copies: copies of the shard that the owner holds: 2 with dense gradients.
+        training: whether to count the backward pass as well.
     """
     lookups = batch * pooling_factor
+    # Pooled rows are the traffic that leaves the owner: lookups themselves stay local.
     pooled = batch * width * output_itemsize
     memory = lookups * (width * itemsize + index_itemsize) + pooled / world_size
     link = pooled * (world_size - 1) / world_size
+    # Gradients arrive in the pooled rows' size; every lookup then reads its gradient, and reads and
+    # writes its row and the optimizer's state.
     if training:
         memory += (
             pooled

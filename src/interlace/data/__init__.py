@@ -1,4 +1,4 @@
-"""Click logs in Criteo's format: reading them, making them up, and cutting them into batches."""
+"""Click logs in Criteo's format: readers, synthetic logs, and batches."""
 
 from interlace.data.batches import Batch, BatchStream, collate
 from interlace.data.criteo import CriteoFiles

@@ -1,4 +1,4 @@
-"""From a stream of records to each rank's batches, as tensors."""
+"""Batches of tensors for each rank, cut from a stream of records."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Batch:
     Attributes:
         dense: float32 ``[n, 13]``, log-transformed.
         indices: int64, table-major: all bags of table 0, then all of table 1.
-        offsets: int64 ``[T * n + 1]``, where each bag begins; None if every table's bags have one
-            known length.
+        offsets: int64 ``[T * n + 1]``, the index at which each bag begins; None if every table's
+            bags have one known length.
         labels: float32 ``[n]``, 0 or 1.
         valid: bool ``[n]``; False for samples that only fill up the last batch.
     """
@@ -33,10 +33,11 @@ class Batch:
     valid: torch.Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on ``device``; without waiting for the copies if this one is pinned."""
+        """Copy the batch to ``device``; the call does not wait for copies from pinned memory."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
+        """Copy the batch to pinned memory, from which copies to GPUs are asynchronous."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -53,21 +54,22 @@ class Batch:
 def collate(
     records: Records, rows: Sequence[int], lookups: Sequence[int] | int = 1, *, jagged: bool = False
 ) -> Batch:
-    """Records as a model takes them, table t's bags from category t.
+    """Turn records into a batch, table t's bags from category t.
 
-    For a bag of several lookups, an id stands for a fixed set of rows, in the manner of MLPerf's
-    multi-hot data: hashes of the id and a position.
+    For a bag of several lookups, an id stands for a fixed set of rows, as in MLPerf's multi-hot
+    data: hashes of the id and a position.
 
     Args:
-        records: n of them.
-        rows: of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
+        records: n records.
+        rows: rows of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
             categories).
-        lookups: per bag, for each table or for all.
-        jagged: bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the id,
-            instead of ``lookups[t]``.
+        lookups: lookups per bag, for each table or for all.
+        jagged: whether bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the
+            id, instead of ``lookups[t]``.
 
     Raises:
-        ArgumentError: more than 26 tables, a table of fewer than 2 rows, or a bag without lookups.
+        ArgumentError: there are more than 26 tables, a table has fewer than 2 rows, or a bag has no
+            lookups.
     """
     count = [lookups] * len(rows) if isinstance(lookups, int) else list(lookups)
     if (
@@ -78,9 +80,9 @@ def collate(
     ):
         raise ArgumentError(
             f"collate: there must be 1 to {CATEGORIES} tables of at least 2 rows and 1 lookup "
-            "each; "
-            f"got rows {list(rows)} and lookups {count}."
+            f"each; got rows {list(rows)} and lookups {count}."
         )
+    # Table-major order is that of the embedding operator: a rank owns tables, not samples.
     bags = [_bags(records.categories[:, t], rows[t], count[t], jagged) for t in range(len(rows))]
     offsets = None
     if jagged:
@@ -99,7 +101,7 @@ _Ints = npt.NDArray[np.int64]
 
 
 def _bags(ids: _Ints, rows: int, lookups: int, jagged: bool) -> tuple[_Ints, _Ints]:
-    """The bags of one table, one after another, and their lengths."""
+    """Return the bags of one table, one after another, and their lengths."""
     if lookups == 1 and not jagged:
         return hash_to_rows(ids, rows), np.ones(len(ids), np.int64)
     lengths = np.full(len(ids), lookups, np.int64)
@@ -107,6 +109,7 @@ def _bags(ids: _Ints, rows: int, lookups: int, jagged: bool) -> tuple[_Ints, _In
         lengths = (mix(ids.astype(np.uint64) + np.uint64(1)) % np.uint64(2 * lookups)).astype(
             np.int64
         )
+    # The position of each lookup within its bag, for all bags at a time.
     begins = np.cumsum(lengths) - lengths
     position = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     spread = np.repeat(ids, lengths)
@@ -118,28 +121,31 @@ def _bags(ids: _Ints, rows: int, lookups: int, jagged: bool) -> tuple[_Ints, _In
 
 
 class BatchStream:
-    """A rank's batches of a stream of records: every rank reads the same stream and takes its part
-    of each global batch.
+    """The batches that a rank takes from a stream of records.
+
+    Every rank reads the full stream and takes its part of each global batch.
 
     Global batch g holds records ``[g * batch, (g + 1) * batch)`` of the stream, and rank r's part
-    is the r-th of R equal chunks of it, so what a global batch holds does not depend on the number
-    of ranks. The last, incomplete one is dropped (``last="drop"``) or filled up with copies of its
-    last record that are marked as not valid (``last="pad"``).
+    is the r-th of R equal chunks of it, so the contents of a global batch do not depend on the
+    number of ranks. The last, incomplete batch is dropped (``last="drop"``) or filled up with
+    copies of its last record that are marked as not valid (``last="pad"``).
 
     Args:
-        source: anything that gives :class:`Records` when iterated over, the same ones each time.
+        source: an iterable of :class:`Records` that repeats them each time it is iterated over.
         batch: samples of a global batch; R must divide it.
-        rows, lookups, jagged: as for :func:`collate`.
-        rank, world_size: this process's place among the data-parallel ranks.
+        rows, lookups, jagged: arguments of :func:`collate`.
+        rank: number of this process among the data-parallel ranks.
+        world_size: R, the number of data-parallel ranks.
         last: ``"drop"`` or ``"pad"``.
-        held_out_every: set every so many-th global batch aside; 0 for none.
-        held_out: give the batches that were set aside instead of the others.
+        held_out_every: interval in global batches at which one is held out; 0 holds out none.
+        held_out: whether to give the batches that are held out instead of all others.
 
     Raises:
-        ArgumentError: R does not divide the batch, or an option that is none.
+        ArgumentError: R does not divide the batch, or an option has an unknown value.
 
     Example:
-        >>> stream = BatchStream(CriteoFiles(["train.txt"]), 2048, rows=[10_000] * 26, rank=0, world_size=4)
+        >>> files = CriteoFiles(["train.txt"])
+        >>> stream = BatchStream(files, 2048, rows=[10_000] * 26, rank=0, world_size=4)
         >>> for batch in stream:  # 512 samples each
         ...     ...
     """
@@ -161,8 +167,7 @@ class BatchStream:
         if batch < 1 or batch % world_size:
             raise ArgumentError(
                 f"BatchStream: the global batch must divide evenly over {world_size} ranks; got "
-                f"{batch}. "
-                f"Take {max(1, batch // world_size) * world_size}."
+                f"{batch}. Take {max(1, batch // world_size) * world_size}."
             )
         if last not in ("drop", "pad"):
             raise ArgumentError(f"BatchStream: last must be drop or pad; got {last!r}.")
@@ -181,36 +186,39 @@ class BatchStream:
         self.held_out_every, self.held_out = held_out_every, held_out
 
     def __iter__(self) -> Iterator[Batch]:
+        # Every rank reads all records, so that no rank needs to know the position of another.
         part = self.batch // self.world_size
         for number, records in enumerate(_global_batches(self.source, self.batch)):
-            aside = bool(self.held_out_every) and (number + 1) % self.held_out_every == 0
-            if aside != self.held_out or (len(records) < self.batch and self.last == "drop"):
+            is_held_out = bool(self.held_out_every) and (number + 1) % self.held_out_every == 0
+            if is_held_out != self.held_out or (len(records) < self.batch and self.last == "drop"):
                 continue
             yield self._batch(records, self.rank * part, part)
 
     def _batch(self, records: Records, begin: int, count: int) -> Batch:
-        missing = max(0, begin + count - len(records))
-        own = records[begin : begin + count]
-        if missing:
-            own = Records.join([own, *[records[-1:]] * min(missing, count)])
-        batch = collate(own, self.rows, self.lookups, jagged=self.jagged)
-        batch.valid[max(0, count - missing) :] = False
+        padded = max(0, begin + count - len(records))
+        local = records[begin : begin + count]
+        # A rank's part may lie beyond the last record entirely, and still needs as many samples.
+        if padded:
+            local = Records.join([local, *[records[-1:]] * min(padded, count)])
+        batch = collate(local, self.rows, self.lookups, jagged=self.jagged)
+        batch.valid[max(0, count - padded) :] = False
         return batch
 
 
 def _global_batches(source: Iterable[Records], size: int) -> Iterator[Records]:
-    """The stream cut into ``size`` records each; the last may have fewer."""
+    """Cut the stream into ``size`` records each; the last cut may have fewer."""
     parts: list[Records] = []
     held = 0
     for records in source:
         parts.append(records)
         held += len(records)
+        # Records arrive in blocks of any size, and are joined only when they fill a batch.
         if held < size:
             continue
         joined = Records.join(parts)
-        whole = held - held % size
-        for begin in range(0, whole, size):
+        complete = held - held % size
+        for begin in range(0, complete, size):
             yield joined[begin : begin + size]
-        parts, held = [joined[whole:]], held - whole
+        parts, held = [joined[complete:]], held - complete
     if held:
         yield Records.join(parts)

@@ -1,9 +1,9 @@
-"""Reading Criteo's click logs: the tab-separated text of Kaggle and Terabyte, and comma-separated
-copies of it.
+"""Readers of Criteo's click logs: the tab-separated text of Kaggle and Terabyte, and
+comma-separated copies of it.
 
 A line is a label, 13 integers and 26 categories of up to 8 hexadecimal digits; any but the label
-may be empty. Lines are parsed a block at a time with numpy: every field's last character is known
-from the separators, and digit k from the right of all fields of a column range is one gather.
+may be empty. Lines are parsed block by block with numpy: the separators give every field's last
+character, and digit k from the right of all fields of a column range is one gather.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _BLOCK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 1 << 24
 _MAX_DIGITS = 10
 _HEX_DIGITS = 8
+# Digits of a base as a table by character; a character that is no digit is _BAD.
 _BAD = 255
 _NEWLINE, _POINT, _MINUS, _ZERO = b"\n.-0"
 
@@ -46,20 +47,19 @@ class CriteoFiles:
 
     Tabs or commas, with or without a header, plain or gzip (``.gz``), Unix or Windows line ends.
     Integers may be written as pandas does (``260.0``). A corrupt line (not 40 fields, a label other
-    than 0 and 1, an integer or id that is none) is counted and skipped, and a warning says how many
-    there were; with ``strict`` the first one is an error.
+    than 0 and 1, an integer or id that cannot be parsed) is counted and skipped, and a warning
+    gives their number; with ``strict`` the first one is an error.
 
     Args:
         paths: the files.
-        strict: refuse corrupt lines.
+        strict: whether to refuse corrupt lines.
 
     Attributes:
-        corrupt: lines skipped so far, by file.
+        corrupt: number of skipped lines by file.
 
     Raises:
         ArgumentError: a path is not a file.
-        DataError: while reading: a corrupt line under ``strict``, or a file that cannot be read at
-            all.
+        DataError: during iteration: a line is corrupt under ``strict``, or a file cannot be read.
 
     Example:
         >>> for records in CriteoFiles(["day_0.gz"]):
@@ -75,7 +75,7 @@ class CriteoFiles:
         self.corrupt: dict[Path, int] = {}
 
     def __iter__(self) -> Iterator[Records]:
-        """Records of a block each. Starts again from the first file every time."""
+        """Iterate over the records block by block, from the first file."""
         self.corrupt.clear()
         for path in self.paths:
             yield from self._read(path)
@@ -83,18 +83,18 @@ class CriteoFiles:
     def _read(self, path: Path) -> Iterator[Records]:
         line, first, separator = 1, "", b""
         for block in _blocks(path):
-            # By the whole block: one corrupt line must not decide for all.
+            # The separator is chosen by all of the block: one corrupt line must not decide for all.
             separator = separator or max(b"\t", b",", key=block.count)
             start = block.index(b"\n") + 1 if line == 1 and _is_header(block, separator) else 0
             records, bad = parse(block[start:], separator)
             if bad.size:
-                where = f"{path}, line {line + (start > 0) + int(bad[0])}"
+                location = f"{path}, line {line + (start > 0) + int(bad[0])}"
                 if self.strict:
                     raise DataError(
-                        f"{where} must have a label, 13 integers and 26 hexadecimal ids; it has "
+                        f"{location} must have a label, 13 integers and 26 hexadecimal ids; it has "
                         "not."
                     )
-                first = first or where
+                first = first or location
                 self.corrupt[path] = self.corrupt.get(path, 0) + bad.size
             line += block.count(b"\n")
             yield records
@@ -105,23 +105,24 @@ class CriteoFiles:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in pieces of whole lines, each line ended by a newline."""
-    rest = b""
+    """Read the file in pieces of complete lines, each ended by a newline."""
+    partial = b""
     try:
         with contextlib.closing(_open(path)) as file:
             while piece := file.read(_BLOCK_BYTES):
-                whole, newline, rest = (rest + piece).rpartition(b"\n")
+                complete, newline, partial = (partial + piece).rpartition(b"\n")
                 if newline:
-                    yield (whole + newline).replace(b"\r\n", b"\n")
-                elif len(rest) > _MAX_LINE_BYTES:
+                    yield (complete + newline).replace(b"\r\n", b"\n")
+                elif len(partial) > _MAX_LINE_BYTES:
                     raise DataError(
-                        f"{path} must consist of lines; got {len(rest)} bytes without an end of "
+                        f"{path} must consist of lines; got {len(partial)} bytes without an end of "
                         "line."
                     )
     except (OSError, EOFError) as error:
         raise DataError(f"{path} must be readable; {error}.") from error
-    if rest:
-        yield rest.removesuffix(b"\r") + b"\n"
+    # The last line of a file need not have an end.
+    if partial:
+        yield partial.removesuffix(b"\r") + b"\n"
 
 
 def _open(path: Path) -> BinaryIO | gzip.GzipFile:
@@ -129,13 +130,13 @@ def _open(path: Path) -> BinaryIO | gzip.GzipFile:
 
 
 def _is_header(block: bytes, separator: bytes) -> bool:
-    """A first line of the right number of names."""
+    """Tell whether the first line has the right number of names."""
     fields = block.split(b"\n", 1)[0].split(separator)
     return len(fields) == FIELDS and fields[0].strip(b'" ').isalpha()
 
 
 def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
-    r"""Parse whole lines, each ended by ``\n``.
+    r"""Parse complete lines, each ended by ``\n``.
 
     Returns:
         The records of the good lines, and the numbers of the corrupt ones, counted from 0. Empty
@@ -143,12 +144,15 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
     """
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == separator[0]) | (data == _NEWLINE))
-    last = np.flatnonzero(data[ends] == _NEWLINE)  # of each line, its last field's place in `ends`
+    # The index in `ends` of each line's last field.
+    last = np.flatnonzero(data[ends] == _NEWLINE)
+    # Lines with another number of fields are corrupt, and their characters are never parsed.
     fields = np.diff(last, prepend=-1)
     if not len(last):
         return Records.empty(), np.zeros(0, np.int64)
     empty = np.diff(ends[last], prepend=-1) == 1
     lines = np.flatnonzero(fields == FIELDS)
+    # The separators before a line's end are the ends of its fields.
     stop = ends[last[lines, None] + np.arange(1 - FIELDS, 1)]
     start = np.where(lines > 0, ends[last[lines] - FIELDS], -1)[:, None] + 1
     start = np.concatenate([start, stop[:, :-1] + 1], axis=1)
@@ -164,9 +168,11 @@ def parse(text: bytes, separator: bytes) -> tuple[Records, _Ints]:
 
 
 def _integers(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_Ints, _Flags]:
-    """Fields ``[start, stop)`` as integers, 0 if empty; and which rows are all integers."""
+    """Parse fields ``[start, stop)`` as integers, 0 if empty; tell which rows are all integers."""
+    # Pandas writes integers of a column with gaps as floats, 260.0.
     pandas = (stop - start > 2) & (data[stop - 1] == _ZERO) & (data[stop - 2] == _POINT)
     stop = np.where(pandas, stop - 2, stop)
+    # A lone minus sign is no integer, so the sign needs a digit after it.
     negative = (stop - start > 1) & (data[np.minimum(start, data.size - 1)] == _MINUS)
     values, good = _digits(data, start + negative, stop, _DECIMAL, 10, _MAX_DIGITS)
     values[negative] *= -1
@@ -174,7 +180,7 @@ def _integers(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_
 
 
 def _hexadecimals(data: npt.NDArray[np.uint8], start: _Ints, stop: _Ints) -> tuple[_Ints, _Flags]:
-    """Fields as ids, :data:`MISSING` if empty; and which rows are all ids."""
+    """Parse fields as ids, :data:`MISSING` if empty; and tell which rows are all ids."""
     values, good = _digits(data, start, stop, _HEX, 16, _HEX_DIGITS)
     values[start == stop] = MISSING
     return values, good
@@ -186,14 +192,15 @@ def _digits(
     stop: _Ints,
     digit_of: npt.NDArray[np.uint8],
     base: int,
-    most: int,
+    max_digits: int,
 ) -> tuple[_Ints, _Flags]:
     length = stop - start
     values = np.zeros(length.shape, np.int64)
-    good: _Flags = length <= most
-    for place in range(min(most, int(length.max(initial=0)))):
-        there = place < length
-        digit = digit_of[data[np.maximum(stop - 1 - place, 0)]]
-        good &= ~there | (digit != _BAD)
-        values += np.where(there, digit, 0).astype(np.int64) * base**place
+    good: _Flags = length <= max_digits
+    # One gather per digit for all fields together; fields that are shorter contribute 0.
+    for digit_index in range(min(max_digits, int(length.max(initial=0)))):
+        present = digit_index < length
+        digit = digit_of[data[np.maximum(stop - 1 - digit_index, 0)]]
+        good &= ~present | (digit != _BAD)
+        values += np.where(present, digit, 0).astype(np.int64) * base**digit_index
     return values, np.asarray(good.all(axis=1))

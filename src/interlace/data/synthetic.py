@@ -1,6 +1,4 @@
-"""Clicks of the form of Criteo's, made on the spot by a hidden model, so that there is something to
-learn.
-"""
+"""Synthetic clicks in the form of Criteo's, from a hidden model that a model can learn."""
 
 from __future__ import annotations
 
@@ -18,27 +16,27 @@ _ID_BITS = np.uint64(32)
 
 
 class SyntheticClicks:
-    """A stream of records that depends on ``seed`` and on nothing else.
+    """A stream of records that only depends on ``seed`` and ``model_seed``.
 
-    Integers are log-normal. The k-th commonest of a feature's categories comes with a probability
-    of about ``1 / k`` (Zipf's law), so a few rows of a table are looked up all the time and most
+    Integers are log-normal. The k-th commonest of a feature's categories has a probability of about
+    ``1 / k`` (Zipf's law), so a few rows of a table are looked up all the time, and most rows
     hardly ever. One value in twenty is missing. The label is drawn with probability
     ``sigmoid(score)``, where the score adds a weight for each integer's logarithm and a weight for
     each category; the weights are drawn from the seed as well.
 
     Args:
-        samples: records in the stream; None for an endless one.
-        seed: of the hidden model and of the records; streams with the same ``model_seed`` can be
-            told apart by it.
-        model_seed: of the hidden model, if it is to be another one than ``seed``'s: for held-out
-            records, say.
-        cardinality: categories that a feature has.
+        samples: number of records in the stream; None makes it endless.
+        seed: seed of the records; streams of one ``model_seed`` differ by it.
+        model_seed: seed of the hidden model; ``seed`` by default. Held-out records need the
+            training records' model and another ``seed``.
+        cardinality: number of categories of a feature.
 
     Raises:
-        ArgumentError: fewer than one category, or a negative number of samples.
+        ArgumentError: there is less than one category, or a negative number of samples.
 
     Example:
-        >>> train, held_out = SyntheticClicks(10_000, seed=1), SyntheticClicks(2_000, seed=2, model_seed=1)
+        >>> train = SyntheticClicks(10_000, seed=1)
+        >>> held_out = SyntheticClicks(2_000, seed=2, model_seed=1)
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class SyntheticClicks:
         self._salts = hidden.integers(0, 2**63, CATEGORIES, dtype=np.uint64)
 
     def __iter__(self) -> Iterator[Records]:
-        """The same records every time, some hundreds at a time."""
+        """Iterate over the records in blocks; every iteration gives equal records."""
         made = 0
         while self.samples is None or made < self.samples:
             records = self._block(made // _BLOCK)
@@ -86,7 +84,7 @@ class SyntheticClicks:
         self, integers: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
         dense = (log_transform(integers) - self._scales) @ self._weights
-        # An id's weight is a hash of it, uniform in (-1, 1): nothing need be stored for ids that
-        # never come.
+        # An id's weight is a hash of it, uniform in (-1, 1), so that no weights are stored for ids
+        # that never occur.
         weights = mix(ids.astype(np.uint64) ^ self._salts) / 2.0**63 - 1
         return np.asarray(dense + 0.7 * weights.sum(axis=1) - 0.5, dtype=np.float64)

@@ -1,7 +1,6 @@
-"""Event-driven models of distributed training: what fusing buys on many nodes. See
-``docs/simulator.md``.
+"""Event-driven models of distributed training, and the gain from fusing on many nodes.
 
-Needs neither torch nor Triton. One call, one result::
+See ``docs/simulator.md``. Neither torch nor Triton is needed. One call gives one result::
 
     from interlace.sim import Scenario
 
@@ -9,7 +8,7 @@ Needs neither torch nor Triton. One call, one result::
     fused = Scenario("dlrm", nodes=128, fused="both").simulate()
     print(fused.total_ns / unfused.total_ns, fused.bound)
 
-A program of one's own is a list of tasks on a machine::
+Any other program is a list of tasks on a machine::
 
     from interlace.sim import Collective, Kernel, Task, load_machine, run
 

@@ -1,10 +1,10 @@
-"""From measurements to a machine file, with the error on points that the fit has not seen.
+"""Calibration: a machine file fitted to measurements, with its error on points held out of the fit.
 
-What it reads, in one or several JSON files:
+Measurements are read from one or several JSON files:
 
-- matrix products: lists of ``{"m", "n", "k", "us"}`` under any key (two bytes an element);
+- matrix products: lists of ``{"m", "n", "k", "us"}`` under any key (two bytes per element);
 - collectives: lists of ``{"op", "gpus", "bytes", "us"}`` under any key;
-- documents that ``interlace bench gemv_all_reduce --json`` wrote: their cuBLAS times alone.
+- documents that ``interlace bench gemv_all_reduce --json`` wrote: only their cuBLAS times.
 
 Every fourth point, by order, is held out. Computation is fitted as
 :class:`interlace.sim.machine.Gpu` models it; a collective's time as launch, steps and bytes over a
@@ -32,7 +32,7 @@ _PARAMETERS = ("flops_efficiency", "memory_efficiency", "kernel_ns", "roofline_n
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A measured matrix product, two bytes an element."""
+    """A measured matrix product with two bytes per element."""
 
     m: int
     n: int
@@ -50,7 +50,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A measured collective."""
+    """A measured collective of ``size`` bytes on each of ``gpus`` GPUs."""
 
     kind: str
     gpus: int
@@ -60,9 +60,16 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What was fitted, and how well it predicts: relative errors on points that were held out."""
+    """Fitted values, and the relative errors of their predictions on points that were held out.
 
-    what: str
+    Attributes:
+        quantity: ``"matrix products"`` or ``"collectives"``.
+        values: fitted values by their key in a machine file.
+        points: number of points that the fit used.
+        held_out: number of points that the errors come from.
+    """
+
+    quantity: str
     values: dict[str, float]
     points: int
     held_out: int
@@ -72,7 +79,7 @@ class Fit:
 
 
 def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing]]:
-    """All products and collectives of some files.
+    """Read all products and collectives of some files.
 
     Raises:
         ConfigError: a file has neither.
@@ -84,6 +91,7 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
         before = len(products) + len(timings)
         if isinstance(document, dict) and isinstance(document.get("results"), list):
             products += _bench(document["results"])
+        # Keys are free, so that users may add notes and name their measurements.
         for key, items in document.items() if isinstance(document, dict) else ():
             if isinstance(items, list) and items and isinstance(items[0], dict):
                 if {"m", "n", "k", "us"} <= items[0].keys():
@@ -103,20 +111,21 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
     return products, timings
 
 
-def _kind(name: str, where: str) -> str:
+def _kind(name: str, source: str) -> str:
     plain = name.replace("alltoall", "all_to_all")
     if plain not in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather"):
         raise ConfigError(
-            f"{where}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
+            f"{source}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
             f"{name!r}."
         )
     return plain
 
 
 def _bench(results: list[dict[str, Any]]) -> list[Product]:
-    found = []
+    products = []
     for result in results:
         times = result.get("times", {})
+        # The library's time is the better of its two routines for few rows.
         alone = min(
             (
                 times[name]["median_us"]
@@ -126,12 +135,14 @@ def _bench(results: list[dict[str, Any]]) -> list[Product]:
             default=None,
         )
         if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
-            found.append(Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone))
-    return found
+            products.append(
+                Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone)
+            )
+    return products
 
 
 def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_per_s: float) -> Fit:
-    """The four figures of the roofline.
+    """Fit the four figures of the roofline of :class:`interlace.sim.machine.Gpu`.
 
     Raises:
         ConfigError: there are too few points to fit and to check.
@@ -144,6 +155,8 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
     seen, unseen = _split(products)
 
     def predict(parameters: np.ndarray, points: Sequence[Product]) -> np.ndarray:
+        # Shares are fitted through a logistic and times through an exponential, so that the search
+        # is unbounded and the values stay possible.
         flops_share, memory_share = (
             1 / (1 + np.exp(-parameters[0])),
             1 / (1 + np.exp(-parameters[1])),
@@ -156,6 +169,8 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
         larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
         return np.asarray(kernel + larger * (1 + (smaller / larger) ** norm) ** (1 / norm))
 
+    # The loss is the mean error of logarithms: relative errors count alike at all sizes, and
+    # outliers less than in squares.
     measured = np.array([p.ns for p in seen])
 
     def loss(parameters: np.ndarray) -> float:
@@ -173,21 +188,23 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
 
 
 def steps(kind: str, gpus: int) -> int:
-    """Dependent steps of the library's algorithm: rings, and one for an all-to-all."""
+    """Return the dependent steps of the library's algorithm: a ring's, or 1 for an all-to-all."""
     return {"all_to_all": 1, "all_reduce": 2 * (gpus - 1)}.get(kind, gpus - 1)
 
 
 def link_bytes(kind: str, gpus: int, size: float) -> float:
-    """Bytes that leave each GPU, for a whole buffer of ``size``."""
+    """Return the bytes that leave each GPU for a buffer of ``size`` bytes."""
     return (2 if kind == "all_reduce" else 1) * size * (gpus - 1) / gpus
 
 
 def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
-    """One launch and one step for all, and a share of the bandwidth for each kind.
+    """Fit a launch and a step time for all collectives, and a share of the bandwidth per kind.
 
     Raises:
         ConfigError: there are too few points.
     """
+    # Launch and steps belong to the library, so all collectives share them; the algorithms differ
+    # in the share of the bandwidth.
     kinds = sorted({t.kind for t in timings})
     if len(timings) < 2 * HOLD_OUT * len(kinds):
         raise ConfigError(
@@ -224,15 +241,16 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
 
 
 def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    # Every fourth point, so that sizes from small to large are held out.
     unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
     return [
         point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1
     ], unseen
 
 
-def _fit(what: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
+def _fit(quantity: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
     return Fit(
-        what,
+        quantity,
         values,
         seen,
         len(errors),
@@ -264,6 +282,8 @@ def _simplex(
             break
         middle = np.mean(corners[:-1], axis=0)
         mirrored = 2 * middle - corners[-1]
+        # Nelder and Mead's simplex (1965): mirror the worst corner; go further if that is best,
+        # halfway if it is worst, else shrink all corners to the best.
         value = loss(mirrored)
         if value < values[0]:
             far = 3 * middle - 2 * corners[-1]
@@ -285,25 +305,29 @@ def _simplex(
 def machine_document(
     base: Machine, fits: Sequence[Fit], source: str, name: str, gpus: int = 4
 ) -> dict[str, Any]:
-    """The base machine with what was fitted, as its YAML file has it.
+    """Return the base machine with the fitted values, as a YAML file has it.
 
-    A fitted step holds the links' latency, which the simulator adds by itself, and what reducing
-    adds.
+    A fitted step contains the links' latency, which the simulator adds by itself, and the time of
+    the reduction.
 
     Args:
-        gpus: of the measured collectives; the base's network between them says the latency.
+        base: machine of the values that were not fitted.
+        fits: fitted values.
+        source: source of the measurements.
+        name: the machine's name.
+        gpus: GPUs of the measured collectives; the base's network between them has the latency.
     """
+    # The simulator adds the links' latency to each step by itself, so it must not count twice.
     latency = base.build_topology(gpus).path_latency_ns(0, 1)
     document: dict[str, Any] = base.model_dump(exclude_none=True)
     document["name"] = name
     document["note"] = "Written by interlace sim calibrate; " + " ".join(
-        f"{fit.what}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
-        f"error on {fit.held_out} "
-        "held-out points."
+        f"{fit.quantity}: {100 * fit.mean_error:.1f} % mean, {100 * fit.median_error:.1f} % median "
+        f"error on {fit.held_out} held-out points."
         for fit in fits
     )
     for fit in fits:
-        part = document["gpu" if fit.what == "matrix products" else "collectives"]
+        part = document["gpu" if fit.quantity == "matrix products" else "collectives"]
         for key, value in fit.values.items():
             if key == "step_ns":
                 value = max(0.0, value - latency)
@@ -326,7 +350,7 @@ def machine_document(
 
 
 def write(document: dict[str, Any], file: Path) -> None:
-    """As YAML.
+    """Write a machine file as YAML.
 
     Raises:
         ConfigError: the file cannot be written.

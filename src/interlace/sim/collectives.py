@@ -1,29 +1,31 @@
 """Collectives as rounds of messages.
 
-In a round every rank of a group sends some messages and waits for as many; then it reduces what it
-must and goes on. A message's destination is a displacement in the group, so one schedule serves
-every rank. What the algorithms do, for a buffer of S bytes on each of n ranks, where a group may
-span several dimensions of a network:
+In a round every rank of a group sends some messages and waits for as many; then it reduces them if
+the round requires it, and goes on. A message's destination is a displacement in the group, so one schedule
+serves every rank. A group may span several dimensions of a network. For a buffer of S bytes on each
+of n ranks, the algorithms do:
 
-====================
-==========================================================================================
-all_to_all
-  one_shot            all n - 1 blocks of S/n at once, each straight to its owner
-  direct              the same blocks, one after the other, the nearest first (a pairwise exchange)
-  per_dimension       in each dimension in turn, direct and at once, with the whole buffer: fewer, larger messages
-  ring                in each dimension in turn, passed from neighbour to neighbour in one direction
-all_reduce
-  ring                in each dimension but the last a ring reduce-scatter, a ring all-reduce there, all-gathers back
-  direct              S/n to each owner, who adds them and sends the sum to all: two rounds
-  halving_doubling    halves with the rank 1 away, quarters with the one 2 away, ... and back; n a power of two
-  double_binary_tree  two trees, half of S each, in pieces that follow one another; not the same for
-  all ranks
-reduce_scatter        ring, direct, halving_doubling
-all_gather            ring, direct, halving_doubling
-====================
-==========================================================================================
+``all_to_all``
 
-S is the whole buffer: of reduce-scatter the input, of all-gather the output.
+- ``one_shot``: all n - 1 blocks of S/n at once, each straight to its owner;
+- ``direct``: the blocks one after the other, the nearest first (a pairwise exchange);
+- ``per_dimension``: in each dimension in turn, direct and at once, with all S bytes: fewer, larger
+  messages;
+- ``ring``: in each dimension in turn, passed from neighbour to neighbour in one direction.
+
+``all_reduce``
+
+- ``ring``: in each dimension but the last a ring reduce-scatter, a ring all-reduce in the last
+  one, all-gathers back;
+- ``direct``: S/n to each owner, who adds them and sends the sum to all: two rounds;
+- ``halving_doubling``: halves with the rank 1 away, quarters with the rank 2 away, and so on, then
+  back; n must be a power of two;
+- ``double_binary_tree``: two trees, half of S each, in pieces one after another; not the same for
+  all ranks.
+
+``reduce_scatter`` and ``all_gather`` have ``ring``, ``direct`` and ``halving_doubling``.
+
+S is the size of the larger buffer: the input of a reduce-scatter, the output of an all-gather.
 """
 
 from __future__ import annotations
@@ -41,16 +43,27 @@ ALGORITHMS = {
     "reduce_scatter": ("ring", "direct", "halving_doubling"),
     "all_gather": ("ring", "direct", "halving_doubling"),
 }
+"""Algorithms of each collective; the first is the default of :mod:`interlace.sim.operators`."""
+
+TITLES = {
+    "all_to_all": "All-to-All",
+    "all_reduce": "AllReduce",
+    "reduce_scatter": "ReduceScatter",
+    "all_gather": "AllGather",
+}
+"""Each collective's name in tables and pictures."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What every rank sends before it goes on.
+    """The messages that every rank sends before it goes on.
 
     Attributes:
-        sends: (place, bytes): the destination's displacement within the group; with ``exchange``
-            the bits in which its place differs from the sender's.
-        reduced: bytes that each rank adds to others when all has come.
+        sends: (displacement, bytes) of each message; the displacement is the destination's within
+            the group.
+        reduced: bytes that each rank adds to its own when all messages have arrived.
+        exchange: whether displacements are the bits in which the destination's index in the group
+            differs from the sender's, instead of distances.
     """
 
     sends: tuple[tuple[int, int], ...]
@@ -60,6 +73,10 @@ class Round:
 
 class Group:
     """Ranks that differ in some coordinates of a topology only: its rows, its planes, or all of it.
+
+    Args:
+        topology: the network.
+        axes: the coordinates; None is all of them.
 
     Attributes:
         axes: the coordinates in which members differ.
@@ -72,32 +89,33 @@ class Group:
         self.sizes = tuple(topology.shape[axis] for axis in self.axes)
         self.size = math.prod(self.sizes)
 
-    def displacement(self, place: int) -> int:
-        """The topology's displacement for one within the group."""
+    def displacement(self, index: int) -> int:
+        """Return the topology's displacement for a displacement within the group."""
         coordinates = [0] * len(self.topology.shape)
         for axis, count in zip(self.axes, self.sizes, strict=True):
-            coordinates[axis] = place % count
-            place //= count
+            coordinates[axis] = index % count
+            index //= count
         return self.topology.rank(coordinates)
 
-    def place(self, rank: int) -> int:
-        """A rank's number within its group."""
+    def index(self, rank: int) -> int:
+        """Return a rank's number within its group."""
         coordinates = self.topology.coordinates(rank)
-        place, stride = 0, 1
+        index, stride = 0, 1
         for axis, count in zip(self.axes, self.sizes, strict=True):
-            place += coordinates[axis] * stride
+            index += coordinates[axis] * stride
             stride *= count
-        return place
+        return index
 
     def members(self, rank: int) -> list[int]:
-        """All ranks of ``rank``'s group, by place."""
+        """List all ranks of ``rank``'s group by their index."""
+        # Shifting back by the rank's own index gives the group's first member.
         first = self.topology.shift(
-            rank, self.topology.difference(0, self.displacement(self.place(rank)))
+            rank, self.topology.difference(0, self.displacement(self.index(rank)))
         )
-        return [self.topology.shift(first, self.displacement(place)) for place in range(self.size)]
+        return [self.topology.shift(first, self.displacement(index)) for index in range(self.size)]
 
     def strides(self) -> list[tuple[int, int]]:
-        """(count, stride) of the group's dimensions that have more than one rank."""
+        """List (count, stride) of the group's dimensions that have more than one rank."""
         out, stride = [], 1
         for count in self.sizes:
             if count > 1:
@@ -105,17 +123,21 @@ class Group:
             stride *= count
         return out
 
-    def rings_uncut(self) -> bool:
-        """Whether its ranks can be exchanged by bits without leaving the symmetry of the network."""
-        whole = self.topology.whole()
-        return not any(whole[axis] for axis in self.axes)
+    def exchanges_symmetrically(self) -> bool:
+        """Tell whether exchanges by bits of the index keep the symmetry of the network."""
+        along_links = self.topology.along_links()
+        return not any(along_links[axis] for axis in self.axes)
 
 
 def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
-    """The rounds of a collective.
+    """List the rounds of a collective.
 
     Args:
-        size: bytes of the whole buffer, see above.
+        kind: key of :data:`ALGORITHMS`.
+        algorithm: one of the kind's algorithms.
+        size: bytes of the larger buffer: the input of a reduce-scatter, the output of an
+            all-gather.
+        group: the ranks that take part.
 
     Raises:
         ConfigError: no such collective or algorithm, or the group does not fit it.
@@ -128,6 +150,7 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
         )
     if size < 0:
         raise ConfigError(f"a collective's bytes must not be negative; got {size}.")
+    # A group of one, and an empty buffer, send nothing and take no rounds.
     if group.size == 1 or size == 0:
         return []
     if algorithm == "double_binary_tree":
@@ -145,13 +168,13 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
 
 
 def _share(size: int, parts: int) -> int:
-    """Bytes of the largest of equal parts."""
+    """Return the bytes of the largest of ``parts`` equal parts."""
     return -(-size // parts)
 
 
 def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:
     if algorithm in ("one_shot", "direct"):
-        sends = [(place, _share(size, group.size)) for place in range(1, group.size)]
+        sends = [(to, _share(size, group.size)) for to in range(1, group.size)]
         return (
             [Round(tuple(sends))] if algorithm == "one_shot" else [Round((send,)) for send in sends]
         )
@@ -159,15 +182,19 @@ def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:
     for count, stride in group.strides():
         block = _share(size, count)
         if algorithm == "per_dimension":
+            # Each dimension exchanges the full buffer, since blocks for other dimensions travel
+            # along.
             rounds.append(Round(tuple((step * stride, block) for step in range(1, count))))
-        else:  # after k steps the k nearest have their blocks, and the rest goes on
+        else:
+            # After k steps the k nearest ranks have their blocks, and the other blocks go on.
             rounds += [Round(((stride, block * (count - step)),)) for step in range(1, count)]
     return rounds
 
 
 def _direct(kind: str, size: int, group: Group) -> list[Round]:
     block = _share(size, group.size)
-    everyone = tuple((place, block) for place in range(1, group.size))
+    everyone = tuple((to, block) for to in range(1, group.size))
+    # After the first round each owner adds up the blocks of all peers.
     scatter, gather = Round(everyone, reduced=block * (group.size - 1)), Round(everyone)
     return {"all_reduce": [scatter, gather], "reduce_scatter": [scatter], "all_gather": [gather]}[
         kind
@@ -186,6 +213,7 @@ def _halving_doubling(kind: str, size: int, group: Group) -> list[Round]:
         part = _share(part, 2)
         scatter.append(Round(((mask, part),), reduced=part, exchange=True))
         mask *= 2
+    # The way back gathers by the same exchanges in reverse, without reducing.
     gather = [dataclasses.replace(step, reduced=0) for step in reversed(scatter)]
     return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[kind]
 
@@ -194,6 +222,7 @@ def _rings(kind: str, size: int, group: Group) -> list[Round]:
     scatter: list[Round] = []
     gather: list[Round] = []
     part = size
+    # All-gathers go back through the dimensions in reverse, with parts that grow as they shrank.
     for count, stride in group.strides():
         part = _share(part, count)
         scatter += [Round(((stride, part),), reduced=part)] * (count - 1)
@@ -202,8 +231,9 @@ def _rings(kind: str, size: int, group: Group) -> list[Round]:
 
 
 def least_sent_bytes(kind: str, size: float, ranks: int) -> float:
-    """The least that must leave each of ``ranks`` in any algorithm; with nodes for ranks, each
-    node.
+    """Return the fewest bytes that leave each rank in any algorithm.
+
+    With nodes for ranks they are the bytes that leave each node.
     """
     if ranks == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Reading configuration files: YAML or JSON, checked by pydantic, with the place of what is wrong."""
+"""Configuration files in YAML or JSON, checked by pydantic; errors name the line or the key."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Strict(BaseModel):
 
 
 def read(file: Path) -> Any:
-    """The contents of a YAML or JSON file. Nothing in it is executed.
+    """Read a YAML or JSON file. Nothing in it is executed.
 
     Raises:
-        ConfigError: it cannot be read, with the line and column where that helps.
+        ConfigError: the file cannot be read or parsed; with line and column if they are known.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -39,45 +39,51 @@ def read(file: Path) -> Any:
         ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{file}{where} must be YAML; {error.problem}.") from error
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file}{position} must be YAML; {error.problem}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} must be YAML; {error}.") from error
 
 
-def parse(model: type[Model], data: Any, where: str) -> Model:
-    """``data`` as a ``model``.
+def parse(model: type[Model], data: Any, source: str) -> Model:
+    """Validate ``data`` as a ``model``.
 
     Args:
-        where: what to call the source in an error: a file's name, a preset's.
+        model: class of the configuration.
+        data: contents of a file.
+        source: name of the file or preset, for errors.
 
     Raises:
-        ConfigError: naming the source, the key, the rule and what was found there.
+        ConfigError: a key or value is wrong; the message names the source, the key, the rule and
+            the value.
     """
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{where} must be a mapping of keys to values; got {_show(data)}. Keys: {_keys(model)}."
+            f"{source} must be a mapping of keys to values; got {_show(data)}. "
+            f"Keys: {_keys(model)}."
         )
     try:
         return model.model_validate(data)
     except ValidationError as error:
+        # One error at a time: the first is mostly the cause of the others.
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the whole"
+        # Unknown and missing keys are the commonest mistakes, so their messages name the fix.
         if first["type"] == "extra_forbidden":
             raise ConfigError(
-                f"{where}: {key} must be a known key; it is not. {_known(model, first['loc'])}"
+                f"{source}: {key} must be a known key; it is not. {_known(model, first['loc'])}"
             ) from error
         if first["type"] == "missing":
-            raise ConfigError(f"{where}: {key} must be given; it is missing. Add it.") from error
+            raise ConfigError(f"{source}: {key} must be given; it is missing. Add it.") from error
         message = first["msg"].removeprefix("Value error, ")
         ending = "" if message.endswith(".") else "."
         raise ConfigError(
-            f"{where}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}"
+            f"{source}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}"
         ) from error
 
 
 def load(model: type[Model], file: Path) -> Model:
-    """A file as a ``model``; see :func:`read` and :func:`parse`."""
+    """Read and validate a file as a ``model``; see :func:`read` and :func:`parse`."""
     return parse(model, read(file), str(file))
 
 
@@ -90,14 +96,15 @@ def _keys(model: type[BaseModel]) -> str:
     return ", ".join(field.alias or name for name, field in model.model_fields.items())
 
 
-def _known(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
-    """The keys that are known where ``place`` says one is not."""
+def _known(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """List the keys that a model has at ``location``, whose last part is an unknown key."""
     current: Any = model
-    for part in place[:-1]:
+    for part in location[:-1]:
         fields = getattr(current, "model_fields", {})
         field = next((f for name, f in fields.items() if part in (name, f.alias)), None)
         if field is None:
             break
+        # A field may be Optional or a union; its model is the first of the alternatives.
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
         current = next(
             (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None

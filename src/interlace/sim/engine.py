@@ -5,7 +5,7 @@ Everything that the simulator models is built of three things: an :class:`Engine
 functions at times, a :class:`Server` that does one thing at a time, and a :class:`Join` that calls
 a function when several things are done.
 
-Two runs of the same model are the same, bit for bit: time is an integer, events of one instant are
+Two runs of a model are equal, bit for bit: time is an integer, events of one instant are
 called in the order in which they were scheduled, and nothing depends on hashes, on the clock or on
 random numbers.
 
@@ -14,13 +14,16 @@ Example::
     engine = Engine()
     link = Server("link", "link")
     engine.after(5, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 5 5
-    engine.after(7, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 7 15: the link is busy until 15
+    engine.after(7, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 7 15
     engine.run()
+
+The second call begins at 15, because the link is busy until then.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,16 +48,17 @@ class Engine:
         self._sequence = 0
 
     def at(self, time_ns: int, call: Callable[..., None], *args: Any) -> None:
-        """Call ``call(*args)`` at ``time_ns``, after everything that was scheduled for that instant
+        """Call ``call(*args)`` at ``time_ns``, after all calls that were scheduled for that instant
         before.
 
         Raises:
-            ValueError: the time is past. A model that asks for it has a fault.
+            ValueError: the time has passed. A model that asks for it has a fault.
         """
         if time_ns < self.now:
             raise ValueError(
                 f"an event must not lie in the past; got {time_ns} ns at {self.now} ns."
             )
+        # The sequence number breaks ties, so that functions themselves are never compared.
         self._sequence += 1
         heapq.heappush(self._heap, (time_ns, self._sequence, call, args))
 
@@ -63,7 +67,8 @@ class Engine:
         self.at(self.now + delay_ns, call, *args)
 
     def run(self) -> int:
-        """Call all events in order, those that they schedule included; the time of the last one."""
+        """Call all events in order, with those that they schedule; return the last one's time."""
+        # Local names: this loop is most of the time of a simulation.
         heap, pop, events = self._heap, heapq.heappop, 0
         try:
             while heap:
@@ -76,13 +81,13 @@ class Engine:
 
 
 class Server:
-    """Something that does one thing at a time, in the order in which it was asked: a link, a
-    processor, a copy engine.
+    """A resource that does one thing at a time, first come, first served: a link, a processor, a
+    copy engine.
 
     Attributes:
         kind: one of :data:`KINDS`.
-        free_ns: when it has done all that was asked so far.
-        busy_ns: how long it worked in all.
+        free_ns: time at which all reserved work will be done.
+        busy_ns: nanoseconds of work in all.
     """
 
     __slots__ = ("busy_ns", "free_ns", "kind", "name")
@@ -94,7 +99,7 @@ class Server:
         self.busy_ns = 0
 
     def reserve(self, now_ns: int, duration_ns: int) -> int:
-        """Ask at ``now_ns`` for ``duration_ns`` of work; the time at which that work begins."""
+        """Reserve ``duration_ns`` of work at ``now_ns``; return the time at which it begins."""
         start = self.free_ns if self.free_ns > now_ns else now_ns
         self.free_ns = start + duration_ns
         self.busy_ns += duration_ns
@@ -102,29 +107,29 @@ class Server:
 
 
 class Join:
-    """Calls ``then()`` once ``count`` parts have said :meth:`done`; at once if there is nothing to
-    wait for.
+    """A counter that calls ``complete()`` once ``count`` parts have called :meth:`done`.
+
+    Without any parts it calls at once.
     """
 
-    __slots__ = ("_then", "left")
+    __slots__ = ("_complete", "left")
 
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
+    def __init__(self, count: int, complete: Callable[[], None]) -> None:
         self.left = count
-        self._then = then
+        self._complete = complete
         if count == 0:
-            then()
+            complete()
 
     def done(self) -> None:
-        """One part is done."""
+        """Count one part as done."""
         self.left -= 1
         if self.left == 0:
-            self._then()
+            self._complete()
 
 
 def duration_ns(count: float, per_second: float) -> int:
-    """Nanoseconds, rounded up, for ``count`` bytes or FLOPs at ``per_second``; so no result
-    undercuts its physical bound.
+    """Return the nanoseconds, rounded up, for ``count`` bytes or FLOPs at a rate per second.
+
+    Rounding up keeps results from undercutting their physical bound.
     """
-    exact = count * 1e9 / per_second
-    whole = int(exact)
-    return whole if whole >= exact else whole + 1
+    return math.ceil(count * 1e9 / per_second)

@@ -1,10 +1,11 @@
-"""How ranks exchange messages in a task: rounds of a library's collective, slices of a fused
-kernel, two trees.
+"""Exchange of messages in a task: rounds of a library's collective, slices of a fused kernel, and
+two trees.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from interlace.errors import ConfigError
@@ -16,14 +17,17 @@ from interlace.sim.machine import Machine
 from interlace.sim.topology import Topology
 from interlace.sim.work import Collective
 
-_MOST_PIECES = 64  # of a message
-_TREE_PIECES = 16  # pieces in which a tree's halves follow one another
-_PRODUCED, _GATHERED = -1, -2  # "rounds" of a fused kernel's messages
+# A bound on the number of events: large messages in small pieces would be millions.
+_MAX_PIECES = 64
+# Pieces in which each tree's half of the buffer flows through the tree.
+_TREE_PIECES = 16
+# "Rounds" under which a fused kernel's messages arrive; a collective's rounds are 0 and up.
+_PRODUCED, _GATHERED = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a step runs; shared by everything in it."""
+    """Machine, network and clock of a step, shared by everything in it."""
 
     machine: Machine
     topology: Topology
@@ -33,16 +37,14 @@ class Setting:
 
 
 def in_pieces(step: Round, piece_bytes: float) -> Round:
-    """The same messages, each in pieces, going round the destinations."""
+    """Cut a round's messages into pieces of ``piece_bytes`` that go round the destinations."""
     largest_send = max(size for _, size in step.sends)
-    pieces = min(_MOST_PIECES, max(1, round(largest_send / piece_bytes)))
+    pieces = min(_MAX_PIECES, max(1, round(largest_send / piece_bytes)))
     if pieces == 1:
         return step
     return dataclasses.replace(
         step,
-        sends=tuple(
-            (place, -(-size // pieces)) for _ in range(pieces) for place, size in step.sends
-        ),
+        sends=tuple((to, -(-size // pieces)) for _ in range(pieces) for to, size in step.sends),
     )
 
 
@@ -51,9 +53,11 @@ class Rounds:
 
     def __init__(self, setting: Setting, rounds: list[Round], group: Group, kind: str) -> None:
         self.setting, self.rounds, self.group, self.kind = setting, rounds, group, kind
+        # Messages that arrived, by rank and round: a fast peer may be a round ahead.
         self.arrived: dict[tuple[int, int], int] = {}
         self.at: dict[int, int] = {}
         self.ends: dict[int, Callable[[], None]] = {}
+        # Functions that slices register, which are called on every arrival at a rank.
         self.hooks: dict[int, Callable[[], None]] = {}
 
     def enter(self, rank: int, end: Callable[[], None]) -> None:
@@ -67,30 +71,34 @@ class Rounds:
             return
         step = self.rounds[number]
         efficiency = self.setting.machine.collectives.library_efficiency(self.kind)
-        for place, size in step.sends:
-            self.send(rank, place, size, number, efficiency, step.exchange)
+        for to, size in step.sends:
+            self.send(rank, to, size, number, efficiency, step.exchange)
         self._check(rank, number)
 
     def send(
         self,
         rank: int,
-        place: int,
+        to: int,
         size: int,
         number: int,
         efficiency: float,
         exchange: bool = False,
     ) -> None:
-        """Send to the rank ``place`` further on in the group; it arrives there as a part of round
-        ``number``.
+        """Send to the rank ``to`` further on in the group.
+
+        The message arrives as a part of round ``number``. With ``exchange`` the receiver's index in
+        the group is the sender's XOR ``to``.
         """
         fabric, topology, group = self.setting.fabric, self.setting.topology, self.group
+        # One rank that stands for all receives its own messages: its peer on the other side sends
+        # it one like them at the same time.
         if not self.setting.all_ranks:
-            destination, receiver = group.displacement(place), 0
+            destination, receiver = group.displacement(to), 0
         elif exchange:
             members = group.members(rank)
-            destination = receiver = members[group.place(rank) ^ place]
+            destination = receiver = members[group.index(rank) ^ to]
         else:
-            destination = receiver = topology.shift(rank, group.displacement(place))
+            destination = receiver = topology.shift(rank, group.displacement(to))
         fabric.send(
             rank,
             destination,
@@ -115,14 +123,15 @@ class Rounds:
             return
         machine = self.setting.machine
         reduce = machine.reduction_ns(step.reduced)
-        self.at[rank] = -1  # between rounds
+        # Between rounds, so that a late message cannot complete the round a second time.
+        self.at[rank] = -1
         self.setting.engine.after(
             round(machine.collectives.step_ns.value) + reduce, self._begin, rank, number + 1
         )
 
 
 class Slices:
-    """One rank's part in a fused task: slices that leave, slices that come."""
+    """One rank's part in a fused task: slices that leave and slices that arrive."""
 
     def __init__(
         self, setting: Setting, rank: int, shared: Rounds, block: int, slices: int
@@ -133,19 +142,27 @@ class Slices:
         self.efficiency = setting.machine.collectives.fused_efficiency.value
 
     def _piece(self, number: int) -> int:
-        """Bytes of a slice; together they are the block."""
+        """Return the bytes of a slice; all slices together are the block."""
         return self.block * (number + 1) // self.slices - self.block * number // self.slices
 
     def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
-        """Remote slices first, round the peers; the own block last."""
+        """Send the remote slices first, round the peers; the rank's own block is computed last.
+
+        Args:
+            launch: nanoseconds before the computation begins.
+            body: nanoseconds of the computation; slices leave evenly spread over it.
+            complete: called when the computation is done and the peers' slices have arrived; None
+                if no one waits.
+        """
         engine = self.setting.engine
+        # The kernel computes one slice per rank and number; all take equal time.
         total = (self.peers + 1) * self.slices
         start = engine.now + launch
         for number in range(self.peers * self.slices if self.block else 0):
-            when = start + body * (number + 1) // total
+            ready = start + body * (number + 1) // total
             size = self._piece(number // self.peers)
             engine.at(
-                when,
+                ready,
                 self.shared.send,
                 self.rank,
                 number % self.peers + 1,
@@ -154,19 +171,25 @@ class Slices:
                 self.efficiency,
             )
         if complete is not None:
-            self._when(
+            self._call_after(
                 _PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete
             )
 
     def gather(self, block: int, complete: Callable[[], None]) -> None:
-        """The owner's sums go to everyone."""
+        """Send the owner's sums to every peer."""
         engine = self.setting.engine
-        for place in range(1, self.peers + 1):
-            self.shared.send(self.rank, place, block, _GATHERED, self.efficiency)
-        self._when(_GATHERED, self.peers, engine.now, complete)
+        for to in range(1, self.peers + 1):
+            self.shared.send(self.rank, to, block, _GATHERED, self.efficiency)
+        self._call_after(_GATHERED, self.peers, engine.now, complete)
 
-    def _when(self, number: int, count: int, not_before: int, then: Callable[[], None]) -> None:
+    def _call_after(
+        self, number: int, count: int, not_before: int, complete: Callable[[], None]
+    ) -> None:
+        """Call ``complete()`` once ``count`` messages of a round have arrived, at ``not_before`` at
+        the earliest.
+        """
         engine, rank = self.setting.engine, self.rank
+        # The hook stays registered after its call, and a later message would call it again.
         called: list[bool] = []
 
         def check() -> None:
@@ -176,16 +199,24 @@ class Slices:
                 and self.shared.arrived.get((rank, number), 0) >= count
             ):
                 called.append(True)
-                then()
+                complete()
 
         self.shared.hooks[rank] = check
         engine.at(not_before, check)
 
     def consume(self, launch: int, body: int, end: Callable[[], None], send: bool) -> None:
-        """Own block first, then each slice in the order of arrival."""
+        """Compute the rank's own block first, then each slice in the order of arrival.
+
+        Args:
+            launch: nanoseconds before the computation begins.
+            body: nanoseconds of the computation, spread evenly over the slices.
+            end: called when the last slice is done.
+            send: whether this task also sends the slices.
+        """
         engine, rank = self.setting.engine, self.rank
         total = (self.peers + 1) * self.slices
         count = self.peers * self.slices if self.block else 0
+        # A slice is usable when its signal is seen, which takes a little longer than its bytes.
         flag = round(self.setting.machine.collectives.slice_ns.value)
         state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
 
@@ -216,7 +247,7 @@ class Slices:
 
 
 class Trees:
-    """All-reduce over two binary trees, each half of the buffer, in pieces that follow one another."""
+    """An all-reduce over two binary trees, half of the buffer each, in pieces one after another."""
 
     def __init__(self, setting: Setting, work: Collective, group: Group) -> None:
         if work.kind != "all_reduce":
@@ -226,6 +257,7 @@ class Trees:
         self.setting = setting
         self.group = group
         self.piece = -(-work.size // (2 * _TREE_PIECES))
+        # A rank is a leaf of one tree and inside the other, so both directions of its links work.
         self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
         self.left: dict[int, int] = {}
         self.ends: dict[int, Callable[[], None]] = {}
@@ -246,10 +278,10 @@ class Trees:
         self.left[rank] = 2 * _TREE_PIECES
         for last in (True, False):
             for piece in range(_TREE_PIECES):
-                self._ready(rank, last, piece)  # the rank's own part
+                self._ready(rank, last, piece)
 
     def _ready(self, rank: int, last: bool, piece: int) -> None:
-        """One of the parts that ``rank`` adds up is there: its own, or a child's."""
+        """Count one of the parts that ``rank`` adds up: its own, or a child's."""
         parent, *children = self._links(rank, last)
         key = (rank, last, piece)
         self.waiting[key] = self.waiting.get(key, 0) + 1
@@ -257,6 +289,7 @@ class Trees:
             return
         machine = self.setting.machine
         reduce = machine.reduction_ns(self.piece)
+        # A leaf has nothing to add, so only inner ranks pay for the reduction.
         delay = round(machine.collectives.step_ns.value) + (reduce if max(children) >= 0 else 0)
         if parent >= 0:
             self.setting.engine.after(
@@ -266,16 +299,16 @@ class Trees:
             self.setting.engine.after(delay, self._down, rank, last, piece)
 
     def _down(self, rank: int, last: bool, piece: int) -> None:
-        """``rank`` has the sum: pass it on."""
+        """Pass the sum, which ``rank`` has, on to its children."""
         for child in self._links(rank, last)[1:]:
             if child >= 0:
-                self._send(rank, child, lambda child=child: self._down(child, last, piece))  # type: ignore[misc]
+                self._send(rank, child, functools.partial(self._down, child, last, piece))
         self.left[rank] -= 1
         if self.left[rank] == 0:
             self.ends[rank]()
 
-    def _send(self, rank: int, destination: int, then: Callable[[], None]) -> None:
+    def _send(self, rank: int, destination: int, arrived: Callable[[], None]) -> None:
         efficiency = self.setting.machine.collectives.library_efficiency("all_reduce")
         self.setting.fabric.send(
-            rank, destination, self.piece, then, traffic="all_reduce", efficiency=efficiency
+            rank, destination, self.piece, arrived, traffic="all_reduce", efficiency=efficiency
         )

@@ -1,10 +1,10 @@
-"""Messages on a topology: who occupies which link, when.
+"""Messages on a topology, and the links that they occupy over time.
 
 A message's head crosses a link and is at the next one ``latency`` later; its bytes occupy each link
-for ``bytes / bandwidth``. With ``cut_through`` (the default, what switches and torus routers do)
-the head goes on at once and the links work at the same time; with ``store_and_forward`` a hop
-begins when the last byte has come. Links are first come, first served; buffers are as large as they
-need be. So messages that share a link wait, and nothing is faster than its links.
+for ``bytes / bandwidth``. With cut-through (the default, as in switches and torus routers) the head
+goes on at once and the links work at the same time; with ``store_and_forward`` a hop begins when
+the last byte has arrived. Links are first come, first served, and buffers are unlimited. Messages
+that share a link therefore wait, and no message is faster than its links.
 
 **One rank for all.** Where every rank does the same, all links of a class have the same load at the
 same time, and the ``mirrored`` fabric keeps one server for each class: a message from rank 0 to d
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from interlace.sim.engine import Engine, Join, Server, duration_ns
 from interlace.sim.topology import Hop, Topology
 
-# A link, what a rank gets of its bandwidth, its latency, its class
+# A link, a rank's share of its bandwidth in bytes per second, its latency, and its class.
 _Resolved = tuple[Server, float, int, int]
 
 
@@ -29,8 +29,8 @@ class Fabric:
     """The links of a topology, and the messages on them.
 
     Attributes:
-        sent_bytes: by link class, of one rank where mirrored, else of all.
-        messages: how many were sent.
+        sent_bytes: bytes per link class: one rank's if mirrored, else all ranks'.
+        messages: number of messages that were sent.
     """
 
     def __init__(
@@ -42,9 +42,15 @@ class Fabric:
         store_and_forward: bool = False,
         observe: Callable[[str, str, int, int, float], None] | None = None,
     ) -> None:
-        """Args: observe: called with (link class, kind of traffic, start, end, bytes) for every
-        link that a message occupies;
-            of one rank's links only.
+        """Prepare the links of a topology; none is occupied.
+
+        Args:
+            engine: the clock.
+            topology: ranks and links.
+            mirrored: let rank 0 stand for all ranks.
+            store_and_forward: begin a hop when the last byte has arrived, instead of the first.
+            observe: called with (link class, kind of traffic, start, end, bytes) for every use of
+                one rank's links.
         """
         self.engine, self.topology, self.mirrored = engine, topology, mirrored
         self.store_and_forward = store_and_forward
@@ -55,7 +61,7 @@ class Fabric:
         self.sent_bytes = [0.0] * len(topology.classes)
 
     def servers(self) -> dict[Hop, Server]:
-        """The links that were used, by class and number."""
+        """Return the links that were used, by class and number."""
         return self._servers
 
     def send(
@@ -68,14 +74,14 @@ class Fabric:
         traffic: str = "",
         efficiency: float = 1.0,
     ) -> None:
-        """Send ``size`` bytes now; ``arrived()`` is called when the last of them is there.
+        """Send ``size`` bytes now, and call ``arrived()`` when the last of them is there.
 
         In a mirrored fabric ``source`` is 0 and ``destination`` the displacement.
 
         Args:
-            traffic: what to call it in results.
-            efficiency: the share of the links' bandwidth that the sender reaches; the links are
-                occupied for longer.
+            traffic: name of the traffic in results.
+            efficiency: share of the links' bandwidth that the sender reaches; below 1 it occupies
+                the links for longer.
         """
         self.messages += 1
         paths = self._paths.get((source, destination))
@@ -87,6 +93,7 @@ class Fabric:
         elif len(paths) == 1:
             self._hop(paths[0], 0, size, 0, arrived, traffic, efficiency)
         else:
+            # A tie on a torus that splits it: the message has arrived with its last part.
             both = Join(len(paths), arrived)
             for path in paths:
                 self._hop(path, 0, size / len(paths), 0, both.done, traffic, efficiency)
@@ -99,6 +106,8 @@ class Fabric:
             server = self._servers.get(key)
             if server is None:
                 server = self._servers[key] = Server(description.name, description.kind)
+            # Ranks that share a link use it at the same time, so each gets its share of the
+            # bandwidth; a rank with several links of a class uses one per message.
             sharing = max(1.0, self.topology.sharing(index)) if self.mirrored else 1.0
             hops.append((server, description.bytes_per_s / sharing, description.latency_ns, index))
         return hops
@@ -113,12 +122,13 @@ class Fabric:
         traffic: str,
         efficiency: float,
     ) -> None:
-        """The head is at link ``at``; ``tail`` is when the last byte can be there."""
+        """Occupy link ``at``, which the head has reached; the last byte is there at ``tail``."""
         engine = self.engine
         server, bytes_per_s, latency, index = path[at]
         duration = duration_ns(size, bytes_per_s * efficiency)
         start = server.reserve(engine.now, duration)
         self.sent_bytes[index] += size
+        # A slow link before this one delivers the last byte later than this link could pass it on.
         end = max(start + duration, tail)
         if self._observe is not None and (self.mirrored or server is self._servers.get((index, 0))):
             self._observe(server.name, traffic, start, start + duration, size)
@@ -127,6 +137,7 @@ class Fabric:
         elif self.store_and_forward:
             engine.at(end + latency, self._hop, path, at + 1, size, 0, arrived, traffic, efficiency)
         else:
+            # Cut-through: the next link begins with the head, and works while this one does.
             engine.at(
                 start + latency,
                 self._hop,

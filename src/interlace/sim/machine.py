@@ -1,4 +1,4 @@
-"""Machines: what a GPU, its node and its network can do, each value with a source and a confidence.
+"""Machines: figures of a GPU, its node and its network, each with a source and a confidence.
 
 A machine is a YAML file; presets lie in ``presets/machines``. ``interlace sim calibrate`` writes
 one from measurements.
@@ -6,6 +6,7 @@ one from measurements.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,15 +15,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from interlace.errors import ConfigError
 from interlace.sim import topology
-from interlace.sim.configfile import Strict, load, parse, read
+from interlace.sim.configfile import Model, Strict, parse, read
 from interlace.sim.engine import duration_ns
 
 Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
 class Sourced(BaseModel):
-    """A number, where it comes from, and how far to trust it: measured by us, published by others,
-    derived from those, assumed.
+    """A number with its source and a confidence.
+
+    Confidences are: measured by us, published by others, derived from such figures, assumed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,7 +41,8 @@ class Sourced(BaseModel):
 
 
 def _with_source(value: Any) -> Any:
-    """A bare number is a number whose source the file does not say."""
+    """Turn a bare number into a number whose source the file does not name."""
+    # YAML's true and false are ints in Python, and no value of a machine.
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return (
         {"value": value, "source": "given without a source", "confidence": "assumed"}
@@ -49,7 +52,7 @@ def _with_source(value: Any) -> Any:
 
 
 Given = Annotated[Sourced, BeforeValidator(_with_source)]
-"""A number with its source; in a user's file the number alone will do."""
+"""A number with its source; in a user's file a bare number is enough."""
 
 
 class Gpu(Strict):
@@ -62,15 +65,15 @@ class Gpu(Strict):
     """
 
     flops_per_s: Given
-    """Peak of the matrix products' type."""
+    """Peak FLOPs per second of matrix products in the model's type."""
     flops_efficiency: Given
     memory_bytes_per_s: Given
     memory_efficiency: Given
     roofline_norm: Given
     kernel_ns: Given
-    """From one kernel to the next: launch, ramp, tail."""
+    """Nanoseconds from one kernel to the next: launch, ramp, tail."""
     host_link_bytes_per_s: Given
-    """From host memory, by a copy engine."""
+    """Bytes per second from host memory by a copy engine."""
 
     @model_validator(mode="after")
     def _possible(self) -> Gpu:
@@ -91,17 +94,19 @@ class Gpu(Strict):
         return self
 
     def kernel_time_ns(self, flops: float, memory_bytes: float) -> int:
-        """How long a kernel takes; 0 for no work."""
+        """Return the nanoseconds of a kernel; 0 for no work."""
         if flops <= 0 and memory_bytes <= 0:
             return 0
         p = self.roofline_norm.value
         compute = 1e9 * flops / (self.flops_per_s.value * self.flops_efficiency.value)
         memory = 1e9 * memory_bytes / (self.memory_bytes_per_s.value * self.memory_efficiency.value)
+        # A smooth maximum: kernels that are balanced between both limits reach neither of them.
         larger, smaller = max(compute, memory), min(compute, memory)
+        # One nanosecond more than rounding down, so that no kernel undercuts its bound.
         return int(self.kernel_ns.value + larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p)) + 1
 
     def floor_ns(self, flops: float, memory_bytes: float) -> float:
-        """No kernel is faster: both resources at their peaks, perfectly overlapped."""
+        """Return the nanoseconds that no kernel undercuts: both resources at peak, overlapped."""
         return 1e9 * max(
             flops / self.flops_per_s.value, memory_bytes / self.memory_bytes_per_s.value
         )
@@ -111,31 +116,31 @@ class Collectives(Strict):
     """The collective library and the fused kernels."""
 
     launch_ns: Given
-    """Before the first byte of a library's collective moves."""
+    """Nanoseconds before the first byte of a library's collective moves."""
     step_ns: Given
-    """Of each dependent step of an algorithm, beside the links' latency."""
+    """Nanoseconds of each dependent step of an algorithm, on top of the links' latency."""
     efficiency: Given
     """Share of the links' bandwidth that the library's collectives reach."""
     efficiency_of: dict[
         Literal["all_to_all", "all_reduce", "reduce_scatter", "all_gather"], Given
     ] = Field(default={})
-    """The same, for one collective."""
+    """Share of the links' bandwidth that the library's collective of one kind reaches."""
     reduction: Given
-    """Share of a reduction's memory time that a step adds: 1 where it starts when all has come, 0
-    where it keeps up.
+    """Share of a reduction's memory time that a step adds: 1 if it starts when everything has
+    arrived, 0 if it keeps up with the links.
     """
     piece_bytes: Given | None = None
-    """The library goes round the destinations of a round in pieces of this size, at most 64 a
-    message; none: whole messages.
+    """Bytes of a piece; the library goes round the destinations of a round piece by piece, in at
+    most 64 pieces per message. Without it, messages are not cut.
     """
     fused_efficiency: Given
-    """Share that a fused kernel's stores or puts reach."""
+    """Share of the links' bandwidth that a fused kernel's stores or puts reach."""
     fused_slowdown: Given
     """Computation of a fused kernel over the same computation alone: registers, occupancy, address
     arithmetic.
     """
     slice_ns: Given
-    """From a slice's last store to its receiver knowing it."""
+    """Nanoseconds from a slice's last store until the receiver sees its signal."""
     skew: Given
     """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the
     last.
@@ -143,21 +148,21 @@ class Collectives(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Collectives:
-        for name, given in (
+        for name, figure in (
             ("efficiency", self.efficiency),
             ("fused_efficiency", self.fused_efficiency),
             *self.efficiency_of.items(),
         ):
-            if not 0 < given.value <= 1:
+            if not 0 < figure.value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1")
         if self.fused_slowdown.value < 1:
             raise ValueError("fused_slowdown must be at least 1")
         return self
 
     def library_efficiency(self, kind: str) -> float:
-        """Share of the links' bandwidth that the library's collective of this kind reaches."""
-        given: Sourced = dict(self.efficiency_of).get(kind, self.efficiency)  # type: ignore[call-overload]
-        return given.value
+        """Return the share of the links' bandwidth that the library's collective reaches."""
+        shares: dict[Any, Sourced] = dict(self.efficiency_of)
+        return shares.get(kind, self.efficiency).value
 
 
 class Net(Strict):
@@ -168,9 +173,9 @@ class Net(Strict):
     ``fattree[:LEAVESxDOWN/UP]``.
     """
     link_bytes_per_s: Given
-    """Per link and direction, of payload."""
+    """Bytes of payload per second, per link and direction."""
     latency_ns: Given
-    """Per hop: from the first byte in to the first byte out."""
+    """Nanoseconds per hop, from the first byte in to the first byte out."""
     ties: Literal["clockwise", "split"] = "clockwise"
 
     @model_validator(mode="after")
@@ -199,23 +204,27 @@ class Machine(Strict):
     node: NodeNet | None = None
 
     def reduction_ns(self, size: float) -> int:
-        """What adding ``size`` received bytes to one's own adds to a step of a collective: two
-        reads and a write.
+        """Return the nanoseconds that a reduction of ``size`` received bytes adds to a step.
+
+        A reduction reads two operands and writes one.
         """
+        # Two reads and a write of device memory, as in the library's kernels.
         share = 3 * size * self.collectives.reduction.value
         return duration_ns(
             share, self.gpu.memory_bytes_per_s.value * self.gpu.memory_efficiency.value
         )
 
     def build_topology(self, ranks: int, text: str | None = None) -> topology.Topology:
-        """The network of ``ranks`` GPUs.
+        """Build the network of ``ranks`` GPUs.
 
         Args:
-            text: another topology between nodes than the machine's.
+            ranks: number of GPUs.
+            text: short name of the topology between nodes; the machine's by default.
 
         Raises:
-            ConfigError: it does not fit ``ranks``.
+            ConfigError: the topology does not fit ``ranks``.
         """
+        # A node of one GPU has no inner network.
         if self.node is None or self.node.gpus == 1:
             return _net(self.network, text or self.network.topology, ranks)
         inner_ranks = min(ranks, self.node.gpus)
@@ -226,6 +235,7 @@ class Machine(Strict):
             )
         inner = _net(self.node, self.node.topology, inner_ranks)
         nodes = ranks // inner_ranks
+        # Within a node no message touches the network cards.
         if nodes == 1:
             return inner
         outer = _net(self.network, text or self.network.topology, nodes * self.node.cards)
@@ -243,7 +253,7 @@ def _net(net: Net, text: str, ranks: int) -> topology.Topology:
 
 
 def presets(folder: str) -> list[str]:
-    """Names of the presets in ``presets/<folder>``."""
+    """List the names of the presets in ``presets/<folder>``."""
     return sorted(
         item.name.removesuffix(".yaml")
         for item in resources.files("interlace.sim").joinpath("presets", folder).iterdir()
@@ -252,11 +262,12 @@ def presets(folder: str) -> list[str]:
 
 
 def find(folder: str, name: str) -> Path:
-    """A preset's file, or the file that ``name`` is.
+    """Return a preset's file, or the file that ``name`` is.
 
     Raises:
-        ConfigError: neither exists.
+        ConfigError: there is no such preset.
     """
+    # Names with a suffix are files, and all others presets, so a typo cannot be taken for a file.
     if name.endswith((".yaml", ".yml", ".json")):
         return Path(name)
     if name not in presets(folder):
@@ -268,25 +279,49 @@ def find(folder: str, name: str) -> Path:
 
 
 def load_machine(name: str, changes: dict[str, Any] | None = None) -> Machine:
-    """A preset or file, with values replaced.
+    """Load a machine from a preset or file, with values replaced.
 
     Args:
+        name: a preset of ``presets/machines``, or a YAML file.
         changes: dotted key -> number or text, say ``{"network.latency_ns": 500}``.
 
     Raises:
         ConfigError: unknown name or key, or a value that no machine can have.
     """
-    file = find("machines", name)
-    if not changes:
-        return load(Machine, file)
+    return load_changed(Machine, find("machines", name), changes)
+
+
+def load_changed(
+    model: type[Model],
+    file: Path,
+    changes: Mapping[str, Any] | None,
+    suffix: str = " with changes",
+) -> Model:
+    """Load a configuration with values replaced by dotted key.
+
+    Args:
+        model: class of the configuration.
+        file: YAML or JSON file.
+        changes: dotted key -> value.
+        suffix: text that errors add to the file's name if there are changes.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong.
+    """
     data = read(file)
-    for key, value in changes.items():
+    for key, value in (changes or {}).items():
         replace(data, key, value, str(file))
-    return parse(Machine, data, f"{file} with changes")
+    return parse(model, data, f"{file}{suffix if changes else ''}")
 
 
-def replace(data: Any, key: str, value: Any, where: str) -> None:
-    """Set a dotted key in nested mappings; of a sourced value, the number.
+def replace(data: Any, key: str, value: Any, source: str) -> None:
+    """Set a dotted key in nested mappings; a sourced value gets the user as its source.
+
+    Args:
+        data: contents of a file; changed in place.
+        key: dotted key.
+        value: number or text.
+        source: the file's name, for errors.
 
     Raises:
         ConfigError: there is no such key.
@@ -296,15 +331,14 @@ def replace(data: Any, key: str, value: Any, where: str) -> None:
     for part in parents:
         if not isinstance(at, dict) or part not in at:
             raise ConfigError(
-                f"{where}: {key} must be a known key; {part} is not. Keys: "
+                f"{source}: {key} must be a known key; {part} is not. Keys: "
                 f"{', '.join(at) if isinstance(at, dict) else 'none'}."
             )
         at = at[part]
     if not isinstance(at, dict):
-        raise ConfigError(f"{where}: {key} must be a known key; {parents[-1]} has none.")
-    if (
-        isinstance(at.get(last), dict) and "value" in at[last]
-    ):  # a key that does not exist is refused when all is read
+        raise ConfigError(f"{source}: {key} must be a known key; {parents[-1]} has none.")
+    # A last key that does not exist is set all the same: validation refuses it, and lists the keys.
+    if isinstance(at.get(last), dict) and "value" in at[last]:
         at[last] = {"value": value, "source": "set by the user", "confidence": "assumed"}
     else:
         at[last] = value

@@ -1,5 +1,7 @@
-"""Published studies, run again: what the paper found, what this model finds, and which assumptions
-make the difference.
+"""The published study of DLRM training on 128 nodes (SC24), run again.
+
+It compares the paper's figure with this model's, and shows the assumptions that make the
+difference.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ abstract).
 
 ALGORITHMS = ("one_shot", "per_dimension", "direct", "ring")
 BASELINES = ("one_shot", "per_dimension")
-"""The best unfused all-to-all on a torus, and ASTRA-sim's own way."""
+"""The best unfused all-to-all on a torus, and the algorithm of ASTRA-sim."""
 NETWORKS = (
     ("2-D torus 8x16", "sc24-torus", "torus:8x16", 128),
     ("2-D torus 16x8", "sc24-torus", "torus:16x8", 128),
@@ -32,7 +34,8 @@ NETWORKS = (
 )
 NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-# Assumption, parameter, low and high; None keeps the base value.
+# Each row is an assumption's title, its parameter, and a low and a high value, which span what
+# published systems have.
 ASSUMPTIONS: tuple[tuple[str, str, Any, Any], ...] = (
     ("unfused All-to-All", "all_to_all", "one_shot", "ring"),
     ("unfused All-to-All", "all_to_all", "one_shot", "per_dimension"),
@@ -59,7 +62,7 @@ ASSUMPTIONS: tuple[tuple[str, str, Any, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """Time saved against the same step with nothing fused, in percent of it."""
+    """Time saved against the step with nothing fused, in percent of that step."""
 
     unfused_ms: float
     forward: float
@@ -68,11 +71,11 @@ class Saving:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What ``reproduce sc24`` found.
+    """The savings of all scenarios of ``reproduce sc24``.
 
     Attributes:
         base: the step with the presets as they are.
-        bases: the same, by the unfused all-to-all.
+        bases: savings of that step against each unfused all-to-all.
         table: (network, algorithm, saving).
         assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at
             high).
@@ -86,18 +89,18 @@ class Study:
     curve: list[tuple[int, str, Saving]]
 
     def matches(self) -> list[tuple[str, str, str, float]]:
-        """Within one and a half points of the paper's figure."""
-        found = []
+        """List the scenarios within one and a half points of the paper's figure."""
+        close = []
         for network, algorithm, saving in self.table:
             for name, value in (("forward", saving.forward), ("both", saving.both)):
                 if abs(value - PAPER_PERCENT) <= 1.5:
-                    found.append((network, algorithm, name, value))
-        return found
+                    close.append((network, algorithm, name, value))
+        return close
 
-    def spread(self, which: Callable[[Saving], float]) -> tuple[float, float]:
-        """Lowest and highest saving over everything that was run at 128 GPUs."""
-        values = [which(saving) for *_, saving in self.table]
-        values += [which(saving) for *_, low, high in self.assumptions for saving in (low, high)]
+    def spread(self, figure: Callable[[Saving], float]) -> tuple[float, float]:
+        """Return the lowest and the highest saving over all scenarios of 128 GPUs."""
+        values = [figure(saving) for *_, saving in self.table]
+        values += [figure(saving) for *_, low, high in self.assumptions for saving in (low, high)]
         return min(values), max(values)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,8 +135,15 @@ class Study:
 def sc24(
     *, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES
 ) -> Study:
-    """Run the study; ``workers`` and ``cache_folder`` as in :func:`interlace.sim.sweeps.sweep`."""
+    """Run the study.
+
+    Args:
+        workers: number of processes; None is all processors, 1 runs in this process.
+        cache_folder: folder of remembered outcomes; None remembers nothing.
+        nodes: node counts of the curve.
+    """
     base = Scenario("dlrm")
+    # The table varies network and unfused algorithm together, since they depend on each other.
     table = [
         (
             name,
@@ -146,6 +156,7 @@ def sc24(
         for algorithm in ALGORITHMS
     ]
     bases = {algorithm: base.change({"all_to_all": algorithm}) for algorithm in BASELINES}
+    # Every assumption is varied alone, against each baseline.
     assumptions = [
         (
             algorithm,
@@ -157,6 +168,7 @@ def sc24(
         )
         for algorithm, start in bases.items()
         for name, parameter, low, high in ASSUMPTIONS
+        # The unfused all-to-all is varied against one baseline only: the other would repeat it.
         if parameter != "all_to_all" or algorithm == "one_shot"
     ]
     curve = [
@@ -174,6 +186,7 @@ def sc24(
     every = [
         scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING
     ]
+    # Scenarios repeat between the tables, and each is run once.
     times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
 
     def saving(scenario: Scenario) -> Saving:
@@ -181,8 +194,8 @@ def sc24(
         for outcome in outcomes:
             if "error" in outcome:
                 raise ConfigError(outcome["error"])
-        none, forward, both = (outcome["total_ns"] for outcome in outcomes)
-        return Saving(none / 1e6, 100 * (1 - forward / none), 100 * (1 - both / none))
+        unfused, forward, both = (outcome["total_ns"] for outcome in outcomes)
+        return Saving(unfused / 1e6, 100 * (1 - forward / unfused), 100 * (1 - both / unfused))
 
     return Study(
         saving(base),

@@ -1,5 +1,6 @@
-"""What a run found out, and how it is written down: table, CSV, JSON; see also
-:mod:`interlace.sim.plot` and ``trace``.
+"""Results of a run, and their forms as CSV and JSON.
+
+:mod:`interlace.sim.plot` draws them, and :mod:`interlace.sim.trace` makes traces of them.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from interlace.sim.bounds import Bound
@@ -14,7 +16,7 @@ from interlace.sim.bounds import Bound
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that rank 0 did in one of its rows."""
+    """A stretch of time in which rank 0 worked in one of its rows."""
 
     row: str
     name: str
@@ -24,7 +26,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class LinkUse:
-    """Bytes of a kind of traffic on one of rank 0's links."""
+    """A stretch of time in which one kind of traffic occupied one of rank 0's links."""
 
     link: str
     traffic: str
@@ -35,7 +37,7 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class TaskTime:
-    """When a task of the rank that ended last ran, and which task it waited for last."""
+    """Start and end of a task on the rank that ended last, and the task that it waited for last."""
 
     name: str
     row: str
@@ -49,17 +51,19 @@ class Result:
     """Outcome of a simulated step.
 
     Attributes:
-        total_ns: from the start to the end of the last task on the last rank, ``added_ns``
-            included.
-        exposed_ns: the part of it in which that rank computed nothing: exposed communication and
-            waiting.
-        busy_ns: how long each resource of a rank worked: computation, and each kind of link.
-        sent_bytes: that a rank's traffic put on each kind of link.
-        traffic_bytes: that leave a rank, by collective.
-        memory_bytes: that a rank's kernels read and write in its device memory; of a library's
-            collectives not.
+        total_ns: nanoseconds from the start to the end of the last task on the last rank,
+            ``added_ns`` included.
+        exposed_ns: part of ``total_ns`` in which that rank computed nothing: exposed communication
+            and waiting.
+        busy_ns: nanoseconds that each resource of a rank worked: computation, and each kind of
+            link.
+        sent_bytes: bytes that a rank's traffic put on each kind of link.
+        traffic_bytes: bytes that leave a rank, by collective.
+        memory_bytes: bytes that a rank's kernels read and write in its device memory, without those
+            of the library's collectives.
         bound: the physical lower bound; ``total_ns`` is not below it.
-        events: that the engine called.
+        events: number of events that the engine called.
+        added_ns: time that is not in the tasks: a pipeline's fill and drain.
     """
 
     name: str
@@ -81,9 +85,11 @@ class Result:
     added_ns: int = 0
 
     def critical_path(self) -> list[TaskTime]:
-        """The chain of tasks, each the last that the next one waited for, that ends with the last
-        task.
+        """List the chain of tasks that ends with the last task.
+
+        Each of them is the last that its successor waited for.
         """
+        # The last task to end, and from there back along the last dependency of each.
         tasks = {task.name: task for task in self.tasks}
         path: list[TaskTime] = []
         at: str | None = max(self.tasks, key=lambda task: task.end_ns).name if self.tasks else None
@@ -93,7 +99,7 @@ class Result:
         return path[::-1]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the single spans."""
+        """Return everything but the single spans and link uses, for JSON."""
         return {
             "name": self.name,
             "machine": self.machine,
@@ -115,15 +121,23 @@ class Result:
         }
 
     def to_csv(self) -> str:
-        """One line per task: name, row, start and end in nanoseconds, whether it is on the critical
+        """Write one line per task: name, row, start and end in nanoseconds, and 1 on the critical
         path.
         """
         critical = {task.name for task in self.critical_path()}
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["task", "row", "start_ns", "end_ns", "critical"])
-        for task in sorted(self.tasks, key=lambda task: (task.start_ns, task.row)):
-            writer.writerow(
+        return csv_text(
+            ["task", "row", "start_ns", "end_ns", "critical"],
+            (
                 [task.name, task.row, task.start_ns, task.end_ns, int(task.name in critical)]
-            )
-        return out.getvalue()
+                for task in sorted(self.tasks, key=lambda task: (task.start_ns, task.row))
+            ),
+        )
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table as CSV with line ends as on Unix, so that files are alike on all systems."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return out.getvalue()

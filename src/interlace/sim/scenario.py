@@ -1,5 +1,6 @@
-"""A run by name: which model on which machine, how many nodes, what is fused. What commands, sweeps
-and studies run.
+"""A run by name: a model on a machine, a number of nodes, and the passes that are fused.
+
+Commands, sweeps and studies run scenarios.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ class Scenario:
     Attributes:
         kind: one of :data:`KINDS`.
         model, machine: a preset's name or a YAML file.
-        nodes: of the machine's GPUs, one or several.
-        topology: between nodes; None is the machine's.
-        slices: pieces in which a fused kernel's output for one rank leaves; 0 is the workload's
+        nodes: number of nodes; a node has one or several of the machine's GPUs.
+        topology: network between nodes; None is the machine's.
+        fused: passes that use the fused operators.
+        all_to_all, all_reduce: the library's algorithms.
+        slices: slices in which a fused kernel's output for one rank leaves; 0 is the workload's
             default.
-        collective, algorithm, size: of a ``collective``.
-        model_changes, machine_changes: dotted key and value, several.
+        tensor, pipeline: sizes of a ``transformer``'s parallel groups.
+        collective, algorithm, size: kind, algorithm and bytes of a ``collective``.
+        all_ranks: simulate every rank instead of one that stands for all.
+        model_changes, machine_changes: pairs of a dotted key and its value.
     """
 
     kind: str
@@ -68,19 +73,19 @@ class Scenario:
     machine_changes: tuple[tuple[str, Any], ...] = ()
 
     def complete(self) -> Scenario:
-        """With the defaults of its kind.
+        """Fill in the defaults of the scenario's kind.
 
         Raises:
-            ConfigError: a value that no run can have.
+            ConfigError: a value is one that no run can have.
         """
         if self.kind not in KINDS:
             raise ConfigError(f"a workload must be one of {', '.join(KINDS)}; got {self.kind!r}.")
         if self.fused not in FUSING:
             raise ConfigError(f"--fused must be none, forward or both; got {self.fused!r}.")
-        for name, kind in (("all_to_all", "all_to_all"), ("all_reduce", "all_reduce")):
-            if getattr(self, name) not in ALGORITHMS[kind]:
+        for name in ("all_to_all", "all_reduce"):
+            if getattr(self, name) not in ALGORITHMS[name]:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(ALGORITHMS[kind])}; got "
+                    f"{name} must be one of {', '.join(ALGORITHMS[name])}; got "
                     f"{getattr(self, name)!r}."
                 )
         if self.nodes < 0 or self.slices < 0 or self.size < 0:
@@ -96,49 +101,52 @@ class Scenario:
         )
 
     def change(self, changes: Mapping[str, Any]) -> Scenario:
-        """With parameters replaced: a field's name, or ``model.KEY`` or ``machine.KEY``.
+        """Replace parameters: a field by its name, or ``model.KEY`` or ``machine.KEY``.
 
         Raises:
             ConfigError: there is no such parameter.
         """
         fields: dict[str, Any] = {}
         keyed = {"model": dict(self.model_changes), "machine": dict(self.machine_changes)}
+        # The changes themselves are not parameters: a user changes model.KEY and machine.KEY.
         known = {
             field.name: field
             for field in dataclasses.fields(self)
             if not field.name.endswith("_changes")
         }
         for key, value in changes.items():
-            where, _, rest = key.partition(".")
-            if rest and where in keyed:
-                keyed[where][rest] = value
+            owner, _, inner_key = key.partition(".")
+            if inner_key and owner in keyed:
+                keyed[owner][inner_key] = value
             elif key in known and key != "kind":
                 fields[key] = value
             else:
                 raise ConfigError(
                     "a parameter must be one of "
                     f"{', '.join(name for name in known if name != 'kind')}, model.KEY or "
-                    "machine.KEY; "
-                    f"got {key!r}."
+                    f"machine.KEY; got {key!r}."
                 )
         return dataclasses.replace(
             self,
             **fields,
+            # Sorted, so that scenarios with equal changes are equal, however they were made.
             model_changes=tuple(sorted(keyed["model"].items())),
             machine_changes=tuple(sorted(keyed["machine"].items())),
         )
 
     def load_machine(self) -> Machine:
+        """Load the scenario's machine with its changes."""
         return load_machine(self.complete().machine, dict(self.machine_changes))
 
     def simulate(self) -> Result:
-        """Run it.
+        """Simulate the scenario.
 
         Raises:
             ConfigError: a file, a key or a combination is wrong.
         """
         full = self.complete()
         machine = full.load_machine()
+        # A machine without nodes counts every GPU as a node.
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
         changes = dict(full.model_changes)
@@ -147,6 +155,7 @@ class Scenario:
             "all_reduce": full.all_reduce,
             "all_ranks": full.all_ranks,
         }
+        # Workloads have different defaults, so 0 must not reach them.
         if full.slices:
             common["slices"] = full.slices
         if full.kind == "dlrm":

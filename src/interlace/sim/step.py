@@ -1,14 +1,16 @@
-"""A step of a program on every rank: the rows of tasks of :mod:`interlace.sim.work`, run on a
-machine's network.
+"""Simulation of one step of a program on every rank of a machine's network.
+
+The program is a list of tasks in rows, see :mod:`interlace.sim.work`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from interlace.errors import ConfigError
-from interlace.sim.bounds import LATENCY, Bound, collective_bound, collective_bounds, largest
+from interlace.sim.bounds import sent_before, step_bound
 from interlace.sim.collectives import Group, Round, schedule
 from interlace.sim.engine import Engine, duration_ns
 from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
@@ -26,7 +28,6 @@ from interlace.sim.work import (
     Kernel,
     Message,
     Task,
-    Work,
 )
 
 
@@ -42,13 +43,17 @@ def run(
     """Simulate the tasks on every rank.
 
     Args:
+        machine: GPUs, collective library and links.
+        topology: network of the machine's ranks.
+        tasks: one rank's program in the order in which it issues the tasks; every rank has it.
+        name: the result's name.
         all_ranks: keep every rank and every link instead of one of each kind; slower by as many
             times, and needed for ``double_binary_tree``.
-        extra_ns: time to add in the end that is not in the tasks (a pipeline's fill and drain),
-            from the result without it.
+        extra_ns: function from the result to the nanoseconds that are added to it in the end (a
+            pipeline's fill and drain).
 
     Raises:
-        ConfigError: tasks that wait for one another, or do not exist.
+        ConfigError: tasks wait for one another, or for tasks that do not exist.
         UnphysicalError: the outcome lies under the physical bound: a fault of the model.
     """
     _check(tasks)
@@ -73,14 +78,13 @@ def _check(tasks: Sequence[Task]) -> None:
             if dep not in seen:
                 raise ConfigError(
                     f"task {task.name!r} must wait for tasks before it; got {dep!r}, which is "
-                    "none. "
-                    f"Put it before, or break the cycle."
+                    "none. Put it before, or break the cycle."
                 )
         seen.add(task.name)
 
 
 def _before(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
-    """What each task waits for: its dependencies, and the task before it in its row."""
+    """List the tasks that each task waits for: its dependencies, and its row's task before it."""
     last: dict[str, str] = {}
     out = []
     for task in tasks:
@@ -90,7 +94,7 @@ def _before(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
 
 
 class _Rank:
-    """One rank's rows, and what each of its tasks waits for."""
+    """One rank's rows of tasks and its progress through them."""
 
     def __init__(self, number: int, tasks: Sequence[Task]) -> None:
         self.number = number
@@ -107,6 +111,8 @@ class _Rank:
 
 
 class _Simulation:
+    """A run of the tasks: the ranks, the network, and the records of rank 0."""
+
     def __init__(
         self, machine: Machine, topology: Topology, tasks: Sequence[Task], all_ranks: bool
     ) -> None:
@@ -118,8 +124,9 @@ class _Simulation:
         self.all_ranks = all_ranks
         self.setting = Setting(machine, topology, self.engine, self.fabric, all_ranks)
         self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
-        self.groups: dict[tuple[int, ...] | None, Group] = {}
-        self.shared: dict[int, Rounds | Trees] = {}  # by task: what the ranks of a collective share
+        self.group = functools.cache(functools.partial(Group, topology))
+        # The ranks of a collective meet in one object, which the first of them creates.
+        self.shared: dict[int, Rounds | Trees] = {}
         self.before = _before(tasks)
 
     def start(self) -> None:
@@ -128,27 +135,28 @@ class _Simulation:
         self.engine.run()
 
     def finish(self, name: str) -> Result:
+        # Out of events with tasks left: the tasks wait in a circle, over rows or over ranks.
         late = [rank for rank in self.ranks if len(rank.done) < len(self.tasks)]
         if late:
-            missing = next(task.name for task in self.tasks if task.name not in late[0].done)
+            stuck = next(task.name for task in self.tasks if task.name not in late[0].done)
             raise ConfigError(
-                f"every task must end; rank {late[0].number} never ended {missing!r}. Break the "
+                f"every task must end; rank {late[0].number} never ended {stuck!r}. Break the "
                 "cycle it waits in."
             )
+        # A step ends with its slowest rank, whose times are reported.
         last = max(self.ranks, key=lambda rank: max(rank.done.values(), default=0))
         total = max(last.done.values(), default=0)
         busy: dict[str, int] = {}
         for server in self.fabric.servers().values():
             busy[server.name] = max(busy.get(server.name, 0), server.busy_ns)
-        ranks = len(self.ranks)
         return Result(
             name=name,
             total_ns=total,
             exposed_ns=total - last.compute_ns,
-            busy_ns={COMPUTE: last.compute_ns, **self._beside(last), **busy},
+            busy_ns={COMPUTE: last.compute_ns, **self._memory_and_copies(last), **busy},
             memory_bytes=last.memory_bytes,
             sent_bytes={
-                link.name: sent / ranks
+                link.name: sent / len(self.ranks)
                 for link, sent in zip(self.topology.classes, self.fabric.sent_bytes, strict=True)
                 if sent
             },
@@ -156,7 +164,7 @@ class _Simulation:
             tasks=last.times,
             spans=self.spans,
             link_uses=self.link_uses,
-            bound=self.bound(),
+            bound=step_bound(self.machine, self.topology, self.tasks),
             events=self.engine.events,
             ranks=self.topology.ranks,
             topology=self.topology.name,
@@ -164,101 +172,41 @@ class _Simulation:
             all_ranks=self.all_ranks,
         )
 
-    def _beside(self, rank: _Rank) -> dict[str, int]:
-        """How long the device's memory and copy engines worked, where they did."""
+    def _memory_and_copies(self, rank: _Rank) -> dict[str, int]:
+        """Return the nanoseconds that device memory and copy engines worked, if they did."""
         gpu = self.machine.gpu
         memory = duration_ns(
             rank.memory_bytes, gpu.memory_bytes_per_s.value * gpu.memory_efficiency.value
         )
         return {name: time for name, time in (("memory", memory), (COPY, rank.copy_ns)) if time}
 
-    # Bounds.
-
-    def bound(self) -> Bound:
-        """The larger of what each resource needs for all tasks, and of the longest chain of tasks,
-        each at its own bound.
-        """
-        gpu = self.machine.gpu
-        resources: dict[str, float] = {}
-        ends: dict[str, float] = {}
-        rows: dict[str, float] = {}
-        for task in self.tasks:
-            work = task.work
-            floor = 0.0
-            if isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
-                group = self.group(work.axes)
-                gathered = work.gather_size if isinstance(work, Fused) else None
-                size = work.size if gathered is None else min(work.size, gathered)
-                floor = collective_bound(work.kind, size, group).time_ns
-                if group.size == self.topology.ranks > 1 and size:
-                    for bound in collective_bounds(work.kind, size, group):
-                        if bound.reason != LATENCY:
-                            resources[bound.reason] = (
-                                resources.get(bound.reason, 0.0) + bound.time_ns
-                            )
-            if isinstance(work, HostCopy):
-                floor = 1e9 * work.size / gpu.host_link_bytes_per_s.value
-            kernel = (
-                work
-                if isinstance(work, Kernel)
-                else work.kernel
-                if isinstance(work, Fused | Consuming)
-                else None
-            )
-            if kernel is not None:
-                alone = (
-                    float(kernel.given_ns)
-                    if kernel.given_ns is not None
-                    else gpu.floor_ns(kernel.flops, kernel.memory_bytes)
-                )
-                resources[COMPUTE] = resources.get(COMPUTE, 0.0) + alone
-                floor = max(
-                    alone, 0.0 if self._sent_before(work) or not self._waits(work) else floor
-                )
-            start = max([rows.get(task.row, 0.0), *(ends[dep] for dep in task.deps)])
-            ends[task.name] = rows[task.row] = start + floor
-        longest = Bound(max(ends.values(), default=0.0), "the longest chain of tasks")
-        return largest([*(Bound(time, reason) for reason, time in resources.items()), longest])
-
-    @staticmethod
-    def _sent_before(work: Work) -> bool:
-        """Another task sent what it works on, and counts for it."""
-        return isinstance(work, Consuming) and work.sent_by is not None
-
-    @staticmethod
-    def _waits(work: Work) -> bool:
-        return not isinstance(work, Fused) or work.waits
-
     def traffic(self) -> dict[str, float]:
-        """Bytes that leave a rank, by collective."""
+        """Return the bytes that leave a rank, by collective."""
         out: dict[str, float] = {}
         for task in self.tasks:
             work = task.work
             if isinstance(work, Message):
                 out["message"] = out.get("message", 0.0) + work.size
-            elif isinstance(work, Collective | Fused | Consuming) and not self._sent_before(work):
+            elif isinstance(work, Collective | Fused | Consuming) and not sent_before(work):
                 name = work.kind
                 if isinstance(work, Collective) and work.algorithm != "double_binary_tree":
                     sent = sum(size for step in self._rounds(work) for _, size in step.sends)
                 else:
                     n = self.group(work.axes).size
-                    whole = work.size
+                    size = work.size
                     if name == "all_reduce":
+                        # Parts go to their owners, and the owners' sums go to every rank.
                         gathered = work.gather_size if isinstance(work, Fused) else None
-                        whole += work.size if gathered is None else gathered
-                    sent = whole * (n - 1) // n
+                        size += work.size if gathered is None else gathered
+                    sent = size * (n - 1) // n
                 out[name] = out.get(name, 0.0) + sent
         return out
 
     # Rows.
 
-    def group(self, axes: tuple[int, ...] | None) -> Group:
-        if axes not in self.groups:
-            self.groups[axes] = Group(self.topology, axes)
-        return self.groups[axes]
-
     def _advance(self, rank: _Rank) -> None:
         """Start every task that is next in its row and waits for nothing."""
+        # A row is a stream: its head blocks the tasks behind it, even those that could start.
         for row, indices in rank.rows.items():
             at = rank.next[row]
             if row in rank.running or at == len(indices):
@@ -268,10 +216,13 @@ class _Simulation:
                 continue
             rank.next[row] = at + 1
             rank.running.add(row)
+            # A task of no time ends within this call and advances the rank again, which is why the
+            # row moved on and counts as running before.
             self._begin(rank, indices[at], self.engine.now)
 
     def _end(self, rank: _Rank, index: int, start: int) -> None:
         task, now = self.tasks[index], self.engine.now
+        # Of the tasks that this one waited for, the last to end is the critical path's link.
         cause = max(self.before[index], key=lambda name: rank.done[name], default=None)
         rank.done[task.name] = now
         rank.running.discard(task.row)
@@ -293,6 +244,7 @@ class _Simulation:
             rank.compute_ns += duration
             self.engine.after(duration, end)
         elif isinstance(work, Collective):
+            # A library launches a kernel before anything moves; the launch is not computation.
             launch = round(self.machine.collectives.launch_ns.value)
             self.engine.after(launch, self._collective, rank, index, work, end)
         elif isinstance(work, Fused):
@@ -307,11 +259,8 @@ class _Simulation:
             )
 
     def _compute_ns(self, rank: _Rank, kernel: Kernel) -> int:
-        """How long a kernel takes alone; and that it moves its bytes."""
+        """Return the time of a kernel alone, and count the bytes that it moves."""
         rank.memory_bytes += kernel.memory_bytes
-        return self._kernel_ns(kernel)
-
-    def _kernel_ns(self, kernel: Kernel) -> int:
         if kernel.given_ns is not None:
             return kernel.given_ns
         return self.machine.gpu.kernel_time_ns(kernel.flops, kernel.memory_bytes)
@@ -321,12 +270,18 @@ class _Simulation:
     def _rounds(self, work: Collective) -> list[Round]:
         group = self.group(work.axes)
         rounds = schedule(work.kind, work.algorithm, work.size, group)
-        if not self.all_ranks and any(step.exchange for step in rounds) and not group.rings_uncut():
+        if (
+            not self.all_ranks
+            and any(step.exchange for step in rounds)
+            and not group.exchanges_symmetrically()
+        ):
+            # Exchanges by bits (rank XOR distance) are shifts only where links do not run along the
+            # coordinates, so one rank cannot stand for all of them on a ring or torus.
             raise ConfigError(
                 f"{work.algorithm} on {self.topology.name} must be run on every rank; it is not "
-                "the same for all there. "
-                f"Ask for all ranks (--all-ranks), or use ring."
+                "the same for all there. Ask for all ranks (--all-ranks), or use ring."
             )
+        # Without pieces, the first message of a round would occupy a shared link to its end.
         piece = self.machine.collectives.piece_bytes
         return rounds if piece is None else [in_pieces(step, piece.value) for step in rounds]
 
@@ -348,6 +303,7 @@ class _Simulation:
         shared.enter(rank.number, end)
 
     def _message(self, rank: _Rank, work: Message, end: Callable[[], None]) -> None:
+        # Neighbouring pipeline stages differ in the outermost coordinate, which crosses nodes.
         displacement = self.group(work.axes[-1:]).displacement(1)
         destination = (
             self.topology.shift(rank.number, displacement) if self.all_ranks else displacement
@@ -362,20 +318,21 @@ class _Simulation:
             shared = Rounds(self.setting, [], group, kind)
             self.shared[index] = shared
         assert isinstance(shared, Rounds)
+        # No more slices than bytes, so that no slice is empty.
         block = -(-size // group.size)
         return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
-        """Slices leave as they are computed; the kernel ends when its own work is done and
-        everything has come.
+        """Run a fused kernel: slices leave as they are computed.
+
+        The kernel ends when its own work is done and the peers' slices have arrived.
         """
-        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
-        alone = self._compute_ns(rank, work.kernel)
-        launch = min(alone, round(gpu.kernel_ns.value))
-        body = round((alone - launch) * library.fused_slowdown.value)
-        rank.compute_ns += launch + body
+        library, group = self.machine.collectives, self.group(work.axes)
+        launch, body = self._launch_and_body(rank, work.kernel)
         slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
+        # The last rank's slices arrive later than this rank's by the spread of the kernels' ends.
         skew = round(body * library.skew.value)
+        # A consuming task waits for the peers' slices, so this kernel ends with its computation.
         if not work.waits:
             slices.produce(launch, body, None)
             self.engine.after(launch + body, end)
@@ -405,22 +362,32 @@ class _Simulation:
 
         slices.produce(launch, body, complete)
 
-    def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
-        """Everything is sent at once; a slice is worked on when it is there and the one before is
-        done.
+    def _launch_and_body(self, rank: _Rank, kernel: Kernel) -> tuple[int, int]:
+        """Split a fused kernel's time into its launch, in which nothing leaves, and its body.
+
+        Only the body suffers from fusing: registers, occupancy, address arithmetic.
         """
-        library, gpu, group = self.machine.collectives, self.machine.gpu, self.group(work.axes)
-        alone = self._compute_ns(rank, work.kernel)
-        launch = min(alone, round(gpu.kernel_ns.value))
-        body = round((alone - launch) * library.fused_slowdown.value)
+        alone = self._compute_ns(rank, kernel)
+        launch = min(alone, round(self.machine.gpu.kernel_ns.value))
+        body = round((alone - launch) * self.machine.collectives.fused_slowdown.value)
         rank.compute_ns += launch + body
+        return launch, body
+
+    def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
+        """Run a consuming kernel: everything is sent at once.
+
+        A slice is computed when it has arrived and the slice before it is done.
+        """
+        group = self.group(work.axes)
+        launch, body = self._launch_and_body(rank, work.kernel)
+        # The slices arrive under the task that sent them, so that is where their arrivals count.
         if work.sent_by is not None:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
         self._slices(rank, index, group, work.kind, work.size, work.slices).consume(
             launch, body, end, work.sent_by is None
         )
 
-    # Observation, of rank 0 and of its links.
+    # Only rank 0 and its links are recorded: with mirrored traffic there are no others.
 
     def _span(self, rank: _Rank, row: str, name: str, start: int, end: int) -> None:
         if rank.number == 0:

@@ -1,29 +1,31 @@
-"""Many scenarios: every combination of some parameters' values, on all processors, each run once
-and remembered.
+"""Sweeps: every combination of some parameters' values, on all processors, each run once and
+remembered.
 
-The memory is a folder of JSON files named by a hash of the scenario, of the files that it names,
-and of the simulator's own source; so a changed preset or model is run again, and nothing else is.
+The memory is a folder of JSON files. A file's name is a hash of the scenario, of the files that the
+scenario names, and of the simulator's own source, so a changed preset or model is run again.
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from interlace.errors import ConfigError
 from interlace.sim.machine import find
+from interlace.sim.results import csv_text
 from interlace.sim.scenario import Scenario
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 VALUES = ("total_ns", "exposed_ns", "bound_ns", "saved_percent", "events")
 
@@ -33,8 +35,10 @@ class Point:
     """One combination and its outcome.
 
     Attributes:
-        saved_percent: of the time of the same scenario with nothing fused; 0 for that one.
-        error: why this combination cannot be run; the figures are 0 then.
+        parameters: the combination.
+        saved_percent: time saved in percent of the scenario with nothing fused; 0 for that one.
+        error: reason for which the combination cannot be run; the figures are 0 then.
+        cached: whether the outcome was remembered.
     """
 
     parameters: dict[str, Any]
@@ -48,7 +52,7 @@ class Point:
 
 
 def default_cache() -> Path:
-    """Under the user's cache folder."""
+    """Return the folder of remembered outcomes under the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interlace" / "sim"
 
 
@@ -59,15 +63,16 @@ def sweep(
     workers: int | None = None,
     cache_folder: Path | None = None,
 ) -> list[Point]:
-    """Run every combination, the last parameter varying fastest.
+    """Run every combination of the parameters' values, the last parameter varying fastest.
 
     Args:
         parameters: name -> values; names as in :meth:`interlace.sim.scenario.Scenario.change`.
-        workers: processes; None is all processors, 1 runs here.
-        cache_folder: where outcomes are remembered; None forgets them.
+        base: the scenario whose parameters vary.
+        workers: number of processes; None is all processors, 1 runs in this process.
+        cache_folder: folder of remembered outcomes; None remembers nothing.
 
     Raises:
-        ConfigError: a parameter that does not exist, or without values.
+        ConfigError: a parameter does not exist, or has no values.
     """
     for name, values in parameters.items():
         if not values:
@@ -77,25 +82,27 @@ def sweep(
         for values in itertools.product(*parameters.values())
     ]
     scenarios = [base.change(combination).complete() for combination in combinations]
+    # Every point needs its unfused twin for the saving; twins that coincide run once.
     unfused = [dataclasses.replace(scenario, fused="none") for scenario in scenarios]
     outcomes = run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
     points = []
     for combination, scenario, plain in zip(combinations, scenarios, unfused, strict=True):
-        mine, other = outcomes[scenario], outcomes[plain]
-        error = mine.get("error") or other.get("error") or ""
+        outcome, reference = outcomes[scenario], outcomes[plain]
+        error = outcome.get("error") or reference.get("error") or ""
         if error:
             points.append(Point(combination, error=error))
             continue
-        saved = 100 * (1 - mine["total_ns"] / other["total_ns"]) if other["total_ns"] else 0.0
+        total = reference["total_ns"]
+        saved = 100 * (1 - outcome["total_ns"] / total) if total else 0.0
         points.append(
             Point(
                 combination,
-                mine["total_ns"],
-                mine["exposed_ns"],
-                mine["bound_ns"],
+                outcome["total_ns"],
+                outcome["exposed_ns"],
+                outcome["bound_ns"],
                 saved,
-                mine["events"],
-                cached=mine["cached"],
+                outcome["events"],
+                cached=outcome["cached"],
             )
         )
     return points
@@ -104,7 +111,7 @@ def sweep(
 def run_all(
     scenarios: Sequence[Scenario], workers: int | None, folder: Path | None
 ) -> dict[Scenario, dict[str, Any]]:
-    """Every scenario's figures, each run once; scenarios must be complete."""
+    """Run every scenario once and return its figures; scenarios must be complete."""
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,26 +120,39 @@ def run_all(
                 f"the cache {folder} must be a folder that can be written; {error.strerror}. Name "
                 "another, or use no cache."
             ) from error
-    found: dict[Scenario, dict[str, Any]] = {}
+    figures: dict[Scenario, dict[str, Any]] = {}
     for scenario in scenarios:
         remembered = _recall(folder, scenario)
         if remembered is not None:
-            found[scenario] = {**remembered, "cached": True}
-    left = [scenario for scenario in scenarios if scenario not in found]
-    count = min(len(left), workers or os.cpu_count() or 1)
-    if count > 1:
-        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-            outcomes = list(pool.map(run_one, left, chunksize=max(1, len(left) // (4 * count))))
-    else:
-        outcomes = [run_one(scenario) for scenario in left]
-    for scenario, outcome in zip(left, outcomes, strict=True):
-        found[scenario] = {**outcome, "cached": False}
+            figures[scenario] = {**remembered, "cached": True}
+    left = [scenario for scenario in scenarios if scenario not in figures]
+    for scenario, outcome in zip(left, map_processes(run_one, left, workers), strict=True):
+        figures[scenario] = {**outcome, "cached": False}
         _remember(folder, scenario, outcome)
-    return found
+    return figures
+
+
+def map_processes(
+    function: Callable[[Item], Outcome], items: Sequence[Item], workers: int | None
+) -> list[Outcome]:
+    """Call a function on every item, in several processes, and return the outcomes in order.
+
+    Args:
+        function: a function of a module, which processes can import.
+        items: its arguments.
+        workers: number of processes; None is all processors, 1 runs in this process.
+    """
+    count = min(len(items), workers or os.cpu_count() or 1)
+    if count <= 1:
+        return [function(item) for item in items]
+    # Spawned and not forked: a caller may hold threads and locks, of torch for instance. Chunks
+    # save messages, and four per process keep the processes evenly busy.
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, items, chunksize=max(1, len(items) // (4 * count))))
 
 
 def run_one(scenario: Scenario) -> dict[str, Any]:
-    """A scenario's figures; or, where it cannot be run, why."""
+    """Simulate a scenario and return its figures, or its error if it cannot be run."""
     try:
         result = scenario.simulate()
     except ConfigError as error:
@@ -147,7 +167,7 @@ def run_one(scenario: Scenario) -> dict[str, Any]:
 
 @cache
 def _source_hash() -> str:
-    """Of everything that a result depends on in this package."""
+    """Hash every file of this package that a result depends on."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted([*root.rglob("*.py"), *(root.parent / "costs").rglob("*.py")]):
@@ -158,12 +178,14 @@ def _source_hash() -> str:
 def _key(scenario: Scenario) -> str:
     digest = hashlib.sha256(_source_hash().encode())
     digest.update(json.dumps(dataclasses.asdict(scenario), sort_keys=True).encode())
+    # Presets and files are hashed by contents, so that an edited file is run again.
     for folder, name in (("machines", scenario.machine), (scenario.kind, scenario.model)):
         if name:
             try:
                 digest.update(find(folder, name).read_bytes())
             except OSError:
-                digest.update(b"?")  # the run will say what is wrong with it
+                # The run itself will say what is wrong with the file.
+                digest.update(b"?")
     return digest.hexdigest()[:32]
 
 
@@ -171,10 +193,11 @@ def _recall(folder: Path | None, scenario: Scenario) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        found = json.loads((folder / f"{_key(scenario)}.json").read_text(encoding="utf-8"))
+        document = json.loads((folder / f"{_key(scenario)}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "total_ns" in found else None
+    # A file that a full disk or a killed process cut short is run again.
+    return document if isinstance(document, dict) and "total_ns" in document else None
 
 
 def _remember(folder: Path | None, scenario: Scenario, outcome: dict[str, Any]) -> None:
@@ -183,32 +206,35 @@ def _remember(folder: Path | None, scenario: Scenario, outcome: dict[str, Any]) 
     file = folder / f"{_key(scenario)}.json"
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(outcome), encoding="utf-8")
-    part.replace(file)  # whole or not at all
+    # Renamed into its name, so that another process reads a complete file or none.
+    part.replace(file)
 
 
 def to_csv(points: Sequence[Point]) -> str:
-    """One line per combination."""
+    """Return the points as CSV, one line per combination."""
     names = list(points[0].parameters) if points else []
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*names, *VALUES, "error"])
-    for point in points:
-        figures = [
-            point.total_ns,
-            point.exposed_ns,
-            point.bound_ns,
-            f"{point.saved_percent:.3f}",
-            point.events,
-        ]
-        writer.writerow([*(point.parameters[name] for name in names), *figures, point.error])
-    return out.getvalue()
+    return csv_text(
+        [*names, *VALUES, "error"],
+        (
+            [
+                *(point.parameters[name] for name in names),
+                point.total_ns,
+                point.exposed_ns,
+                point.bound_ns,
+                f"{point.saved_percent:.3f}",
+                point.events,
+                point.error,
+            ]
+            for point in points
+        ),
+    )
 
 
 def parse_parameter(text: str) -> tuple[str, list[Any]]:
-    """``"nodes=16,32"`` -> ``("nodes", [16, 32])``; numbers where they are numbers.
+    """Parse a parameter and its values: ``"nodes=16,32"`` is ``("nodes", [16, 32])``.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the text does not have that form.
     """
     name, sign, values = text.partition("=")
     if not sign or not name or not values:
@@ -228,4 +254,5 @@ def parse_value(text: str) -> Any:
             return kind(stripped)
         except ValueError:
             continue
+    # Booleans are written as in YAML.
     return {"true": True, "false": False}.get(stripped.lower(), stripped)

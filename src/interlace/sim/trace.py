@@ -1,9 +1,8 @@
-"""A result as a trace for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``: one row a
-stream, one a kind of link.
+"""Traces of results for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
-Rows are named as in traces of the real kernels: ``compute``, a row for each of the library's
-streams, ``copy engine``, ``link ...`` and ``memory``. Times are microseconds, as the format wants,
-with nanoseconds behind the point.
+There is one row per stream and one per kind of link. Rows are named as in traces of the real
+kernels: ``compute``, a row for each of the library's streams, ``copy engine``, ``link ...`` and
+``memory``. Times are microseconds, as the format requires, with nanoseconds after the point.
 """
 
 from __future__ import annotations
@@ -12,46 +11,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from interlace.sim.astra.workload import Node, Report
+from interlace.sim.collectives import TITLES
 from interlace.sim.results import Result
 
 
 def to_perfetto(results: list[Result]) -> dict[str, Any]:
-    """Chrome's trace format: each result is a process, rank 0 of that run. Flows lead from the task
-    to its first and last bytes.
+    """Return a trace in Chrome's format; each result is a process, which is rank 0 of that run.
+
+    Flows lead from a task to its first and last bytes.
     """
     events: list[dict[str, Any]] = []
     for pid, result in enumerate(results):
         rows = {row: tid for tid, row in enumerate(_rows(result))}
-        events.append(
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": pid,
-                "args": {"name": f"{result.name}, rank 0 of {result.ranks}"},
-            }
-        )
+        events.append(named("process", pid, f"{result.name}, rank 0 of {result.ranks}"))
         for row, tid in rows.items():
-            events.append(
-                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
-            )
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "pid": pid,
-                    "tid": tid,
-                    "args": {"sort_index": tid},
-                }
-            )
+            events.append(named("thread", pid, row, tid))
+            # Without an index, Perfetto sorts rows by their first event.
+            sort_index = {"sort_index": tid}
+            events.append({**events[-1], "name": "thread_sort_index", "args": sort_index})
         critical = {task.name for task in result.critical_path()}
         for span in result.spans:
             arguments = {"critical": span.name in critical}
             events.append(
-                _slice(pid, rows[span.row], span.name, span.start_ns, span.end_ns, arguments)
+                slice_event(pid, rows[span.row], span.name, span.start_ns, span.end_ns, arguments)
             )
         for use in result.link_uses:
             events.append(
-                _slice(
+                slice_event(
                     pid,
                     rows[f"link {use.link}"],
                     use.traffic,
@@ -67,15 +53,15 @@ def to_perfetto(results: list[Result]) -> dict[str, Any]:
 def report_to_perfetto(
     report: Report, graphs: Sequence[Sequence[Node]], npus: int = 64
 ) -> dict[str, Any]:
-    """A run of ASTRA-sim's graphs: each of the first ``npus`` NPUs is a process, with rows for what
-    it does at once.
+    """Return a trace of a run of ASTRA-sim's graphs; each of the first ``npus`` NPUs is a process.
+
+    An NPU has one row per unit that works at a time: computation, communication, receives, host.
     """
+    # A host node has a row of its own, 4, whatever its kind.
     rows = {"compute": 0, "collective": 1, "send": 1, "receive": 2, "none": 3}
     events: list[dict[str, Any]] = []
     for pid, (spans, graph) in enumerate(zip(report.spans[:npus], graphs, strict=False)):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"NPU {pid}"}}
-        )
+        events.append(named("process", pid, f"NPU {pid}"))
         nodes = {node.id: node for node in graph}
         used: dict[int, str] = {}
         for ident, start, end in spans:
@@ -83,12 +69,9 @@ def report_to_perfetto(
             tid = 4 if node.cpu else rows[node.kind]
             used[tid] = ("compute", "communication", "receives", "other", "host")[tid]
             events.append(
-                _slice(pid, tid, node.name, start, end, {"node": ident, "bytes": node.size})
+                slice_event(pid, tid, node.name, start, end, {"node": ident, "bytes": node.size})
             )
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-            for tid, name in used.items()
-        ]
+        events += [named("thread", pid, name, tid) for tid, name in used.items()]
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
@@ -99,9 +82,16 @@ def _rows(result: Result) -> list[str]:
     return [*streams, *(f"link {link}" for link in sorted(links))]
 
 
-def _slice(
+def named(kind: str, pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
+    """Return the event that names a process, or a thread (a row)."""
+    thread = {} if tid is None else {"tid": tid}
+    return {"ph": "M", "name": f"{kind}_name", "pid": pid, **thread, "args": {"name": name}}
+
+
+def slice_event(
     pid: int, tid: int, name: str, start: int, end: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the event of a bar in a row, from ``start`` to ``end`` in nanoseconds."""
     return {
         "ph": "X",
         "name": name,
@@ -114,7 +104,7 @@ def _slice(
 
 
 def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any]]:
-    """From each communicating task to the first and the last link use of its traffic while it runs."""
+    """List flows from each communicating task to its traffic's first and last use of a link."""
     flows: list[dict[str, Any]] = []
     for number, task in enumerate(result.tasks):
         during = [
@@ -124,11 +114,12 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
             and use.traffic in _traffics(task.name, task.row)
             and task.start_ns <= use.start_ns <= task.end_ns
         ]
-        for which, use in enumerate(during[:1] + during[-1:]):
+        # Arrows to every use would hide the picture; the first and last show the span.
+        for number_in_task, use in enumerate(during[:1] + during[-1:]):
             flow = {
                 "cat": "message",
                 "name": use.traffic,
-                "id": f"{pid}.{number}.{which}",
+                "id": f"{pid}.{number}.{number_in_task}",
                 "pid": pid,
             }
             flows.append({**flow, "ph": "s", "tid": rows[task.row], "ts": task.start_ns / 1000})
@@ -145,8 +136,8 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
 
 
 def _traffics(name: str, row: str) -> tuple[str, ...]:
-    """The kinds of traffic that a task may have caused."""
-    found = (
+    """Return the kinds of traffic that a task may have caused."""
+    by_row = (
         [row]
         if row.startswith("all_")
         else ["message"]
@@ -155,12 +146,4 @@ def _traffics(name: str, row: str) -> tuple[str, ...]:
         if row == "gradients"
         else []
     )
-    for word, traffic in (
-        ("All-to-All", "all_to_all"),
-        ("AllReduce", "all_reduce"),
-        ("ReduceScatter", "reduce_scatter"),
-        ("AllGather", "all_gather"),
-    ):
-        if word in name:
-            found.append(traffic)
-    return tuple(found)
+    return (*by_row, *(traffic for traffic, title in TITLES.items() if title in name))

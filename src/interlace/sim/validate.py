@@ -1,5 +1,6 @@
-"""Recorded runs of ASTRA-sim, run again in the compatibility mode; and measured all-to-alls, run on
-the simulator's own network.
+"""Validation: recorded runs of ASTRA-sim and measured all-to-alls, run again.
+
+ASTRA-sim's runs use the compatibility mode, measured all-to-alls the simulator's own network.
 
 The file has four parts, all optional: ``collectives`` (one collective each), ``overlap`` (small
 graphs, described in words), ``dlrm_graph`` (a graph and runs of it), and
@@ -8,9 +9,8 @@ graphs, described in words), ``dlrm_graph`` (a graph and runs of it), and
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -23,12 +23,15 @@ from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.workload import Node, Report, run
 from interlace.sim.configfile import parse, read
 from interlace.sim.machine import load_machine
+from interlace.sim.results import csv_text
 from interlace.sim.step import run as run_step
 from interlace.sim.work import Collective, Task
 from interlace.units import GIB, KIB, MIB
 
 TOLERANCE = 0.001
+"""Relative tolerance of ASTRA-sim's figures."""
 MEASURED_TOLERANCE = 0.05
+"""Relative tolerance of measured figures."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +40,11 @@ class Case:
 
     Attributes:
         source: ``"astra-sim"`` or ``"measured"``.
-        problem: why it could not be run; it has not passed then.
-        unphysical: ours lies under the physical bound of the network, as the recorded one does; the
-            mode is to blame.
+        quantity: the figure's name and unit.
+        bound_ns: the network's physical bound.
+        unphysical: whether ours lies under that bound, as the recorded figure does, because
+            ASTRA-sim's congestion-unaware network lets messages share links for nothing.
+        problem: reason for which the case could not be run; it has not passed then.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Case:
 
     @property
     def error(self) -> float:
-        """Relative; signed."""
+        """Relative difference of ours from the recorded figure, with its sign."""
         return (
             (self.ours - self.theirs) / self.theirs
             if self.theirs
@@ -64,22 +69,25 @@ class Case:
 
     @property
     def passed(self) -> bool:
+        """True if ours is within the tolerance of the figure's source."""
         return not self.problem and abs(self.error) <= (
             TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE
         )
 
 
 def packaged_cases() -> Path:
-    """The recorded runs that come with the package."""
+    """Return the file of recorded runs that comes with the package."""
     return Path(str(resources.files("interlace.sim").joinpath("data", "astra_sim_cases.json")))
 
 
 def validate(file: Path | None = None) -> list[Case]:
     """Run every case of a file.
 
+    A case that cannot be run is reported as such, and does not keep the cases after it from being
+    run.
+
     Raises:
-        ConfigError: the file cannot be read. A case that is not understood is reported, and the
-            others are run.
+        ConfigError: the file cannot be read, or has no cases.
     """
     file = file or packaged_cases()
     document = read(file)
@@ -96,6 +104,8 @@ def validate(file: Path | None = None) -> list[Case]:
             name = str(case.get("id", number))
             try:
                 cases += runs(case, name, f"{file}, {section}[{number}] ({name})")
+            # A file of many cases may have one that is not modelled; the others are still worth
+            # running.
             except ConfigError as error:
                 theirs = float(case.get("time_ns_max", 0))
                 cases.append(
@@ -107,26 +117,23 @@ def validate(file: Path | None = None) -> list[Case]:
 
 
 def to_csv(cases: list[Case]) -> str:
-    """One line per figure."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        [
-            "case",
-            "source",
-            "quantity",
-            "theirs",
-            "ours",
-            "error",
-            "passed",
-            "unphysical",
-            "bound_ns",
-            "events",
-            "seconds",
-        ]
-    )
-    for case in cases:
-        writer.writerow(
+    """Return the cases as CSV, one line per figure."""
+    header = [
+        "case",
+        "source",
+        "quantity",
+        "theirs",
+        "ours",
+        "error",
+        "passed",
+        "unphysical",
+        "bound_ns",
+        "events",
+        "seconds",
+    ]
+    return csv_text(
+        header,
+        (
             [
                 case.name,
                 case.source,
@@ -140,16 +147,17 @@ def to_csv(cases: list[Case]) -> str:
                 case.events,
                 f"{case.seconds:.3f}",
             ]
-        )
-    return out.getvalue()
+            for case in cases
+        ),
+    )
 
 
-def _run(case: dict[str, Any], graph: list[Node], where: str) -> tuple[Report, float]:
-    network = parse(Network, case.get("network"), f"{where}, network")
-    system = parse(System, case.get("system"), f"{where}, system")
+def _run(case: dict[str, Any], graph: list[Node], location: str) -> tuple[Report, float]:
+    network = parse(Network, case.get("network"), f"{location}, network")
+    system = parse(System, case.get("system"), f"{location}, system")
     if "npus" in case and case["npus"] != network.npus:
         raise ConfigError(
-            f"{where}: npus must be the product of npus_count; got {case['npus']} and "
+            f"{location}: npus must be the product of npus_count; got {case['npus']} and "
             f"{network.npus}. Correct one."
         )
     start = time.perf_counter()
@@ -162,11 +170,11 @@ def _run(case: dict[str, Any], graph: list[Node], where: str) -> tuple[Report, f
     return report, time.perf_counter() - start
 
 
-def _collective(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
+def _collective(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
     for key in ("collective", "comm_size_bytes_per_npu", "time_ns_max"):
         if key not in case:
             raise ConfigError(
-                f"{where}: {key} must be given; it is missing. Add it, or remove the case."
+                f"{location}: {key} must be given; it is missing. Add it, or remove the case."
             )
     node = Node(
         0,
@@ -176,32 +184,23 @@ def _collective(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
         collective=case["collective"],
         size=case["comm_size_bytes_per_npu"],
     )
-    report, seconds = _run(case, [node], where)
+    report, seconds = _run(case, [node], location)
     yield from _ends(name, case, report, seconds)
 
 
 def _ends(name: str, case: dict[str, Any], report: Report, seconds: float) -> Iterator[Case]:
-    bound, under = report.bound_ns, report.unphysical
-    yield Case(
-        name,
-        "astra-sim",
-        "last NPU, ns",
-        case["time_ns_max"],
-        report.total_ns,
-        bound,
-        under,
-        report.events,
-        seconds,
-    )
+    figures = [("last NPU, ns", "time_ns_max", report.total_ns)]
     if "time_ns_min" in case:
+        figures.append(("first NPU, ns", "time_ns_min", min(report.end_ns)))
+    for quantity, key, ours in figures:
         yield Case(
             name,
             "astra-sim",
-            "first NPU, ns",
-            case["time_ns_min"],
-            min(report.end_ns),
-            bound,
-            under,
+            quantity,
+            case[key],
+            ours,
+            report.bound_ns,
+            report.unphysical,
             report.events,
             seconds,
         )
@@ -213,19 +212,21 @@ _SIZE = r"(\d+)\s*(B|KiB|MiB|GiB)"
 _COLLECTIVE = r"(ALL_TO_ALL|ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER|A2A|AR|AG|RS)"
 
 
-def describe(text: str, where: str) -> list[Node]:
-    """The graph that a description means: one collective, or an embedding, a collective beside a
-    bottom MLP, and a top MLP.
+def describe(text: str, location: str) -> list[Node]:
+    """Parse a description of a graph.
+
+    It is one collective; or an embedding, a collective in parallel with a bottom MLP, and a top
+    MLP.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
-    one = re.match(rf"one {_COLLECTIVE} {_SIZE}", text)
-    if one:
-        kind = _KINDS.get(one[1], one[1].lower())
-        return [
-            Node(0, one[1], (), "collective", collective=kind, size=int(one[2]) * _SIZES[one[3]])
-        ]
+    single = re.match(rf"one {_COLLECTIVE} {_SIZE}", text)
+    if single:
+        kind = _KINDS.get(single[1], single[1].lower())
+        size = int(single[2]) * _SIZES[single[3]]
+        return [Node(0, single[1], (), "collective", collective=kind, size=size)]
+    # The one graph of several nodes that the recorded runs describe in words.
     chain = re.match(
         rf"emb (\d+)us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d+)us .*top (\d+)us after both", text
     )
@@ -245,21 +246,20 @@ def describe(text: str, where: str) -> list[Node]:
             Node(3, "top", (1, 2), duration_us=int(chain[6])),
         ]
     raise ConfigError(
-        f"{where}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); "
-        "bottom 150us ...; top "
-        "20us after both'; "
-        f"got {text!r}."
+        f"{location}: workload must read 'one ALL_TO_ALL 4 KiB ...' or 'emb 100us -> A2A(16MiB); "
+        f"bottom 150us ...; top 20us after both'; got {text!r}."
     )
 
 
-def _overlap(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
+def _overlap(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
     graph = (
-        read_graph(case["graph"], where)
+        read_graph(case["graph"], location)
         if "graph" in case
-        else describe(str(case.get("workload")), where)
+        else describe(str(case.get("workload")), location)
     )
-    report, seconds = _run(case, graph, where)
+    report, seconds = _run(case, graph, location)
     yield from _ends(name, case, report, seconds)
+    # Recorded per NPU; the most exposed one is compared.
     exposed = case.get("exposed_comm_ns")
     if exposed:
         yield Case(
@@ -275,9 +275,10 @@ def _overlap(case: dict[str, Any], name: str, where: str) -> Iterator[Case]:
         )
 
 
-def read_graph(items: list[dict[str, Any]], where: str) -> list[Node]:
-    """A graph as the cases file writes it: id, name, deps, kind (COMP or a collective), duration_us
-    or bytes.
+def read_graph(items: list[dict[str, Any]], location: str) -> list[Node]:
+    """Parse a graph as the cases file writes it.
+
+    A node has id, name, deps, kind (COMP or a collective), and duration_us or bytes.
 
     Raises:
         ConfigError: a key is missing.
@@ -299,7 +300,7 @@ def read_graph(items: list[dict[str, Any]], where: str) -> list[Node]:
             )
         except KeyError as error:
             raise ConfigError(
-                f"{where}: every node must have id, name, deps, kind and duration_us or bytes; "
+                f"{location}: every node must have id, name, deps, kind and duration_us or bytes; "
                 f"{error} is missing."
             ) from error
     return nodes
@@ -315,6 +316,7 @@ def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
         for number, (quantity, ours) in enumerate(
             (("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))
         ):
+            # ASTRA-sim prints every NPU, and the slowest one is compared.
             theirs = max(pair[number] for pair in case["times_ns_and_exposed_comm_ns"])
             yield Case(
                 name,
@@ -330,25 +332,22 @@ def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
 
 
 def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
-    """Bytes per node over all-to-all time, on the TPU v4 preset."""
+    """Compare measured rates, bytes per node over all-to-all time, with the TPU v4 preset."""
     for row in (part or {}).get("rows", []):
-        found = re.match(r"(\d+(?:x\d+)+) torus", row.get("topology", ""))
-        if not found:
+        match = re.match(r"(\d+(?:x\d+)+) torus", row.get("topology", ""))
+        if not match:
             raise ConfigError(
                 f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, "
-                "such as 4x4x4 torus; got "
-                f"{row.get('topology')!r}."
+                f"such as 4x4x4 torus; got {row.get('topology')!r}."
             )
         machine = load_machine("tpuv4-torus")
-        ranks = 1
-        for part_size in found[1].split("x"):
-            ranks *= int(part_size)
+        ranks = math.prod(map(int, match[1].split("x")))
         size = 256 * MIB
         start = time.perf_counter()
         work = Task("all_to_all", "all_to_all", Collective("all_to_all", "one_shot", size))
-        result = run_step(machine, machine.build_topology(ranks, f"torus:{found[1]}"), [work])
+        result = run_step(machine, machine.build_topology(ranks, f"torus:{match[1]}"), [work])
         yield Case(
-            f"TPU v4 {found[1]} torus",
+            f"TPU v4 {match[1]} torus",
             "measured",
             "all-to-all, GB/s",
             row["measured_GBps"],

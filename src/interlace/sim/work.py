@@ -1,13 +1,13 @@
-"""What a step is made of: tasks in rows, and the kinds of work that a task can be.
+"""The parts of a step: tasks in rows, and the kinds of work that a task can be.
 
-A *row* is a stream: its tasks run one at a time, in the order in which they were given. A task also
-waits for the tasks that it names. Three kinds of row exist on a real rank, and nothing keeps them
-from overlapping: ``compute``, one per collective library stream, and ``copy engine``.
+A *row* is a stream: its tasks run one at a time, in the order of the list. A task also waits for
+the tasks that it names. Three kinds of row exist on a real rank and overlap freely: ``compute``,
+one per stream of the collective library, and ``copy engine``.
 
 A **fused** task is one kernel that computes and communicates. Its output leaves slice by slice
-while it goes on, in the order in which the kernels of this library compute: what goes to others
-first, from the neighbour on, what stays last. A **consuming** task is the mirror image: it starts
-on what has arrived while the rest is on its way.
+while it goes on, in the order in which the kernels of this library compute: the peers' slices
+first, from the next rank on, and this rank's own last. A **consuming** task is the mirror image: it
+computes the slices that have arrived while later ones are on their way.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Computation: FLOPs and bytes of this GPU's memory. ``seconds`` instead, where a time was
-    given.
+    """A computation.
+
+    Attributes:
+        flops: multiplications and additions.
+        memory_bytes: bytes that this GPU's memory reads and writes.
+        given_ns: nanoseconds of the kernel, if they are known instead.
     """
 
     flops: float = 0.0
@@ -31,8 +36,12 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A library's collective over a group: ``size`` bytes a rank, see
-    :mod:`interlace.sim.collectives`.
+    """A library's collective over a group.
+
+    Attributes:
+        kind, algorithm: see :data:`interlace.sim.collectives.ALGORITHMS`.
+        size: bytes per rank of the larger buffer.
+        axes: coordinates in which the group's ranks differ; None is all ranks.
     """
 
     kind: str
@@ -43,15 +52,18 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A kernel whose output is an all-to-all, a reduce-scatter or an all-reduce of ``size`` bytes a
-    rank.
+    """A kernel whose output goes into an all-to-all, a reduce-scatter or an all-reduce.
 
     Attributes:
-        slices: pieces in which what goes to one rank leaves.
-        gather_size: bytes of the whole sum that the owners then send to everyone, in an all-reduce;
+        kernel: the computation.
+        kind: name of the collective.
+        size: bytes per rank of the collective's buffer.
+        axes: coordinates in which the group's ranks differ; None is all ranks.
+        slices: slices in which the output for one rank leaves.
+        receive_bytes: memory traffic after the peers' slices have arrived, such as adding slots.
+        waits: whether the kernel waits for the peers' slices; otherwise a consuming task does.
+        gather_size: bytes of the sum that the owners of an all-reduce then send to every rank;
             ``size`` by default.
-        receive_bytes: memory traffic after everything has arrived: the sum of the slots, say.
-        waits: until the peers' slices are here; otherwise a consuming task does.
     """
 
     kernel: Kernel
@@ -66,11 +78,16 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class Consuming:
-    """An all-to-all or all-gather whose output a kernel works on slice by slice, as it arrives.
+    """An all-to-all or all-gather whose output a kernel computes on slice by slice, as it arrives.
 
     Attributes:
-        sent_by: a fused task that does not wait and has the same sizes; without it, everything is
-            sent when this one starts.
+        kernel: the computation.
+        kind: name of the collective.
+        size: bytes per rank of the collective's buffer.
+        axes: coordinates in which the group's ranks differ; None is all ranks.
+        slices: slices in which a rank's data arrives.
+        sent_by: name of a fused task of equal sizes that does not wait; without one, every slice
+            is sent when this task starts.
     """
 
     kernel: Kernel
@@ -83,8 +100,9 @@ class Consuming:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """``size`` bytes to the next rank of a group, by a copy engine; across its outermost
-    coordinate, the longest way.
+    """A message of ``size`` bytes to the next rank of a group by a copy engine.
+
+    It crosses the group's outermost coordinate, which is the longest way.
     """
 
     axes: tuple[int, ...]
@@ -93,7 +111,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """``size`` bytes from the host, by a copy engine."""
+    """A copy of ``size`` bytes from the host by a copy engine."""
 
     size: int
 
@@ -103,7 +121,7 @@ Work = Kernel | Collective | Fused | Consuming | Message | HostCopy
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Work in a row, after other tasks of the same rank."""
+    """Work in a row that begins after the tasks of this rank that ``deps`` names."""
 
     name: str
     row: str

@@ -1,9 +1,9 @@
-"""ASTRA-sim's collective algorithms: what one NPU does for one chunk in one dimension.
+"""ASTRA-sim's collective algorithms: the part of one NPU for one chunk in one dimension.
 
-They share a rhythm. A *packet* passes the endpoint (``endpoint-delay``, and if it is to be reduced
-the time of three memory passes), which gives a credit; a credit and a queued packet together become
-a message; a received message queues the next packet. An algorithm is over when it has sent all its
-messages and all its credits are back.
+They share a rhythm. A *packet* passes the endpoint (``endpoint-delay``, plus the time of three
+memory passes if it is reduced), which gives a credit; a credit and a queued packet together become
+a message; a received message queues the next packet. An algorithm ends when it has sent all its
+messages and has all its credits back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from interlace.sim.astra.system import Npu, Stream
 
 LOCAL_DELAY_NS = 10
-"""The endpoint's delay inside a communicator group, whatever ``endpoint-delay`` says."""
+"""Nanoseconds of the endpoint inside a communicator group, which ASTRA-sim fixes."""
 
 
 class _Packets(abc.ABC):
     """The rhythm that the ring, direct and halving-doubling algorithms share.
 
     Attributes:
-        messages: still to be sent.
-        window: packets under way at once.
+        messages: messages that are still to be sent.
+        window: packets that travel at a time.
     """
 
     messages: int
@@ -37,9 +37,11 @@ class _Packets(abc.ABC):
         self.npu, self.stream, self.collective = npu, stream, collective
         self.endpoint_ns = endpoint_ns
         self.credits = 0
-        self.queue: deque[tuple[int, int, int]] = deque()  # to, from, bytes
-        self._plain = 0  # packets of this round that are not reduced
-        self._rest = 0
+        # Receiver, sender and bytes of each packet.
+        self.queue: deque[tuple[int, int, int]] = deque()
+        # A round begins with packets of this NPU's own data, which need no reduction.
+        self._plain = 0
+        self._later = 0
         self._rounds = 0
 
     def start(self) -> None:
@@ -47,22 +49,23 @@ class _Packets(abc.ABC):
             self._insert()
 
     @abc.abstractmethod
-    def _round_rest(self) -> int:
-        """Packets of a round after the first ``window``."""
+    def _later_packets(self) -> int:
+        """Return the number of packets of a round after the first ``window``."""
 
     @abc.abstractmethod
     def _next(self) -> tuple[int, int, int]:
-        """Receiver, sender and bytes of the next packet; and the step to the one after."""
+        """Return receiver, sender and bytes of the next packet, and step to the packet after it."""
 
     def _insert(self) -> None:
-        if self._plain == 0 and self._rest == 0:
-            self._plain, self._rest = self.window, self._round_rest()
+        if self._plain == 0 and self._later == 0:
+            self._plain, self._later = self.window, self._later_packets()
             self._rounds += 1
         reduced = False
         if self._plain > 0:
             self._plain -= 1
         else:
-            self._rest -= 1
+            self._later -= 1
+            # The rounds of an all-reduce alternate: the odd ones reduce, the even ones gather.
             reduced = self.collective == "reduce_scatter" or (
                 self.collective == "all_reduce" and self._rounds % 2 == 1
             )
@@ -76,6 +79,7 @@ class _Packets(abc.ABC):
         self._maybe_finish()
 
     def _send(self) -> None:
+        # A message needs a packet and a credit; whichever comes second sends it.
         if not self.queue or self.messages == 0 or self.credits == 0:
             return
         receiver, sender, size = self.queue.popleft()
@@ -93,7 +97,7 @@ class _Packets(abc.ABC):
 
 
 class Ring(_Packets):
-    """Each NPU sends to its neighbour in one direction; an all-to-all relays each block hop by hop."""
+    """A ring: each NPU sends to its neighbour; an all-to-all relays each block hop by hop."""
 
     def __init__(
         self,
@@ -110,12 +114,14 @@ class Ring(_Packets):
         self.members, self.step = members, step
         self.at = members.index(npu.id)
         self.window = 1
+        # A ring passes every block n - 1 times; a relayed all-to-all passes blocks 1 to n - 1 times
+        # each.
         self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(
             collective, count - 1
         )
         self.message_bytes = size if collective == "all_gather" else size // count
 
-    def _round_rest(self) -> int:
+    def _later_packets(self) -> int:
         return (len(self.members) - 1) * self.window
 
     def _next(self) -> tuple[int, int, int]:
@@ -126,8 +132,9 @@ class Ring(_Packets):
 
 
 class Direct(Ring):
-    """Each NPU sends to every other one, the nearest first, at most ``window`` messages at once
-    (-1: all).
+    """Direct exchange: each NPU sends to all its peers, the nearest first.
+
+    At most ``window`` messages travel at a time; -1 is all of them.
     """
 
     def __init__(
@@ -148,7 +155,7 @@ class Direct(Ring):
         if collective == "all_to_all":
             self.messages = peers
 
-    def _round_rest(self) -> int:
+    def _later_packets(self) -> int:
         return self.window
 
     def _next(self) -> tuple[int, int, int]:
@@ -162,9 +169,8 @@ class Direct(Ring):
 
     def _credit(self) -> None:
         self.credits += 1
-        if (
-            self.collective == "all_reduce" and self.messages <= self.peers
-        ):  # the second half waits for the whole first
+        # The second half of an all-reduce gathers sums, so it waits for all of the first half.
+        if self.collective == "all_reduce" and self.messages <= self.peers:
             if self._received_count < self.peers:
                 return
             for _ in range(self.window):
@@ -175,7 +181,9 @@ class Direct(Ring):
 
 
 class HalvingDoubling(_Packets):
-    """Exchange half with the NPU 1 away, a quarter with the one 2 away, and so on; then back."""
+    """Halving and doubling: half is exchanged with the NPU 1 away, a quarter with the NPU 2 away,
+    and so on; then back.
+    """
 
     def __init__(
         self,
@@ -196,14 +204,17 @@ class HalvingDoubling(_Packets):
         self._distance = count // 2 if gather else 1
         self._growing = not gather
 
-    def _round_rest(self) -> int:
+    def _later_packets(self) -> int:
         return self.levels - self.window
 
     def _next(self) -> tuple[int, int, int]:
         distance, size, count = self._distance, self.message_bytes, len(self.members)
+        # Peers swap: the lower half of each block of 2 x distance goes up, the upper half goes
+        # down.
         step = 0 if distance == 0 else distance if (self.at // distance) % 2 == 0 else -distance
         peer = self.members[(self.at + step) % count]
         self._advance()
+        # An all-reduce turns around at the largest distance, and gathers on the way back.
         if self._distance == count and self.collective == "all_reduce":
             self._growing = False
             self._advance()
@@ -217,8 +228,9 @@ class HalvingDoubling(_Packets):
 
 
 class Tree:
-    """All-reduce up and down a binary tree, the whole chunk at every edge. Chunks take the two
-    trees in turn.
+    """An all-reduce up and down a binary tree, with the full chunk on every edge.
+
+    Chunks take the two trees in turn.
     """
 
     def __init__(
@@ -232,9 +244,11 @@ class Tree:
         children = [child for child in (self.left, self.right) if child >= 0]
         if not children:
             self._pass(False, self._send_up)
+        # The root has one child, and turns the sum around.
         elif self.parent < 0:
             self._hear(children[0], lambda: self._pass(True, self._send_down))
         else:
+            # An inner NPU has two children, and sends up when both have arrived.
             for child in children:
                 self._hear(child, lambda: self._pass(True, self._summed))
 
@@ -246,8 +260,9 @@ class Tree:
     def _send_up(self) -> None:
         self.npu.send(self.parent, self.stream.tag, self.size)
         leaf = self.left < 0 and self.right < 0
-        then = self._finish if leaf else self._send_down
-        self._hear(self.parent, lambda: self._pass(not leaf, then))
+        # ASTRA-sim charges a reduction for the sum on its way down as well, except at a leaf.
+        arrived = self._finish if leaf else self._send_down
+        self._hear(self.parent, lambda: self._pass(not leaf, arrived))
 
     def _send_down(self) -> None:
         for child in (self.left, self.right):
@@ -258,18 +273,18 @@ class Tree:
     def _finish(self) -> None:
         self.npu.finish_phase(self.stream)
 
-    def _hear(self, sender: int, then: Callable[[], None]) -> None:
-        self.npu.receive(sender, self.stream.tag, self.size, then)
+    def _hear(self, sender: int, arrived: Callable[[], None]) -> None:
+        self.npu.receive(sender, self.stream.tag, self.size, arrived)
 
-    def _pass(self, reduced: bool, then: Callable[[], None]) -> None:
-        self.npu.through_endpoint(self.endpoint_ns, self.size if reduced else 0, then)
+    def _pass(self, reduced: bool, passed: Callable[[], None]) -> None:
+        self.npu.through_endpoint(self.endpoint_ns, self.size if reduced else 0, passed)
 
 
 def binary_tree(members: list[int], root_last: bool) -> dict[int, tuple[int, int, int]]:
-    """Parent, left and right child (-1: none) of every member: a balanced tree in order, under a
-    root that is an end of it.
+    """Return parent, left and right child of every member; -1 is none.
 
-    The number of members must be a power of two.
+    The tree is balanced and in order, under a root that is the first or the last member. The number
+    of members must be a power of two.
     """
     tree: dict[int, tuple[int, int, int]] = {}
 

@@ -1,5 +1,6 @@
-"""What physics needs at least for ASTRA-sim's graphs: its congestion-unaware network undercuts it,
-and must be flagged.
+"""Physical bounds of ASTRA-sim's graphs, which its congestion-unaware network may undercut.
+
+Such results are flagged.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ if TYPE_CHECKING:
 
 
 def graph_bound(network: Network, graph: Sequence[Node]) -> float:
-    """Nanoseconds that an NPU needs at least: for its computation, or for its collectives of all
-    NPUs, one after the other.
+    """Return the nanoseconds that an NPU needs at least.
+
+    They are those of its computation, or of its collectives of all NPUs, one after the other.
     """
     compute = sum(
         1000.0 * node.duration_us
         for node in graph
         if node.kind == "compute" and not node.cpu and not node.flops
     )
+    # Collectives of some NPUs may run next to one another, so only those of all NPUs add up.
     everyone = [
         node
         for node in graph
@@ -34,13 +37,14 @@ def graph_bound(network: Network, graph: Sequence[Node]) -> float:
 
 
 def network_bound(network: Network, collective: str, size: int) -> float:
-    """The least time for what must leave an NPU, and cross the middle of the network; in
-    nanoseconds.
+    """Return the nanoseconds in which the fewest bytes can leave an NPU and cross the network's
+    middle.
     """
     n = network.npus
     if n == 1:
         return 0.0
     per_ns = [value * GIB / 1e9 for value in network.bandwidth]
+    # The ports of all dimensions work at the same time; a dimension of one NPU has none.
     ports = 0.0
     for block, count, rate in zip(network.topology, network.shape, per_ns, strict=True):
         ports += (
@@ -48,18 +52,20 @@ def network_bound(network: Network, collective: str, size: int) -> float:
             if count > 1
             else 0.0
         )
-    whole = size * n if collective == "all_gather" else size
+    # ASTRA-sim's size of an all-gather is that of a shard.
+    buffer = size * n if collective == "all_gather" else size
     factor = 2 if collective == "all_reduce" else 1
-    bounds = [factor * whole * (n - 1) / n / ports]  # leaving the NPU
+    bounds = [factor * buffer * (n - 1) / n / ports]
     block, count, rate = max(
         zip(network.topology, network.shape, per_ns, strict=True), key=lambda dim: dim[1]
     )
     if collective == "all_to_all" and count % 2 == 0:
+        # Across the longest dimension a quarter of all blocks crosses the middle in each direction.
         cut = (
             {"Ring": 2, "Switch": count // 2, "FullyConnected": count * count // 4}[block]
             * rate
             * n
             / count
         )
-        bounds.append(n * whole / 4 / cut)  # the bisection
+        bounds.append(n * buffer / 4 / cut)
     return max(bounds)

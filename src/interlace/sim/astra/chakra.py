@@ -1,4 +1,4 @@
-"""Chakra execution traces, through ``mlc-chakra``: read, and written.
+"""Chakra execution traces, read and written through the package ``mlc-chakra``.
 
 A trace is one file per NPU, ``PREFIX.RANK.et``: a message of metadata, then one message per node,
 each after its length as a varint. See https://github.com/mlcommons/chakra, ``et_def.proto``.
@@ -19,7 +19,8 @@ from interlace.sim.configfile import read
 
 _COLLECTIVES = {0: "all_reduce", 2: "all_gather", 6: "all_to_all", 7: "reduce_scatter"}
 _COMPUTE, _SEND, _RECEIVE, _COLLECTIVE = 4, 5, 6, 7
-# Invalid, metadata, and loads and stores of remote memory, which is not modelled
+# Node types that take no time: invalid, metadata, and loads and stores of remote memory. The latter
+# two are refused, as remote memory is not modelled.
 _TIMELESS = (0, 1, 2, 3)
 
 
@@ -34,18 +35,18 @@ def _definitions() -> Any:
 
 
 def read_traces(prefix: str, npus: int) -> list[list[Node]]:
-    """The graphs of ``PREFIX.0.et`` to ``PREFIX.{npus-1}.et``.
+    """Read the graphs of ``PREFIX.0.et`` to ``PREFIX.{npus-1}.et``.
 
     Raises:
-        ConfigError: a file is missing, cut short, or has what is not modelled; with the file and
-            the node.
+        ConfigError: a file is missing, cut short, or has nodes that are not modelled; the message
+            names the file and the node.
         BackendError: ``mlc-chakra`` is not installed.
     """
     return [read_trace(Path(f"{prefix}.{rank}.et")) for rank in range(npus)]
 
 
 def read_trace(file: Path) -> list[Node]:
-    """The graph of one NPU."""
+    """Read the graph of one NPU; errors are those of :func:`read_traces`."""
     definitions = _definitions()
     try:
         content = file.read_bytes()
@@ -65,7 +66,8 @@ def read_trace(file: Path) -> list[Node]:
         node = definitions.Node()
         try:
             node.ParseFromString(message)
-        except Exception as error:  # protobuf's own class, which the package need not have
+        # Protobuf's own class of errors is not imported, as the package may lack protobuf.
+        except Exception as error:
             raise ConfigError(
                 f"{file}: node {number} must be a Chakra node; it cannot be parsed. Write the "
                 "trace again."
@@ -91,11 +93,10 @@ def _messages(content: bytes, file: Path) -> Iterator[bytes]:
             if not byte & 0x80:
                 break
         if at + size > len(content):
+            # A trace that a full disk cut short must not simulate as a shorter program.
             raise ConfigError(
                 f"{file} must end with a whole message; the one at byte {start} has {size} bytes, "
-                "of which "
-                f"{len(content) - at} are there. "
-                f"Write or copy the file again."
+                f"of which {len(content) - at} are there. Write or copy the file again."
             )
         yield content[at : at + size]
         at += size
@@ -112,8 +113,9 @@ def _attributes(node: Any) -> dict[str, Any]:
 
 
 def _node(node: Any, file: Path) -> Node:
-    where = f"{file}: node {node.id} ({node.name})"
+    location = f"{file}: node {node.id} ({node.name})"
     attributes = _attributes(node)
+    # ASTRA-sim treats control and data dependencies alike; duplicates are dropped.
     deps = tuple(dict.fromkeys([*node.ctrl_deps, *node.data_deps]))
     base = Node(
         node.id,
@@ -124,7 +126,7 @@ def _node(node: Any, file: Path) -> Node:
     )
     if node.type in _TIMELESS:
         if node.type in (2, 3):
-            raise ConfigError(f"{where}: remote memory is not modelled. Remove the node.")
+            raise ConfigError(f"{location}: remote memory is not modelled. Remove the node.")
         return dataclasses.replace(base, kind="none")
     if node.type == _COMPUTE:
         return dataclasses.replace(
@@ -133,11 +135,12 @@ def _node(node: Any, file: Path) -> Node:
             size=int(attributes.get("tensor_size", 0)),
         )
     size = int(attributes.get("comm_size", 0))
+    # Sends and receives are work of the device, whatever is_cpu_op says.
     if node.type in (_SEND, _RECEIVE):
         kind: Kind = "send" if node.type == _SEND else "receive"
         peer = "comm_dst" if node.type == _SEND else "comm_src"
         if peer not in attributes:
-            raise ConfigError(f"{where}: {peer} must be given; it is missing. Add it.")
+            raise ConfigError(f"{location}: {peer} must be given; it is missing. Add it.")
         return dataclasses.replace(
             base,
             kind=kind,
@@ -148,19 +151,20 @@ def _node(node: Any, file: Path) -> Node:
         )
     if node.type != _COLLECTIVE:
         raise ConfigError(
-            f"{where}: type must be one of Chakra's; got {node.type}. Is the trace newer than "
+            f"{location}: type must be one of Chakra's; got {node.type}. Is the trace newer than "
             "mlc-chakra?"
         )
     number = int(attributes.get("comm_type", -1))
     if number not in _COLLECTIVES:
         raise ConfigError(
-            f"{where}: comm_type must be ALL_REDUCE, ALL_GATHER, ALL_TO_ALL or REDUCE_SCATTER; "
+            f"{location}: comm_type must be ALL_REDUCE, ALL_GATHER, ALL_TO_ALL or REDUCE_SCATTER; "
             f"got {number}."
         )
+    # A collective without the name of a group is one of all NPUs.
     group = str(attributes.get("pg_name", "") or "0")
     if not group.lstrip("-").isdecimal():
         raise ConfigError(
-            f"{where}: pg_name must be a number; got {group!r}. Number the communicator groups."
+            f"{location}: pg_name must be a number; got {group!r}. Number the communicator groups."
         )
     return dataclasses.replace(
         base,
@@ -175,10 +179,10 @@ def _node(node: Any, file: Path) -> Node:
 
 
 def read_groups(file: Path) -> dict[int, list[int]]:
-    """Communicator groups from ASTRA-sim's JSON, ``{"1": [0, 1, 2, 3], ...}``.
+    """Read communicator groups from ASTRA-sim's JSON, ``{"1": [0, 1, 2, 3], ...}``.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the file does not have that form.
     """
     data = read(file)
     if not isinstance(data, dict):
@@ -201,12 +205,13 @@ def read_groups(file: Path) -> dict[int, list[int]]:
 
 
 def write_traces(graphs: Sequence[Sequence[Node]], prefix: str) -> list[Path]:
-    """One file per NPU; their paths. ASTRA-sim reads them.
+    """Write one file per NPU, as ASTRA-sim reads them, and return their paths.
 
     Raises:
         ConfigError: a file cannot be written.
         BackendError: ``mlc-chakra`` is not installed.
     """
+    # The package is imported here, so that only commands that read traces need it.
     definitions = _definitions()
     paths = []
     for rank, graph in enumerate(graphs):
@@ -227,6 +232,7 @@ def write_traces(graphs: Sequence[Sequence[Node]], prefix: str) -> list[Path]:
 
 def _append(out: io.BytesIO, message: Any) -> None:
     data = message.SerializeToString()
+    # Every message follows its length as a varint: seven bits per byte, the lowest first.
     size = len(data)
     while size > 0x7F:
         out.write(bytes((size & 0x7F | 0x80,)))

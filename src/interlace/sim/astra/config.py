@@ -24,16 +24,18 @@ def _as_list(value: Any) -> Any:
 
 
 def _plain_block(value: Any) -> Any:
-    """``{"type": "Ring"}`` and ``Ring`` are the same."""
+    """Replace ``{"type": "Ring"}`` by ``Ring``, which means as much."""
     return [item.get("type", item) if isinstance(item, dict) else item for item in _as_list(value)]
 
 
+# A pydantic pattern instead of an enumeration: direct may end in a window, such as direct4.
 Implementation = Annotated[
     list[
         Annotated[
             str,
             Field(
-                pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)|doubleBinaryTree)$"
+                pattern=r"^((one)?(ring|Ring|direct\d*|Direct\d*|halvingDoubling|HalvingDoubling)"
+                r"|doubleBinaryTree)$"
             ),
         ]
     ],
@@ -73,8 +75,9 @@ class Network(Strict):
 
 
 class System(Strict):
-    """ASTRA-sim's system layer. Keys that only matter to parts that are not modelled are accepted
-    where they change nothing.
+    """ASTRA-sim's system layer.
+
+    Keys of parts that are not modelled are accepted if their values change nothing.
     """
 
     scheduling_policy: Annotated[
@@ -107,9 +110,11 @@ class System(Strict):
     inter_dimension_scheduling: Annotated[
         Literal["baseline"], Field(alias="inter-dimension-scheduling")
     ] = "baseline"
+    # Keys with one permitted value are those whose other values would change results here.
     model_shared_bus: Annotated[Literal[0], Field(alias="model-shared-bus")] = 0
     replay_only: Annotated[int, Field(alias="replay-only")] = 0
     trace_enabled: Annotated[int, Field(alias="trace-enabled")] = 0
+    # The keys below do not change results, so any value is accepted.
     logging: Any = None
     track_local_mem: Annotated[int, Field(alias="track-local-mem")] = 0
     local_mem_trace_filename: Annotated[str | None, Field(alias="local-mem-trace-filename")] = None
@@ -124,8 +129,9 @@ class System(Strict):
         return bool(value) if isinstance(value, int) else value
 
     def algorithms(self, kind: str, dimensions: int) -> list[str]:
-        """The algorithm of every dimension; where the file says none, direct for an all-to-all and
-        rings for the others.
+        """List the algorithm of every dimension.
+
+        Without an entry in the file, an all-to-all is direct and the other collectives are rings.
         """
         return list(
             getattr(self, kind) or ["direct" if kind == "all_to_all" else "ring"] * dimensions

@@ -1,4 +1,4 @@
-"""A step of this simulator as ASTRA-sim's graph, to run there, or here in the compatibility mode."""
+"""Export of a step as ASTRA-sim's graph, which ASTRA-sim and the compatibility mode run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from interlace.sim.work import Collective, HostCopy, Kernel, Task
 
 
 def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
-    """One NPU's graph; every NPU has the same.
+    """Return the graph of an NPU; all NPUs have equal graphs.
 
-    A row's order becomes dependencies. Kernels have the machine's time in whole microseconds (at
-    least one), and their FLOPs and bytes for the roofline. Copies from the host are left out:
+    A row's order becomes dependencies. Kernels have the machine's time in full microseconds (at
+    least one), and their FLOPs and bytes for the roofline. Copies from the host are left out, as
     ASTRA-sim has no such resource.
 
     Raises:
-        ConfigError: a task cannot be said there: a fused kernel, a group that is not everyone, a
-            message.
+        ConfigError: a task has no counterpart in a graph: a fused kernel, a collective of some
+            ranks only, a message.
     """
     numbers: dict[str, int] = {}
     nodes: list[Node] = []
     last: dict[str, str] = {}
+    # ASTRA-sim has no copies from the host, so tasks lose their dependencies on them as well.
     left_out = {task.name for task in tasks if isinstance(task.work, HostCopy)}
     for task in tasks:
         if task.name in left_out:
             continue
+        # A row runs one task at a time; a graph has no rows, so their order becomes dependencies.
         before = [dep for dep in task.deps if dep not in left_out]
         if task.row in last:
             before.append(last[task.row])
@@ -44,6 +46,7 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
                 number,
                 task.name,
                 deps,
+                # Chakra's times are integers of microseconds, and 0 would mean one nanosecond.
                 duration_us=max(1, round(time / 1000)),
                 flops=round(work.flops),
                 size=round(work.memory_bytes),
@@ -53,8 +56,7 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
         else:
             raise ConfigError(
                 "a Chakra trace must have kernels and collectives of all ranks only; "
-                f"{task.name!r} is neither. Ask for "
-                "--fused none, of a DLRM."
+                f"{task.name!r} is neither. Ask for --fused none, of a DLRM."
             )
         numbers[task.name] = number
         last[task.row] = task.name

@@ -1,7 +1,7 @@
-"""ASTRA-sim's two analytical networks, with its rounding.
+"""ASTRA-sim's two analytical networks, with ASTRA-sim's rounding.
 
-Its ``bandwidth`` is per link and direction in units of 2**30 bytes per 10**9 ns, its ``latency`` is
-per hop.
+``bandwidth`` is per link and direction, in units of 2**30 bytes per 10**9 ns; ``latency`` is per
+hop, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from interlace.sim.engine import Engine
 from interlace.units import GIB
@@ -17,7 +18,7 @@ BLOCKS = ("Ring", "FullyConnected", "Switch")
 
 
 def coordinates(npu: int, shape: tuple[int, ...]) -> list[int]:
-    """``npu`` as one index per dimension; the first dimension varies fastest."""
+    """Return ``npu`` as one index per dimension; the first dimension varies fastest."""
     out = []
     for count in shape:
         out.append(npu % count)
@@ -26,16 +27,23 @@ def coordinates(npu: int, shape: tuple[int, ...]) -> list[int]:
 
 
 def ring_steps(source: int, destination: int, count: int) -> tuple[int, int]:
-    """Direction (+1 or -1) and hops of the shorter way around a ring; ties go clockwise."""
+    """Return direction (+1 or -1) and hops of the shorter way around a ring; ties go clockwise."""
     clockwise = (destination - source) % count
     return (-1, count - clockwise) if count - clockwise < clockwise else (1, clockwise)
 
 
-class UnawareNetwork:
-    """Every message has the network to itself: ``floor(hops * latency + bytes / bandwidth)``.
+class Network:
+    """A network of blocks, one per dimension.
 
-    Of a message that differs in several dimensions only the first is charged. Both are ASTRA-sim's;
-    neither is physical.
+    Args:
+        engine: the clock.
+        blocks: ``"Ring"``, ``"FullyConnected"`` or ``"Switch"`` of each dimension.
+        shape: NPUs along each dimension.
+        bandwidth: of each dimension, per link and direction, in 2**30 bytes per second.
+        latency: nanoseconds per hop of each dimension.
+
+    Attributes:
+        sent_bytes: bytes that all NPUs sent.
     """
 
     def __init__(
@@ -51,13 +59,22 @@ class UnawareNetwork:
         self.bytes_per_ns = [value * GIB / 1e9 for value in bandwidth]
         self.sent_bytes = 0
 
+
+class UnawareNetwork(Network):
+    """A network that every message has to itself: ``floor(hops * latency + bytes / bandwidth)``.
+
+    A message that differs in several dimensions is charged for the first of them only. Both are
+    ASTRA-sim's rules; neither is physical.
+    """
+
     def send(self, source: int, destination: int, size: int, arrived: Callable[[], None]) -> None:
         """Call ``arrived()`` when ``size`` bytes are there."""
         self.sent_bytes += size
-        here, there = coordinates(source, self.shape), coordinates(destination, self.shape)
-        dim = next(i for i in range(len(here)) if here[i] != there[i])
+        at, target = coordinates(source, self.shape), coordinates(destination, self.shape)
+        # Coordinates differ in at least one dimension, since a message to oneself is refused.
+        dim = next(i for i in range(len(at)) if at[i] != target[i])
         hops = {
-            "Ring": ring_steps(here[dim], there[dim], self.shape[dim])[1],
+            "Ring": ring_steps(at[dim], target[dim], self.shape[dim])[1],
             "FullyConnected": 1,
             "Switch": 2,
         }[self.blocks[dim]]
@@ -65,7 +82,7 @@ class UnawareNetwork:
 
 
 class _Link:
-    """One direction of a link: sends one message at a time, the others wait in order."""
+    """One direction of a link, which sends one message at a time; later ones wait in order."""
 
     __slots__ = ("busy", "bytes_per_ns", "engine", "latency", "waiting")
 
@@ -84,6 +101,7 @@ class _Link:
     def _start(self, message: _Message) -> None:
         self.busy = True
         serialization = message.size / self.bytes_per_ns
+        # Truncated separately, as ASTRA-sim does, so that results match it to the nanosecond.
         self.engine.after(int(self.latency + serialization), message.arrive)
         self.engine.after(int(serialization), self._free)
 
@@ -94,7 +112,7 @@ class _Link:
 
 
 class _Message:
-    """Bytes on their way, stored whole at every hop before they go on."""
+    """Bytes on their way, which are stored completely at every hop before they go on."""
 
     __slots__ = ("arrived", "hop", "route", "size")
 
@@ -110,23 +128,14 @@ class _Message:
             self.route[self.hop].send(self)
 
 
-class AwareNetwork:
-    """Every link is a FIFO; tori are crossed dimension by dimension; a ring is taken the shorter
-    way, ties clockwise.
+class AwareNetwork(Network):
+    """A network whose links are FIFOs.
+
+    Tori are crossed dimension by dimension; a ring is crossed the shorter way, ties clockwise.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        blocks: list[str],
-        shape: tuple[int, ...],
-        bandwidth: list[float],
-        latency: list[float],
-    ) -> None:
-        self.engine = engine
-        self.blocks, self.shape, self.latency = blocks, shape, latency
-        self.bytes_per_ns = [value * GIB / 1e9 for value in bandwidth]
-        self.sent_bytes = 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._links: dict[tuple[int, ...], _Link] = {}
         self._routes: dict[tuple[int, int], list[_Link]] = {}
 
@@ -136,25 +145,27 @@ class AwareNetwork:
         route = self._routes.get((source, destination))
         if route is None:
             route = self._routes[source, destination] = self._find(source, destination)
+        # Links queue messages, so a message needs its own position on the shared route.
         route[0].send(_Message(size, route, arrived))
 
     def _find(self, source: int, destination: int) -> list[_Link]:
-        here, there = coordinates(source, self.shape), coordinates(destination, self.shape)
+        at, target = coordinates(source, self.shape), coordinates(destination, self.shape)
         route = []
         for dim, count in enumerate(self.shape):
-            if here[dim] == there[dim]:
+            if at[dim] == target[dim]:
                 continue
-            # Which of the many rings or switches of this dimension
-            group = (*here[:dim], -1, *here[dim + 1 :])
+            # The other dimensions' coordinates tell this dimension's rings and switches apart.
+            group = (*at[:dim], -1, *at[dim + 1 :])
             if self.blocks[dim] == "Ring":
-                step, hops = ring_steps(here[dim], there[dim], count)
-                nodes = [(here[dim] + step * hop) % count for hop in range(hops + 1)]
+                step, hops = ring_steps(at[dim], target[dim], count)
+                nodes = [(at[dim] + step * hop) % count for hop in range(hops + 1)]
+            # The switch is a node of its own, numbered after the NPUs of the dimension.
             elif self.blocks[dim] == "Switch":
-                nodes = [here[dim], count, there[dim]]
+                nodes = [at[dim], count, target[dim]]
             else:
-                nodes = [here[dim], there[dim]]
+                nodes = [at[dim], target[dim]]
             route += [self._link(dim, *group, a, b) for a, b in itertools.pairwise(nodes)]
-            here[dim] = there[dim]
+            at[dim] = target[dim]
         return route
 
     def _link(self, dim: int, *key: int) -> _Link:

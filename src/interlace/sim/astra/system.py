@@ -1,5 +1,5 @@
-"""One ASTRA-sim NPU: its clock, its messages, its queues of chunks, and how a collective becomes
-phases over dimensions.
+"""An ASTRA-sim NPU: its clock, its messages, its queues of chunks, and the phases over dimensions
+that a collective becomes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Algorithm = Ring | Direct | HalvingDoubling | Tree
 
 
 class Mailbox:
-    """Matches sends and receives by tag, sender, receiver and size, in order."""
+    """A matcher of sends and receives by tag, sender, receiver and size, in order."""
 
     def __init__(self, engine: Engine, network: AwareNetwork | UnawareNetwork) -> None:
         self.engine, self.network = engine, network
@@ -43,7 +43,7 @@ class Mailbox:
         size: int,
         sent: Callable[[], None] | None = None,
     ) -> None:
-        """Start a message; ``sent()`` is called when it has arrived."""
+        """Start a message, and call ``sent()`` when it has arrived."""
         key = (tag, source, destination, size)
         if size == 0 or source == destination:
             raise ConfigError(
@@ -54,22 +54,24 @@ class Mailbox:
         self.network.send(source, destination, size, lambda: self._arrive(key, sent))
 
     def receive(
-        self, tag: Tag, source: int, destination: int, size: int, then: Callable[[], None]
+        self, tag: Tag, source: int, destination: int, size: int, received: Callable[[], None]
     ) -> None:
-        """Call ``then()`` when the next such message is there; an instant later if it is there
-        already.
+        """Call ``received()`` when the next such message has arrived.
+
+        If it has arrived already, the call is the clock's next event of this instant.
         """
         key = (tag, source, destination, size)
         if self._arrived.get(key):
             self._arrived[key] -= 1
-            self.engine.after(0, then)
+            self.engine.after(0, received)
         else:
-            self._waiting.setdefault(key, []).append(then)
+            self._waiting.setdefault(key, []).append(received)
 
     def _arrive(self, key: tuple[Tag, int, int, int], sent: Callable[[], None] | None) -> None:
         if sent is not None:
             sent()
         waiting = self._waiting.get(key)
+        # Receives of equal key are served first come, first served, as are the messages.
         if waiting:
             waiting.pop(0)()
         else:
@@ -77,9 +79,7 @@ class Mailbox:
 
 
 class Phase:
-    """A collective in one dimension: made when it is planned, built into an algorithm when its turn
-    comes.
-    """
+    """A collective in one dimension, which becomes an algorithm when its turn comes."""
 
     __slots__ = ("build", "dimension")
 
@@ -125,7 +125,11 @@ class Npu:
     # Time and messages.
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
-        """As the engine's, but all of an NPU's calls of one instant run when the first one is due."""
+        """Call ``call(*args)`` in ``delay_ns``, with this NPU's other calls of that instant.
+
+        ASTRA-sim runs all calls of an NPU for one instant when the first of them is due, and ties
+        between NPUs depend on that.
+        """
         time = self.engine.now + delay_ns
         calls = self._calls.get(time)
         if calls is None:
@@ -135,23 +139,26 @@ class Npu:
 
     def _call(self, time: int) -> None:
         calls = self._calls[time]
-        for call, args in calls:  # grows while it runs
+        # The list may grow while it runs: a call may schedule another one for this instant.
+        for call, args in calls:
             call(*args)
         del self._calls[time]
 
-    def through_endpoint(self, delay_ns: int, reduced_bytes: int, then: Callable[[], None]) -> None:
-        """Pass the endpoint, and reduce ``reduced_bytes`` if not 0: read two operands, write one."""
+    def through_endpoint(
+        self, delay_ns: int, reduced_bytes: int, passed: Callable[[], None]
+    ) -> None:
+        """Pass the endpoint, and reduce ``reduced_bytes``: read two operands, write one."""
         if reduced_bytes:
             passes = 3 * int(reduced_bytes / self._reduce_bytes_per_ns)
-            self.after(delay_ns, lambda: self.after(passes, then))
+            self.after(delay_ns, lambda: self.after(passes, passed))
         else:
-            self.after(delay_ns, then)
+            self.after(delay_ns, passed)
 
     def send(self, destination: int, tag: Tag, size: int) -> None:
         self.mailbox.send(tag, self.id, destination, size)
 
-    def receive(self, source: int, tag: Tag, size: int, then: Callable[[], None]) -> None:
-        self.mailbox.receive(tag, source, self.id, size, then)
+    def receive(self, source: int, tag: Tag, size: int, received: Callable[[], None]) -> None:
+        self.mailbox.receive(tag, source, self.id, size, received)
 
     # Collectives.
 
@@ -164,30 +171,32 @@ class Npu:
         priority: int,
         done: Callable[[], None],
     ) -> None:
-        """Start a collective of ``size`` bytes; ``done()`` is called when this NPU has finished its
-        part.
+        """Start a collective of ``size`` bytes, and call ``done()`` when this NPU's part is over.
 
         Args:
             kind: ``"all_reduce"``, ``"all_to_all"``, ``"all_gather"`` or ``"reduce_scatter"``.
-            size: bytes of this NPU's buffer; of all-gather, of its shard.
-            dims: which dimensions take part; None is all.
+            size: bytes of this NPU's buffer; for an all-gather, bytes of its shard.
+            dims: for each dimension, whether it takes part; None is all.
             group: id and members of a communicator group; None is all NPUs.
-            priority: for the ``EXPLICIT`` policy; the larger goes first.
+            priority: priority for the ``EXPLICIT`` policy; the largest goes first.
+            done: function without arguments.
         """
         splits = self.system.preferred_dataset_splits
         everyone = math.prod(self.shape)
         chunk = size // splits
+        # ASTRA-sim's smallest chunk has a byte for every NPU.
         if kind != "all_gather" and everyone > chunk:
             chunk, size = everyone, splits * everyone
         if chunk == 0:
             raise ConfigError(
-                f"a collective's bytes must be at least preferred-dataset-splits; got {size} "
-                f"bytes and {splits} splits. "
-                f"Change one of them."
+                f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes "
+                f"and {splits} splits. Change one of them."
             )
-        chunks = -(-size // chunk)  # a rest is a whole chunk more
+        # A remainder is one chunk more, of full size.
+        chunks = -(-size // chunk)
         if self.system.scheduling_policy == "LIFO":
             priority, self._priority = self._priority, self._priority + 1
+        # FIFO lets earlier collectives go first: their priority is larger. LIFO is the reverse.
         elif self.system.scheduling_policy == "FIFO":
             priority, self._priority = self._priority, self._priority - 1
         left = [chunks]
@@ -206,6 +215,7 @@ class Npu:
             tag = (number, self._numbers.get(number, 0))
             self._numbers[number] = tag[1] + 1
             streams.append(Stream(tag, phases, priority, one_done))
+        # A collective over dimensions of one NPU has nothing to move, but ends with an event.
         if not streams:
             self.after(0, done)
         for stream in streams:
@@ -214,7 +224,8 @@ class Npu:
     def _plan(
         self, kind: str, size: int, dims: Sequence[bool] | None, members: list[int] | None
     ) -> list[Phase]:
-        if members is not None:  # a communicator group is one ring of its own
+        # A communicator group is one ring of its own, whatever the system file says.
+        if members is not None:
             if len(members) == 1:
                 return []
             return [
@@ -228,8 +239,11 @@ class Npu:
                 f"{list(dims)}. Add the others."
             )
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
+        # An all-gather takes the dimensions in reverse, as the way back of an all-reduce does.
         if kind == "all_gather":
             used.reverse()
+        # The bandwidth-aware plan reduces in each dimension before the next one, so that the later
+        # dimensions move less; the baseline moves everything in each.
         steps: list[tuple[str, int, int]]
         if (
             kind == "all_reduce"
@@ -243,24 +257,31 @@ class Npu:
         else:
             steps = [(kind, dim, 1) for dim in used]
         phases = []
-        for what, dim, direction in steps:
+        for phase_kind, dim, direction in steps:
             count, stride = axes[dim]
             phases.append(
                 Phase(
                     dim,
                     self._builder(
-                        algorithms[dim], what, dim, self._members(count, stride), size, direction
+                        algorithms[dim],
+                        phase_kind,
+                        dim,
+                        self._members(count, stride),
+                        size,
+                        direction,
                     ),
                 )
             )
-            size = {"all_gather": size * count, "reduce_scatter": size // count}.get(what, size)
+            size = {"all_gather": size * count, "reduce_scatter": size // count}.get(
+                phase_kind, size
+            )
         return phases
 
     def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
-        """Members and stride of every logical dimension; an algorithm named ``one...`` takes all
-        NPUs as one dimension.
+        """List members and stride of every logical dimension.
 
-        Dimensions for which no algorithm is named take no part.
+        An algorithm named ``one...`` takes all NPUs as one dimension. Dimensions for which no
+        algorithm is named take no part.
         """
         axes: list[tuple[int, int]] = []
         stride = 1
@@ -304,19 +325,20 @@ class Npu:
             raise ConfigError(
                 f"doubleBinaryTree must be of an all-reduce; got {kind}. Use ring or direct."
             )
+        # Chunks take the two trees in turn, as in ASTRA-sim.
         turn = self._trees.get((dim, kind), 0)
         self._trees[dim, kind] = turn + 1
         links = binary_tree(members, root_last=turn % 2 == 0)[self.id]
         return lambda stream: Tree(self, stream, links, size, delay)
 
-    # Chunks wait for their turn in each dimension.
+    # In each dimension chunks wait for their turn, a few at a time.
 
     def _enter(self, stream: Stream) -> None:
         self._queue_up(stream)
         self._start_some(stream.dimension)
 
     def _queue_up(self, stream: Stream) -> None:
-        """Into the queue of its next dimension: after what runs, and after what is not less urgent."""
+        """Insert a chunk into its next dimension's queue: after running and more urgent chunks."""
         phase = stream.phases.pop(0)
         stream.dimension, stream.running, stream.algorithm = (
             phase.dimension,
@@ -324,15 +346,15 @@ class Npu:
             phase.build(stream),
         )
         queue = self._queues.setdefault(phase.dimension, [])
-        place = next(
+        position = next(
             (
                 i
-                for i, other in enumerate(queue)
-                if not other.running and other.priority < stream.priority
+                for i, queued in enumerate(queue)
+                if not queued.running and queued.priority < stream.priority
             ),
             len(queue),
         )
-        queue.insert(place, stream)
+        queue.insert(position, stream)
 
     def _start_some(self, dimension: int) -> None:
         queue = self._queues[dimension]
@@ -346,7 +368,7 @@ class Npu:
             stream.algorithm.start()
 
     def finish_phase(self, stream: Stream) -> None:
-        """The stream's algorithm is over: on to the next dimension, or done."""
+        """End a stream's algorithm: it goes on to its next dimension, or is done."""
         left = stream.dimension
         if not stream.phases:
             stream.done()

@@ -1,4 +1,4 @@
-"""ASTRA-sim's workload layer: a graph of operators per NPU, and the run of it."""
+"""ASTRA-sim's workload layer: a graph of operators per NPU, and its run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from interlace.sim.engine import Engine
 
 Kind = Literal["compute", "collective", "send", "receive", "none"]
 
-_P2P_GROUP = -1  # tags of single sends and receives: apart from those of collectives
+# Group of single sends and receives, whose tags must not match those of collectives.
+_P2P_GROUP = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +29,17 @@ class Node:
         deps: ids of the nodes that must end before.
         kind: ``"compute"``, ``"collective"``, ``"send"``, ``"receive"`` or ``"none"`` (takes no
             time).
-        duration_us: of a compute node; 0 takes one nanosecond, as there.
-        collective: of a collective node, one of ``all_reduce``, ``all_gather``, ``reduce_scatter``,
-            ``all_to_all``.
-        size: bytes: a collective's buffer (all-gather: shard), a message's size, the tensors of a
-            compute node.
-        flops: of a compute node, for the roofline.
-        dims: which dimensions a collective uses; None is all.
-        group: id of a communicator group; 0 is everyone.
-        peer, tag: of a send or receive.
-        cpu: runs on the host: one at a time, beside the device.
+        duration_us: microseconds of a compute node; 0 takes one nanosecond, as in ASTRA-sim.
+        collective: kind of a collective node: ``all_reduce``, ``all_gather``,
+            ``reduce_scatter`` or ``all_to_all``.
+        size: bytes of a collective's buffer (of the shard for an all-gather), of a message, or of
+            the tensors of a compute node.
+        flops: FLOPs of a compute node, for the roofline.
+        dims: for each dimension, whether a collective uses it; None is all.
+        group: id of a communicator group; 0 is all NPUs.
+        priority: priority of a collective under the ``EXPLICIT`` policy.
+        peer, tag: peer and tag of a send or receive.
+        cpu: whether the node runs on the host: one at a time, in parallel with the device.
     """
 
     id: int
@@ -61,12 +63,12 @@ class Report:
     """Outcome of a run.
 
     Attributes:
-        end_ns: when each NPU ended.
-        exposed_ns: of each NPU, its time without device computation.
-        events: that the engine called.
-        sent_bytes: that all NPUs sent.
+        end_ns: end of each NPU in nanoseconds.
+        exposed_ns: nanoseconds of each NPU without device computation.
+        events: number of events that the engine called.
+        sent_bytes: bytes that all NPUs sent.
         spans: per NPU, (node id, start, end) in order of ending.
-        bound_ns: what physics needs at least, for any NPU.
+        bound_ns: the largest physical bound of any NPU.
     """
 
     end_ns: list[int]
@@ -82,15 +84,17 @@ class Report:
 
     @property
     def unphysical(self) -> bool:
-        """The run lies under its bound: the congestion-unaware network lets messages share links
-        for nothing.
+        """True if the run lies under its bound.
+
+        The congestion-unaware network lets messages share links for nothing.
         """
         return self.total_ns < self.bound_ns
 
 
 class _Runner:
-    """Runs one NPU's graph: one device computation, one collective or send, one host operator at a
-    time.
+    """A run of one NPU's graph.
+
+    At a time there is one device computation, one collective or send, and one host operator.
     """
 
     def __init__(self, npu: Npu, graph: Sequence[Node], groups: Mapping[int, list[int]]) -> None:
@@ -108,6 +112,8 @@ class _Runner:
         self.spans: list[tuple[int, int, int]] = []
 
     def start_ready(self) -> None:
+        """Start every ready node whose unit is free, in the order of ids."""
+        # A copy, because issuing a node of no time may call this method again.
         for ident in list(self.ready):
             node = self.nodes[ident]
             unit = self._unit(node)
@@ -154,6 +160,7 @@ class _Runner:
         if system.roofline_enabled and not node.cpu:
             if node.size == 0:
                 return 0
+            # The roofline: FLOPs per byte times bytes per second, at most the peak.
             intensity = node.flops / node.size
             perf = min(system.local_mem_bw * 1e9 * intensity, system.peak_perf * 1e12)
             return int(node.flops / perf * 1e9) if node.flops else 0
@@ -164,6 +171,7 @@ class _Runner:
         if unit is not None:
             self.busy.discard(unit)
         self.spans.append((node.id, start, self.npu.engine.now))
+        # Nodes become ready in the order of their ids, which is ASTRA-sim's order of issue.
         for child in self.children.get(node.id, ()):
             self.waits[child] -= 1
             if self.waits[child] == 0:
@@ -182,14 +190,16 @@ def run(
     """Run one graph per NPU with ASTRA-sim's semantics.
 
     Args:
+        network: the network.
+        system: the system layer.
         graphs: one per NPU.
-        congestion_aware: links are FIFOs; otherwise every message has the network to itself, which
-            can undercut physics.
+        congestion_aware: whether links are FIFOs; otherwise every message has the network to
+            itself, which can undercut physics.
         groups: communicator groups, id -> members.
 
     Raises:
-        ConfigError: the graphs do not fit the network, have cycles, or wait for messages that never
-            come.
+        ConfigError: the graphs do not fit the network, have cycles, or wait for messages that are
+            never sent.
     """
     if len(graphs) != network.npus:
         raise ConfigError(
@@ -210,10 +220,10 @@ def run(
         if len(names) > len(network.shape):
             raise ConfigError(
                 f"{kind.replace('_', '-')}-implementation must name at most one algorithm per "
-                f"dimension; got {names} for "
-                f"{len(network.shape)} dimensions. Remove some."
+                f"dimension; got {names} for {len(network.shape)} dimensions. Remove some."
             )
     engine = Engine()
+    # The two networks differ in physics only; the layers above them are alike.
     make = AwareNetwork if congestion_aware else UnawareNetwork
     fabric = make(engine, list(network.topology), network.shape, network.bandwidth, network.latency)
     mailbox = Mailbox(engine, fabric)
@@ -224,6 +234,7 @@ def run(
     for runner in runners:
         runner.start_ready()
     engine.run()
+    # The engine ran out of events, so an NPU that has not ended never will.
     stuck = [rank for rank, runner in enumerate(runners) if runner.end_ns is None]
     if stuck:
         runner = runners[stuck[0]]
@@ -231,13 +242,13 @@ def run(
         waiting = next((node for node in runner.nodes.values() if node.id not in done), None)
         raise ConfigError(
             f"every node must end; NPU {stuck[0]} (of {len(stuck)}) still waits in node "
-            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all "
-            "NPUs the same collectives in the "
-            f"same order, and every receive a send of its size and tag."
+            f"{waiting.id if waiting else '?'} ({waiting.name if waiting else '?'}). Give all NPUs "
+            "the same collectives in the same order, and every receive a send of its size and tag."
         )
     ends = [runner.end_ns or 0 for runner in runners]
     exposed = [end - runner.compute_ns for end, runner in zip(ends, runners, strict=True)]
-    bounds = {id(graph): graph for graph in graphs}  # NPUs often share one
+    # NPUs often share one graph, whose bound is computed once.
+    bounds = {id(graph): graph for graph in graphs}
     bound = (
         0.0
         if system.roofline_enabled
@@ -249,36 +260,38 @@ def run(
 
 
 def check_graph(
-    graph: Sequence[Node], where: str, npus: int, groups: Mapping[int, list[int]]
+    graph: Sequence[Node], location: str, npus: int, groups: Mapping[int, list[int]]
 ) -> None:
     """Refuse duplicate ids, missing or cyclic dependencies, and collectives, groups and peers that
     do not exist.
 
     Raises:
-        ConfigError: naming the node and what to do.
+        ConfigError: the graph cannot be run; the message names the node and the fix.
     """
     nodes: dict[int, Node] = {}
     for node in graph:
         if node.id in nodes:
-            raise ConfigError(f"{where}: node ids must differ; got {node.id} twice. Renumber one.")
+            raise ConfigError(
+                f"{location}: node ids must differ; got {node.id} twice. Renumber one."
+            )
         nodes[node.id] = node
         if node.kind == "collective" and node.collective not in COLLECTIVES:
             raise ConfigError(
-                f"{where}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; "
+                f"{location}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; "
                 f"got {node.collective!r}."
             )
         if node.kind in ("collective", "send", "receive") and node.size <= 0:
             raise ConfigError(
-                f"{where}: node {node.id} must move bytes; got {node.size}. Set its comm_size."
+                f"{location}: node {node.id} must move bytes; got {node.size}. Set its comm_size."
             )
         if node.kind in ("send", "receive") and not 0 <= node.peer < npus:
             raise ConfigError(
-                f"{where}: node {node.id}'s peer must be an NPU below {npus}; got {node.peer}."
+                f"{location}: node {node.id}'s peer must be an NPU below {npus}; got {node.peer}."
             )
         if node.group and node.group not in groups:
             raise ConfigError(
-                f"{where}: node {node.id}'s communicator group must be defined; got {node.group}. "
-                "Define it."
+                f"{location}: node {node.id}'s communicator group must be defined; got "
+                f"{node.group}. Define it."
             )
     left = {}
     children: dict[int, list[int]] = {}
@@ -286,12 +299,12 @@ def check_graph(
         for dep in node.deps:
             if dep not in nodes:
                 raise ConfigError(
-                    f"{where}: node {node.id} must depend on nodes of the graph; got {dep}. The "
-                    "graph is cut short, or "
-                    "the id is wrong."
+                    f"{location}: node {node.id} must depend on nodes of the graph; got {dep}. The "
+                    "graph is cut short, or the id is wrong."
                 )
             children.setdefault(dep, []).append(node.id)
         left[node.id] = len(node.deps)
+    # Kahn's algorithm: nodes that never become free are on a cycle, or after one.
     free = [ident for ident, count in left.items() if count == 0]
     while free:
         for child in children.get(free.pop(), ()):
@@ -301,7 +314,6 @@ def check_graph(
     cycle = sorted(ident for ident, count in left.items() if count > 0)
     if cycle:
         raise ConfigError(
-            f"{where}: dependencies must not form a cycle; nodes {', '.join(map(str, cycle[:6]))} "
-            "do. Remove one of "
-            "their dependencies."
+            f"{location}: dependencies must not form a cycle; nodes "
+            f"{', '.join(map(str, cycle[:6]))} do. Remove one of their dependencies."
         )

@@ -1,8 +1,8 @@
-"""T3: a matrix product whose output is tracked by the memory system, which triggers the
-reduce-scatter. See ``docs/t3.md``.
+"""T3: a matrix product whose output the memory system tracks, to trigger the reduce-scatter.
 
 Model of Pati et al., "T3: Transparent Tracking & Triggering for Fine-grained Overlap of Compute &
-Collectives", ASPLOS'24. One call, one result; ``sequential`` is what the others are compared with::
+Collectives", ASPLOS'24; see ``docs/t3.md``. One call gives one result, and ``sequential`` is the
+baseline of the other configurations::
 
     from interlace.sim.t3 import Product, load_t3_machine, simulate
 

@@ -1,10 +1,10 @@
-"""T3's address-space configuration: what becomes of stores to each chunk of a product's output. The
-product is not changed.
+"""T3's address-space configuration: the destination of stores to each chunk of a product's output.
+The product is not changed.
 
-Chunks are numbered in the order in which a GPU produces them, the same on all GPUs. Which part of
-the output is chunk 0 differs: the GPUs start at *staggered* parts, so that chunk p of one GPU is
-chunk p + 1 of the next one in a ring. A chunk that is sent therefore has, at the GPU that receives
-it, another number, which its :class:`Target` says.
+Chunks are numbered in the order in which a GPU produces them, which is equal on all GPUs. The part
+of the output that is chunk 0 differs: the GPUs start at *staggered* parts, so that chunk p of a GPU
+is chunk p + 1 of the next GPU in a ring. A chunk that is sent therefore has a different number at
+the GPU that receives it, which its :class:`Target` names.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Literal
 from interlace.errors import ConfigError
 
 Operation = Literal["update", "write"]
-"""Added to what is there by near-memory compute, or stored."""
+"""``"update"`` adds a chunk to memory by near-memory compute, ``"write"`` stores it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a chunk goes.
+    """The destination of a chunk.
 
     Attributes:
-        to: how many GPUs further on.
-        chunk: which it is there; of a written chunk, which it replaces.
-        operation: what becomes of it there.
+        to: distance to the GPU that receives it, in GPUs.
+        chunk: the chunk's number at that GPU; a written chunk replaces the chunk of that number.
+        operation: operation by which it enters that GPU's memory.
     """
 
     to: int
@@ -38,7 +38,8 @@ class DmaMap:
     """A local chunk whose blocks are sent when they are complete.
 
     Attributes:
-        updates: how many updates complete a block: its own, and those from other GPUs.
+        updates: number of updates that complete a block: its own, and those from other GPUs.
+        target: destination of complete blocks.
     """
 
     updates: int
@@ -47,18 +48,18 @@ class DmaMap:
 
 @dataclasses.dataclass(frozen=True)
 class AddressMap:
-    """What a user writes before the product starts.
+    """The configuration that a user writes before the product starts.
 
     Attributes:
         chunks: equal parts of the output.
         remote_map: chunks whose stores go to another GPU's memory.
-        dma_map: chunks that are updated here, and sent on when complete.
+        dma_map: chunks that are updated in this GPU's memory, and sent on when complete.
 
-    A chunk in neither stays here.
+    A chunk in neither map stays in this GPU's memory.
 
     Raises:
-        ConfigError: a chunk in both maps or outside the output, a target that is not another GPU's
-            chunk, counts that no run can reach, or chunks that go round for ever.
+        ConfigError: a chunk is in both maps or outside the output, a target is not another GPU's
+            chunk, no run can reach a count of updates, or chunks go round for ever.
     """
 
     chunks: int
@@ -88,19 +89,20 @@ class AddressMap:
             if entry.updates != self.expected(chunk):
                 raise ConfigError(
                     f"chunk {chunk}'s DMA must wait for the updates that arrive; got "
-                    f"{entry.updates}, and "
-                    f"{self.expected(chunk)} arrive. It would "
+                    f"{entry.updates}, and {self.expected(chunk)} arrive. It would "
                     f"{'never start' if entry.updates > self.expected(chunk) else 'send a part'}."
                 )
 
     def targets(self) -> dict[int, Target]:
-        """Of every chunk that leaves."""
+        """Return the target of every chunk that leaves."""
         return {**self.remote_map, **{chunk: entry.target for chunk, entry in self.dma_map.items()}}
 
     def expected(self, chunk: int) -> int:
-        """Updates that reach a chunk here: its own, unless it is remote, and those of other GPUs'
-        chunks.
+        """Count the updates that reach a chunk in this GPU's memory.
+
+        They are its own, unless it is remote, and those of other GPUs' chunks.
         """
+        # All GPUs have one map, so the chunks that leave this GPU are also those that arrive.
         arriving = (
             target
             for target in self.targets().values()
@@ -109,7 +111,7 @@ class AddressMap:
         return (chunk not in self.remote_map) + sum(1 for _ in arriving)
 
     def addends(self, chunk: int) -> int:
-        """GPUs whose product is in the sum that a chunk ends as."""
+        """Count the GPUs whose product is in the final sum of a chunk."""
         arriving = (
             source
             for source, target in self.targets().items()
@@ -118,6 +120,7 @@ class AddressMap:
         return 1 + sum(self.addends(source) for source in arriving)
 
     def _ends(self, chunk: int) -> None:
+        """Refuse a chunk whose sums are passed on in a circle."""
         targets, seen = self.targets(), {chunk}
         while (target := targets.get(chunk)) is not None and target.operation == "update":
             chunk = target.chunk
@@ -130,8 +133,9 @@ class AddressMap:
 
 
 def ring_reduce_scatter(ranks: int) -> AddressMap:
-    """The paper's: the first chunk remote, the last one's own, all between sent on when both
-    updates have come.
+    """Return the paper's map: the first chunk is remote and the last stays.
+
+    The chunks between are sent on when both their updates have arrived (Pati et al., ASPLOS'24).
 
     Raises:
         ConfigError: fewer than 2 ranks.
@@ -142,11 +146,10 @@ def ring_reduce_scatter(ranks: int) -> AddressMap:
 
 
 def direct_reduce_scatter(ranks: int) -> AddressMap:
-    """Every chunk but the own stored straight into its owner's memory: no DMA, no read, no tracker.
-    For a mesh or a switch.
+    """Return a map for a mesh or a switch: chunks are stored straight into their owners' memory.
 
-    Chunk p belongs to the GPU p + 1 further on, so the GPUs send to different ones at a time; the
-    own chunk is the last.
+    It needs no DMA, no read and no tracker. Chunk p belongs to the GPU p + 1 further on, so the
+    GPUs send to different GPUs at a time; a GPU's own chunk is the last.
 
     Raises:
         ConfigError: fewer than 2 ranks.
@@ -158,7 +161,9 @@ def direct_reduce_scatter(ranks: int) -> AddressMap:
 
 
 def all_to_all(ranks: int) -> AddressMap:
-    """Every chunk but the own stored into another GPU's memory, where nothing is added.
+    """Return a map that stores every chunk but a GPU's own into another GPU's memory.
+
+    Nothing is added.
 
     Raises:
         ConfigError: fewer than 2 ranks.

@@ -1,7 +1,7 @@
-"""Collectives of a library, alone: compute units read what they send, and write what comes.
+"""A library's collectives without a product: compute units read data, send it, and write arrivals.
 
-Rings go step by step, each step's pieces pipelined through memory and link; direct ones send to all
-GPUs at once.
+Rings go step by step, and the pieces of each step are pipelined through memory and link. Direct
+collectives send to all GPUs at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
+from interlace.sim import collectives as titles
 from interlace.sim.engine import Join
 from interlace.sim.results import Span
 from interlace.sim.t3.gpu import Gpu, Group, Part
@@ -18,17 +19,13 @@ from interlace.sim.t3.memory import Kind
 
 Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
 PIECE_BYTES = 32768
-"""In which collectives and links work: a tile's output."""
-TITLES: dict[str, str] = {
-    "reduce-scatter": "ReduceScatter",
-    "all-gather": "AllGather",
-    "all-to-all": "All-to-All",
-}
+"""Bytes of a piece of a transfer, which is the output of a tile of 128 x 128 in fp16."""
 TRAFFIC: dict[str, str] = {
-    "reduce-scatter": "reduce_scatter",
-    "all-gather": "all_gather",
-    "all-to-all": "all_to_all",
+    kind: kind.replace("-", "_") for kind in ("reduce-scatter", "all-gather", "all-to-all")
 }
+"""Each collective's name in :mod:`interlace.sim.collectives`, which results use for traffic."""
+TITLES: dict[str, str] = {kind: titles.TITLES[traffic] for kind, traffic in TRAFFIC.items()}
+"""Each collective's name in tables and pictures."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -41,13 +38,19 @@ def alone(
     share: float = 1.0,
     near_memory: bool = False,
 ) -> Part:
-    """A library's collective of ``size`` bytes on each GPU, on an idle machine.
+    """Simulate a library's collective of ``size`` bytes per GPU on an idle machine.
 
     Args:
-        share: of the library's bandwidth that the sending compute units reach.
-        near_memory: what comes is added where it is written, so that nothing is read to be added.
+        machine: the GPUs and their links.
+        kind: name of the collective.
+        size: bytes per GPU.
+        ranks: number of GPUs.
+        network: topology of the group.
+        share: share of the library's bandwidth that the sending compute units reach.
+        near_memory: whether arrivals are added by the memory, so that no operand is read.
     """
     group = Group(machine, ranks, network)
+    # A library does not reach the links' bandwidth, even with all compute units.
     share *= machine.network.library_efficiency.value
     run = _Run(group.gpus[0], kind, size / ranks, share, near_memory=near_memory)
     start = run.ring if network == "ring" and kind != "all-to-all" else run.direct
@@ -56,20 +59,23 @@ def alone(
 
 
 class _Run:
-    """One collective of chunks of ``chunk`` bytes."""
+    """A collective of chunks of ``chunk`` bytes, as one GPU runs it."""
 
     def __init__(
         self, gpu: Gpu, kind: Collective, chunk: float, share: float, *, near_memory: bool
     ) -> None:
         self._gpu, self._kind, self._chunk, self._share = gpu, kind, chunk, share
+        # Near-memory compute adds arrivals as they are written, so compute units read nothing.
         self._adds = kind == "reduce-scatter" and not near_memory
         self._arriving: Kind = "update" if near_memory else "write"
         self._pieces = max(1, -(-int(chunk) // PIECE_BYTES))
         self._started = 0
 
     def ring(self, step: int = 0) -> None:
-        """From the second step of a reduce-scatter on, one's own and what came are read; in the end
-        the owner adds up.
+        """Run one step of a ring, and then the next one.
+
+        From the second step of a reduce-scatter on, a GPU reads its own chunk and the chunk that
+        arrived; in the end the owner adds up.
         """
         if step:
             self._span(f"step {step - 1}")
@@ -77,20 +83,21 @@ class _Run:
         if step == self._gpu.group.ranks - 1:
             self._sum(2)
             return
+        # A step ends when all its pieces have arrived, as a library's ring does.
         everything = Join(self._pieces, lambda: self.ring(step + 1))
         for _ in range(self._pieces):
             self._move(1, 2 if self._adds and step else 1, everything.done)
 
     def direct(self) -> None:
-        """A chunk to each of the others; of an all-gather, the same, which is read once."""
+        """Send a chunk to each peer; an all-gather sends one chunk to all, and reads it once."""
         ranks = self._gpu.group.ranks
         self._started = self._gpu.engine.now
-        everything = Join(self._pieces * (ranks - 1), self._came)
+        everything = Join(self._pieces * (ranks - 1), self._exchanged)
         for _ in range(self._pieces):
             for to in range(1, ranks):
                 self._move(to, 0 if self._kind == "all-gather" and to > 1 else 1, everything.done)
 
-    def _came(self) -> None:
+    def _exchanged(self) -> None:
         self._span("exchange")
         self._started = self._gpu.engine.now
         self._sum(self._gpu.group.ranks)
@@ -98,8 +105,8 @@ class _Run:
     def _move(self, to: int, reads: int, done: Callable[[], None]) -> None:
         piece = self._chunk / self._pieces
 
-        def arrived(there: Gpu) -> None:
-            there.memory.request("communication", self._kind, self._arriving, piece, done)
+        def arrived(receiver: Gpu) -> None:
+            receiver.memory.request("communication", self._kind, self._arriving, piece, done)
 
         self._gpu.memory.request(
             "communication", self._kind, "read", reads * piece,
@@ -107,7 +114,7 @@ class _Run:
         )  # fmt: skip
 
     def _sum(self, addends: int) -> None:
-        """Of a reduce-scatter: the owner reads what there is to add, and writes the sum."""
+        """Add up a reduce-scatter: the owner reads the operands and writes the sum."""
         if not self._adds:
             return
 
@@ -118,7 +125,7 @@ class _Run:
 
         self._gpu.memory.request("communication", self._kind, "read", addends * self._chunk, write)
 
-    def _span(self, what: str) -> None:
+    def _span(self, stage: str) -> None:
         self._gpu.spans.append(
-            Span(self._kind, f"{TITLES[self._kind]}, {what}", self._started, self._gpu.engine.now)
+            Span(self._kind, f"{TITLES[self._kind]}, {stage}", self._started, self._gpu.engine.now)
         )

@@ -1,5 +1,5 @@
-"""T3 itself: a product whose output is tracked and sent as it comes, and one whose input is sent to
-it as it is gathered.
+"""T3 itself: a product whose output is tracked and sent while it is produced, and a product whose
+input is sent to it while it is gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from interlace.sim.t3.tracker import COUNTER_BYTES, Tracker
 
 
 class _Fused:
-    """A GPU's tracker, its DMA engines, and its controller's rule."""
+    """A GPU's tracker, its DMA engines, and the rule of its memory controller."""
 
     def __init__(
         self, gpu: Gpu, kind: Collective, plan: Plan, *, prefer_product: bool, slowness: float
@@ -39,10 +39,11 @@ class _Fused:
         self._updated_ns: dict[int, int] = {}
         self._prefer_product = prefer_product
         if prefer_product:
+            # Until the first stage has been measured, communication enters whenever there is room.
             gpu.memory.threshold = float("inf")
 
     def _choose_threshold(self) -> None:
-        """By the DRAM bandwidth that the product's first stage used."""
+        """Set the threshold by the DRAM bandwidth that the product's first stage used."""
         if not self._prefer_product:
             return
         gpu = self._gpu
@@ -53,7 +54,7 @@ class _Fused:
     def _transfer(
         self, block: int, size: float, run_bytes: float, send: Callable[[], None]
     ) -> None:
-        """What a trigger does: a DMA engine starts, and reads the block; then ``send()``."""
+        """Carry out a trigger: a DMA engine starts and reads the block, and ``send()`` follows."""
         now = self._gpu.engine.now
         stored_ns, updated_ns = self._stored_ns.get(block, now), self._updated_ns.get(block, now)
 
@@ -64,13 +65,13 @@ class _Fused:
             self.flows.append(Flow(block, stored_ns, updated_ns, now, self._gpu.engine.now))
             send()
 
+        # Blocks are spread over the engines round robin.
         server = self._engines[block % len(self._engines)]
         self._gpu.engine.at(server.reserve(now, self._start_ns) + self._start_ns, read)
 
     def report(self, part: Part) -> Part:
-        """``part`` with what the tracker and the engines did in it, and the collective's time on
-        its row.
-        """
+        """Add the records of the tracker and the engines to ``part``, and the collective's row."""
+        # The memory is in use all the time; the collective's own time is that of the links.
         uses = [use for use in part.uses if use.link != "memory"]
         if uses:
             start, end = min(use.start_ns for use in uses), max(use.end_ns for use in uses)
@@ -93,8 +94,9 @@ class _Fused:
 
 
 class _Producer(_Fused):
-    """The product's stores go where the address map says; blocks are equal parts of a chunk, none
-    larger than a tile.
+    """A product whose stores go to the destinations of an address map.
+
+    Blocks are equal parts of a chunk, none larger than a tile.
     """
 
     def __init__(
@@ -114,11 +116,15 @@ class _Producer(_Fused):
         self._size = plan.product.output_bytes / (self._blocks * addresses.chunks)
         self._expected = [addresses.expected(chunk) for chunk in range(addresses.chunks)]
         self._posted = bool(gpu.machine.network.posted.value)
-        self._others: Sequence[_Producer] = ()
+        self._peers: Sequence[_Producer] = ()
 
-    def start(self, others: Sequence[_Producer]) -> None:
-        """``others``: those of all GPUs, this one among them."""
-        self._others = others
+    def start(self, peers: Sequence[_Producer]) -> None:
+        """Start the product.
+
+        Args:
+            peers: the objects like this one of all GPUs, this one among them.
+        """
+        self._peers = peers
         Running(
             self._gpu, self._plan, self._units, self._store, stage_done=self._choose_threshold,
             slowness=self._slowness
@@ -126,6 +132,7 @@ class _Producer(_Fused):
 
     def _store(self, tile: int, acknowledged: Callable[[], None]) -> None:
         total = self._blocks * self._addresses.chunks
+        # Tiles and blocks need not divide: a tile stores the blocks that end in it.
         blocks = range(tile * total // self._tiles, (tile + 1) * total // self._tiles)
         join = Join(len(blocks), acknowledged)
         for block in blocks:
@@ -141,6 +148,7 @@ class _Producer(_Fused):
                 join.done()
                 self._updated(block)
 
+            # A chunk that gets one update is simply written: there is nothing to add it to.
             kind: Kind = "update" if self._expected[chunk] > 1 else "write"
             self._gpu.memory.request(
                 "compute", "product", kind, self._size, stored, OUTPUT_RUN_BYTES
@@ -149,20 +157,21 @@ class _Producer(_Fused):
     def _send(
         self, block: int, target: Target, acknowledged: Callable[[], None] | None = None
     ) -> None:
-        there_block = target.chunk * self._blocks + block % self._blocks
+        receiver_block = target.chunk * self._blocks + block % self._blocks
+        # A posted store is acknowledged as it leaves; otherwise the acknowledgement travels back.
         if acknowledged is not None and self._posted:
             acknowledged()
             acknowledged = None
 
-        def arrived(there: Gpu) -> None:
+        def arrived(receiver: Gpu) -> None:
             if acknowledged is not None:
                 self._gpu.engine.after(self._gpu.group.latency_ns(target.to), acknowledged)
-            self._others[there.rank].receive(there_block, target)
+            self._peers[receiver.rank].receive(receiver_block, target)
 
         self._gpu.send(target.to, self._size, TRAFFIC[self._kind], arrived)
 
     def receive(self, block: int, target: Target) -> None:
-        """What another GPU sent: added and counted, or written."""
+        """Receive a block of another GPU: it is added and counted, or written."""
 
         def done() -> None:
             if target.operation == "update":
@@ -183,10 +192,10 @@ class _Producer(_Fused):
 
 
 class _Consumer(_Fused):
-    """The rows of the product's first input lie on all GPUs. Tiles of one's own rows come first,
-    the others' as they arrive.
+    """A product whose first input's rows lie on all GPUs.
 
-    In a ring a shard is sent on when it has come; else its owner sends it to all.
+    Tiles of the GPU's own rows come first, and those of its peers' rows as the rows arrive. In a
+    ring a shard is sent on when it has arrived; otherwise its owner sends it to all.
     """
 
     def __init__(
@@ -194,6 +203,8 @@ class _Consumer(_Fused):
     ) -> None:
         super().__init__(gpu, "all-gather", plan, prefer_product=prefer_product, slowness=slowness)
         self._ring, self._ranks = ring, gpu.group.ranks
+        # A row of tiles arrives in pieces, so that a ring's next hop starts before the row is
+        # complete.
         self._pieces = [
             max(1, -(-self._row_bytes(row) // PIECE_BYTES)) for row in range(len(plan.heights))
         ]
@@ -201,11 +212,15 @@ class _Consumer(_Fused):
             0 if row < plan.part_rows else pieces for row, pieces in enumerate(self._pieces)
         ]
         self._waiting: dict[int, list[Callable[[], None]]] = {}
-        self._others: Sequence[_Consumer] = ()
+        self._peers: Sequence[_Consumer] = ()
 
-    def start(self, others: Sequence[_Consumer]) -> None:
-        """``others``: those of all GPUs, this one among them."""
-        self._others = others
+    def start(self, peers: Sequence[_Consumer]) -> None:
+        """Start the product.
+
+        Args:
+            peers: the objects like this one of all GPUs, this one among them.
+        """
+        self._peers = peers
         for row in range(self._plan.part_rows):
             for piece in range(self._pieces[row]):
                 for to in (1,) if self._ring else range(1, self._ranks):
@@ -218,32 +233,35 @@ class _Consumer(_Fused):
     def _row_bytes(self, row: int) -> int:
         return ELEMENT_BYTES * self._plan.heights[row] * self._plan.product.depth
 
-    def _gate(self, row: int, there: Callable[[], None]) -> None:
+    def _gate(self, row: int, start: Callable[[], None]) -> None:
         if self._left[row]:
-            self._waiting.setdefault(row, []).append(there)
+            self._waiting.setdefault(row, []).append(start)
         else:
-            there()
+            start()
 
     def _pass_on(self, row: int, piece: int, to: int, part: int) -> None:
-        """Send a piece of a row of tiles ``to`` GPUs on, where it belongs to shard ``part``,
-        counted from that GPU back.
+        """Send a piece of a row of tiles ``to`` GPUs on.
+
+        It belongs to shard ``part`` there, counted backwards from that GPU.
         """
         size = self._row_bytes(row) / self._pieces[row]
-        there_row = part * self._plan.part_rows + row % self._plan.part_rows
+        receiver_row = part * self._plan.part_rows + row % self._plan.part_rows
 
         def send() -> None:
             self._gpu.send(
                 to,
                 size,
                 TRAFFIC["all-gather"],
-                lambda there: self._others[there.rank].receive(there_row, piece, size),
+                lambda receiver: self._peers[receiver.rank].receive(receiver_row, piece, size),
             )
 
+        # A row has fewer than 1024 pieces, so row and piece make one number for a block.
         self._transfer(row << 10 | piece, size, 0, send)
 
     def receive(self, row: int, piece: int, size: float) -> None:
-        """Written, then counted: the tiles of a complete row may start, and in a ring the piece
-        goes on.
+        """Write and count a piece.
+
+        The tiles of a complete row may start, and in a ring the piece goes on.
         """
 
         def written() -> None:
@@ -257,8 +275,8 @@ class _Consumer(_Fused):
             self._pass_on(row, piece, 1, part + 1)
         self._left[row] -= 1
         if not self._left[row]:
-            for there in self._waiting.pop(row, ()):
-                there()
+            for start in self._waiting.pop(row, ()):
+                start()
 
 
 def run(
@@ -272,22 +290,29 @@ def run(
     prefer_product: bool,
     slowness: Sequence[float] | None,
 ) -> Part:
-    """The product and its collective at once.
+    """Simulate a product and its collective at once.
 
     Args:
-        addresses: of an output; without it the product's input is gathered.
-        slowness: of each GPU, in which case all are simulated; else one stands for all.
+        machine: the GPUs and their links.
+        product: the matrix product on each GPU.
+        ranks: number of GPUs.
+        network: topology of the group.
+        kind: name of the collective.
+        addresses: address map of the output; None if the product's input is gathered.
+        prefer_product: whether the memory controller prefers the product (T3-MCA).
+        slowness: computing time of each GPU over the machine's; without it one GPU stands for all.
     """
     group = Group(machine, ranks, network, mirrored=slowness is None)
-    each = list(zip(group.gpus, slowness or (1.0,), strict=True))
+    factors = list(zip(group.gpus, slowness or (1.0,), strict=True))
     first: _Fused
+    # An all-gather feeds the product, and has no stores to map.
     if addresses is None:
         plan = Plan(machine, product, row_parts=ranks)
         consumers = [
             _Consumer(
                 gpu, plan, ring=network == "ring", prefer_product=prefer_product, slowness=factor
             )
-            for gpu, factor in each
+            for gpu, factor in factors
         ]
         for consumer in consumers:
             consumer.start(consumers)
@@ -296,7 +321,7 @@ def run(
         plan = Plan(machine, product)
         producers = [
             _Producer(gpu, kind, plan, addresses, prefer_product=prefer_product, slowness=factor)
-            for gpu, factor in each
+            for gpu, factor in factors
         ]
         for producer in producers:
             producer.start(producers)

@@ -1,8 +1,8 @@
 """The group that is simulated: GPUs with their memories, and the links between them.
 
-With *mirrored* traffic there is one GPU, and all of the group do the same at the same time: what it
-sends arrives at it as well. In detail there are all of them, and each may be slower than the
-others.
+With *mirrored* traffic one GPU stands for its group, whose GPUs do everything at the same time: a
+message that it sends also arrives at it. In detail all GPUs are simulated, and each may be slower
+than its peers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from interlace.sim.t3.memory import Kind, Memory
 BytesBy = dict[tuple[str, Kind], float]
 
 TOPOLOGIES = ("ring", "full", "switch")
-"""A ring's link carries all that leaves a GPU, a full mesh shares as much out over its links, a
-switch has a port a GPU.
+"""Topologies of a group: a ring's link carries all bytes that leave a GPU, a full mesh splits them
+over its links, and a switch has one port per GPU.
 """
 CLOSE_NS = 50
+"""Nanoseconds; recorded uses of the memory by one cause with shorter gaps are merged."""
 USE_BYTES = 1 << 18
-"""What is recorded of the memory: uses of one cause with shorter gaps, up to this size, are one."""
+"""Bytes up to which recorded uses of the memory are merged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """A block's way: its tile stores it, it is in memory, its last update triggers the transfer,
-    which goes to the link.
+    """The times of a block: stored by its tile, updated in memory, triggered by its last update,
+    and sent to the link.
     """
 
     block: int
@@ -43,12 +44,13 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One piece of a sub-layer, simulated: the product, a collective, or both at once. Of GPU 0,
-    except for the time.
+    """A simulated part of a sub-layer: the product, a collective, or both at once.
+
+    All attributes but the time are those of GPU 0.
 
     Attributes:
-        time_ns: until the last GPU has ended.
-        product_ns: when its product has ended; 0 without one.
+        time_ns: nanoseconds until the last GPU has ended.
+        product_ns: end of the product; 0 without a product.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Part:
 
 
 class Gpu:
-    """One of the group."""
+    """A GPU of the group, with its memory."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank = group, rank
@@ -83,23 +85,24 @@ class Gpu:
     def send(
         self, to: int, size: float, traffic: str, arrived: Callable[[Gpu], None], share: float = 1.0
     ) -> None:
-        """To the GPU ``to`` further on; ``arrived(gpu)`` there.
+        """Send to the GPU ``to`` further on, and call ``arrived(gpu)`` when the bytes are there.
 
         Args:
-            share: of the link's bandwidth that the sender reaches.
+            share: share of the link's bandwidth that the sender reaches.
         """
         group = self.group
-        there = group.gpus[(self.rank + to) % len(group.gpus)]
+        # In a mirrored group there is one GPU, so the index wraps round to the sender itself.
+        receiver = group.gpus[(self.rank + to) % len(group.gpus)]
         source, destination = (
             (0, to) if group.mirrored else (self.rank, (self.rank + to) % group.ranks)
         )
         group.fabric.send(
-            source, destination, size, lambda: arrived(there), traffic=traffic, efficiency=share
+            source, destination, size, lambda: arrived(receiver), traffic=traffic, efficiency=share
         )
 
 
 class Group:
-    """All GPUs of a group, or one that stands for them."""
+    """All GPUs of a group, or one GPU that stands for them."""
 
     def __init__(
         self, machine: T3Machine, ranks: int, network: str, *, mirrored: bool = True
@@ -108,6 +111,7 @@ class Group:
         self.engine = Engine()
         self.uses: list[LinkUse] = []
         self._open_uses: dict[str, LinkUse] = {}
+        # A mesh splits a GPU's bandwidth over its links; a message crosses two links of a switch.
         links = ranks - 1 if network == "full" else 1
         self.topology = topology.build(
             network,
@@ -119,7 +123,7 @@ class Group:
         self.gpus = [Gpu(self, rank) for rank in range(1 if mirrored else ranks)]
 
     def run(self, name: str) -> Part:
-        """To the end; what happened on GPU 0."""
+        """Run all events, and return the records of GPU 0."""
         time_ns = self.engine.run()
         self.uses.extend(self._open_uses.values())
         first = self.gpus[0]
@@ -143,11 +147,12 @@ class Group:
         )
 
     def latency_ns(self, to: int) -> int:
-        """Of a message without bytes to the GPU ``to`` further on."""
+        """Return the nanoseconds of a message without bytes to the GPU ``to`` further on."""
         return self.topology.path_latency_ns(0, to)
 
     def used_memory(self, cause: str, start: int, end: int, size: float) -> None:
-        """Record what GPU 0's memory did; accesses of a cause that are close together are one use."""
+        """Record a use of GPU 0's memory; close accesses of one cause are merged into one use."""
+        # A run has millions of accesses; merged uses keep the records small.
         last = self._open_uses.get(cause)
         if last is not None and start - last.end_ns < CLOSE_NS and last.size < USE_BYTES:
             self._open_uses[cause] = LinkUse("memory", cause, last.start_ns, end, last.size + size)

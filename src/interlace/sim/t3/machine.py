@@ -1,5 +1,6 @@
-"""The machine that T3 is simulated on, each value with its source and confidence; presets lie in
-``presets/t3_machines``.
+"""The machine that T3 is simulated on, with a source and a confidence for each value.
+
+Presets lie in ``presets/t3_machines``.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from interlace.sim.configfile import Strict, parse, read
-from interlace.sim.machine import Confidence, Given, find, replace
+from interlace.sim.configfile import Strict
+from interlace.sim.machine import Confidence, Given, find, load_changed
 
 
 class SourcedList(BaseModel):
-    """Several numbers, their source, and how far to trust them."""
+    """Several numbers with their source and a confidence."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,44 +23,48 @@ class SourcedList(BaseModel):
     confidence: Confidence
 
 
-_MAY_BE_ZERO = frozenset(
-    (
-        *(
-            "latency_ns",
-            "row_open_ns",
-            "row_cycle_ns",
-            "row_gap_ns",
-            "write_recovery_ns",
-            "read_to_write_ns",
-            "write_to_read_ns",
-        ),
-        *("group_column_ns", "update_column_ns", "start_ns", "starvation_ns", "library_launch_ns"),
-        *("ways", "sets", "lockstep", "posted"),
-    )
-)
+# Times that an ideal machine may lack, and switches that are 0 or 1.
+_MAY_BE_ZERO = {
+    "latency_ns",
+    "row_open_ns",
+    "row_cycle_ns",
+    "row_gap_ns",
+    "write_recovery_ns",
+    "read_to_write_ns",
+    "write_to_read_ns",
+    "group_column_ns",
+    "update_column_ns",
+    "start_ns",
+    "starvation_ns",
+    "library_launch_ns",
+    "ways",
+    "sets",
+    "lockstep",
+    "posted",
+}
 
 
 class ComputeUnits(Strict):
-    """What computes, and how a matrix product is laid on it."""
+    """Compute units, and the layout of a matrix product on them."""
 
     compute_units: Given
     clock_hz: Given
     flops_per_clock: Given
-    """Of one compute unit, in the product's type."""
+    """FLOPs per clock of one compute unit in the product's type."""
     efficiency: Given
-    """Share of that in a tile's inner loop, its inputs being there."""
+    """Share of the peak that a tile's inner loop reaches once its inputs have arrived."""
     tile_rows: Given
     tile_columns: Given
     k_step: Given
-    """Of the inner dimension, loaded at a time; two steps fit."""
+    """Elements of the inner dimension that are loaded at a time; two steps fit."""
     group_rows: Given
-    """Rows of tiles through which the tile order goes down before it goes on to the next column."""
+    """Rows of tiles that the tile order passes before it goes on to the next column."""
     lockstep: Given
-    """1 where a stage's tiles start when all of the stage before have been stored, 0 where each
+    """1 if a stage's tiles start when all tiles of the stage before have been stored, 0 if a tile
     starts when its unit is free.
     """
     copy_bytes_per_s: Given
-    """What one compute unit sends in a library's collective."""
+    """Bytes per second that one compute unit sends in a library's collective."""
 
     @property
     def flops_per_s(self) -> float:
@@ -68,55 +73,55 @@ class ComputeUnits(Strict):
 
 
 class Memory(Strict):
-    """Last-level cache, DRAM and its controller."""
+    """Last-level cache, DRAM and memory controller."""
 
     cache_bytes: Given
     cache_bytes_per_s: Given
-    """Between the last-level cache and all compute units."""
+    """Bytes per second between the last-level cache and all compute units."""
     bytes_per_s: Given
     channels: Given
     queue_entries: Given
     """Column accesses that wait in each channel."""
     column_bytes: Given
-    """Of one column access."""
+    """Bytes of one column access."""
     row_bytes: Given
-    """Of one row of one bank."""
+    """Bytes of one row of one bank."""
     banks: Given
     bank_groups: Given
     group_column_ns: Given
-    """From one column access to the next in the same bank group (tCCD_L)."""
+    """Nanoseconds from one column access to the next in its bank group (tCCD_L)."""
     update_column_ns: Given
-    """The same, for near-memory op-and-store."""
+    """Nanoseconds between column accesses of near-memory op-and-store."""
     row_open_ns: Given
-    """To close a row and open another (tRP + tRCD)."""
+    """Nanoseconds to close a row and open another (tRP + tRCD)."""
     row_cycle_ns: Given
-    """From opening a row to opening another in the same bank (tRC)."""
+    """Nanoseconds from opening a row to opening another in its bank (tRC)."""
     row_gap_ns: Given
-    """From opening a row to opening one in another bank (tRRD)."""
+    """Nanoseconds from opening a row to opening one in another bank (tRRD)."""
     write_recovery_ns: Given
-    """From a write to closing its row (tWR)."""
+    """Nanoseconds from a write to closing its row (tWR)."""
     read_to_write_ns: Given
     write_to_read_ns: Given
     latency_ns: Given
-    """Of a read on an idle memory, beside the time in the channel."""
+    """Nanoseconds of a read on an idle memory, on top of the time in the channel."""
 
 
 class Links(Strict):
-    """Between the GPUs."""
+    """The links between the GPUs."""
 
     topology: Literal["ring", "full", "switch"] = "ring"
     bytes_per_s: Given
-    """That leave a GPU, and as many that arrive. A mesh shares them out over its links."""
+    """Bytes per second that leave a GPU, and that arrive. A mesh splits them over its links."""
     latency_ns: Given
-    """From one GPU to the next."""
+    """Nanoseconds from one GPU to the next."""
     posted: Given
-    """1 where a store to another GPU is acknowledged as it leaves for the link, 0 where it is when
-    it has arrived.
+    """1 if a store to another GPU is acknowledged when it leaves for the link, 0 if it is
+    acknowledged when it has arrived.
     """
     library_efficiency: Given
     """Share of the links' bandwidth that a library's collectives reach."""
     library_launch_ns: Given
-    """Before the first byte of a library's collective moves."""
+    """Nanoseconds before the first byte of a library's collective moves."""
 
 
 class TrackerSize(Strict):
@@ -127,14 +132,14 @@ class TrackerSize(Strict):
 
 
 class DmaEngines(Strict):
-    """What sends a block once it is triggered."""
+    """The engines that send a block once it is triggered."""
 
     engines: Given
     start_ns: Given
 
 
 class Arbitration(Strict):
-    """T3-MCA's rule: the more memory-intensive the product's first stage, the lower the threshold."""
+    """T3-MCA's rule: the more memory-intensive the first stage, the lower the threshold."""
 
     thresholds: SourcedList
     intensities: SourcedList
@@ -148,7 +153,8 @@ class Arbitration(Strict):
         return self
 
     def threshold(self, intensity: float) -> float:
-        """Entries of a DRAM queue below which communication may enter it."""
+        """Return the entries of a DRAM queue below which communication may enter it."""
+        # Intensities fall, so the first that is reached is the highest.
         for threshold, least in zip(self.thresholds.value, self.intensities.value, strict=True):
             if intensity >= least:
                 return threshold
@@ -156,7 +162,7 @@ class Arbitration(Strict):
 
 
 class T3Machine(Strict):
-    """One GPU of a ring of equal ones."""
+    """A group of equal GPUs with T3's memory system."""
 
     name: str
     note: str = ""
@@ -176,22 +182,20 @@ class T3Machine(Strict):
                     raise ValueError(f"{name} must be above 0")
                 if name in ("efficiency", "library_efficiency") and value > 1:
                     raise ValueError(f"{name} must not be above 1")
+        # An update reads and writes a column, so it cannot be faster than a read.
         if self.memory.update_column_ns.value < self.memory.group_column_ns.value:
             raise ValueError("update_column_ns must be at least group_column_ns")
         return self
 
 
 def load_t3_machine(name: str = "t3-paper", changes: dict[str, Any] | None = None) -> T3Machine:
-    """A preset or YAML file, with values replaced.
+    """Load a machine from a preset or YAML file, with values replaced.
 
     Args:
+        name: a preset of ``presets/t3_machines``, or a file.
         changes: dotted key -> number, say ``{"tracker.sets": 64}``.
 
     Raises:
         ConfigError: unknown name or key, or a value that no machine can have.
     """
-    file = find("t3_machines", name)
-    data = read(file)
-    for key, value in (changes or {}).items():
-        replace(data, key, value, str(file))
-    return parse(T3Machine, data, f"{file} with changes" if changes else str(file))
+    return load_changed(T3Machine, find("t3_machines", name), changes)

@@ -1,5 +1,5 @@
-"""What T3's hardware would still gain over software that was measured: documents of ``interlace
-bench``, shape by shape.
+"""The gain of T3's hardware over measured software, from documents of ``interlace bench``, shape by
+shape.
 """
 
 from __future__ import annotations
@@ -10,30 +10,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
-from interlace.sim.t3.collectives import Collective
+from interlace.sim.t3.collectives import TRAFFIC, Collective
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.product import Product
-from interlace.sim.t3.run import SubLayer, simulate
+from interlace.sim.t3.run import COLLECTIVES, SubLayer, simulate
 
 OPERATORS: dict[str, Collective] = {
-    "gemm_reduce_scatter": "reduce-scatter",
-    "gemm_all_to_all": "all-to-all",
+    declared.operator: collective
+    for collective in COLLECTIVES
+    for declared in OPERATOR_COSTS.values()
+    if declared.computation == "GEMM"
+    and not declared.collective_first
+    and declared.collective == TRAFFIC[collective]
 }
+"""Operators that T3's hardware runs as well, by name: one product, and then a collective of T3."""
 IMPLEMENTATIONS = ("fused", "remote_stores", "chunked", "triggered")
-"""Ours, as a document's times name them; the unfused pair is none of them."""
-_OTHERS = {"unfused": "cuBLAS + NCCL", "product": "cuBLAS alone", "collective": "NCCL alone"}
+"""Our implementations by their names in a document; the unfused pair is not among them."""
+_BASELINES = {"unfused": "cuBLAS + NCCL", "product": "cuBLAS alone", "collective": "NCCL alone"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One shape: measured, and on a simulated machine; nanoseconds, without an all-gather.
+    """Times of one shape in nanoseconds, measured and simulated, without an all-gather.
 
     Attributes:
+        operator: the operator's name.
+        product: the matrix product on each GPU.
+        ranks: number of GPUs.
         measured_ns: ``unfused``, ``product``, ``collective``, and those of :data:`IMPLEMENTATIONS`
             that were measured.
         modelled_ns: ``sequential``, ``t3-mca``, ``ideal``, ``product`` and ``collective``.
-        floor_ns: the links, or the product at the measured ceilings.
+        floor_ns: physical floor: the links, or the product at the measured ceilings.
     """
 
     operator: str
@@ -45,12 +54,13 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the modelled sequential time against the measured unfused one."""
+        """Relative error of the modelled sequential time against the measured unfused one."""
         return self.modelled_ns["sequential"] / self.measured_ns["unfused"] - 1
 
     def corrected_ns(self, configuration: str) -> float:
-        """Modelled, times what the model errs on the product alone: that is the same whatever moves
-        its output.
+        """Return the modelled nanoseconds, corrected by the model's error on the product alone.
+
+        That error does not depend on the transport of the product's output.
         """
         return (
             self.modelled_ns[configuration]
@@ -60,7 +70,7 @@ class Comparison:
 
     @property
     def software(self) -> str:
-        """The implementation of ours that was measured to be the fastest."""
+        """Our fastest implementation by measurement."""
         return min(
             (name for name in IMPLEMENTATIONS if name in self.measured_ns),
             key=lambda name: self.measured_ns[name],
@@ -68,27 +78,29 @@ class Comparison:
 
     @property
     def software_ns(self) -> float:
-        """Its measured time."""
+        """The measured nanoseconds of our fastest implementation."""
         return self.measured_ns[self.software]
 
     @property
     def gain(self) -> float:
-        """T3 over our fastest implementation; below 1 the software is the faster one."""
+        """Speed-up of T3 over our fastest implementation; below 1 the software is faster."""
         return self.software_ns / self.corrected_ns("t3-mca")
 
 
 def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison], list[str]]:
-    """Each shape of benchmarks' documents whose tiles fill the machine, and the names of the
-    others.
+    """Compare each shape of some benchmark documents whose tiles fill the machine.
 
-    Fewer tiles than compute units are the business of a library that picks smaller ones or splits
-    the inner dimension; this model has one tile, so it says nothing of them.
+    For fewer tiles than compute units a library picks smaller tiles or splits the inner dimension.
+    This model has one tile size, so such shapes are left out.
+
+    Returns:
+        The comparisons, and the names of the shapes that were left out.
 
     Raises:
         ConfigError: a file cannot be read, or is no document of ``interlace bench`` with one of
             :data:`OPERATORS`.
     """
-    found, left_out = [], []
+    compared, left_out = [], []
     for row in (row for file in files for row in _rows(file)):
         product = Product(
             str(row["shape"]), int(row["rows"]), int(row["columns"]), int(row["inner"])
@@ -96,21 +108,23 @@ def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison]
         tiles = -(-product.rows // int(machine.gpu.tile_rows.value)) * -(
             -product.columns // int(machine.gpu.tile_columns.value)
         )
+        # A stage that does not fill the machine is a case for smaller tiles.
         if tiles < machine.gpu.compute_units.value:
             left_out.append(f"{row['operator']} {product.name}")
             continue
-        found.append(_compare(machine, row, product))
-    return found, left_out
+        compared.append(_compare(machine, row, product))
+    return compared, left_out
 
 
 def _rows(file: Path) -> Sequence[dict[str, Any]]:
     try:
         rows = json.loads(file.read_text())["results"]
+        # Documents of other operators may be in one file, and are ignored.
         known = [
             row
             for row in rows
             if row["operator"] in OPERATORS
-            and {_OTHERS["unfused"], _OTHERS["product"]} <= row["times"].keys()
+            and {_BASELINES["unfused"], _BASELINES["product"]} <= row["times"].keys()
             and not row["times"].keys().isdisjoint(IMPLEMENTATIONS)
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -126,12 +140,13 @@ def _rows(file: Path) -> Sequence[dict[str, Any]]:
 
 def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Comparison:
     ranks, collective = int(row["world_size"]), OPERATORS[row["operator"]]
+    # T3 between its bounds: everything one after the other, and perfect overlap.
     runs = {
         name: simulate(machine, product, ranks, name, collective)
         for name in ("sequential", "t3-mca", "ideal")
     }
     parts = runs["sequential"].parts
-    measured = {**_OTHERS, **{name: name for name in IMPLEMENTATIONS}}
+    measured = {**_BASELINES, **{name: name for name in IMPLEMENTATIONS}}
     return Comparison(
         operator=row["operator"],
         product=product,
@@ -151,5 +166,5 @@ def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Compa
 
 
 def _without_gather(run: SubLayer) -> int:
-    """The all-gather of a sub-layer begins when all else has ended."""
+    """Return the time before a sub-layer's all-gather, which begins when all else has ended."""
     return run.total_ns - sum(part.time_ns for part in run.parts if part.name == "all-gather")

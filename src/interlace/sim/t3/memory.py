@@ -1,13 +1,13 @@
-"""DRAM behind a controller with two streams: the product's and the communication's.
+"""DRAM with a controller of two streams, the product's and the communication's.
 
-Addresses are interleaved over the channels, so that all channels see the same traffic: one of them
-is simulated, column access by column access, and stands for all. What it models, and what it takes
-the times of, is an FR-FCFS controller as GPGPU-Sim's:
+Addresses are interleaved over the channels, so that all channels see equal traffic: one channel is
+simulated, column access by column access, and stands for all. The model is an FR-FCFS controller
+like GPGPU-Sim's:
 
 - a request waits in its stream until the arbiter lets it enter the channel's queue, a number of
   column accesses;
-- from there the access goes next that can start first: hits of open rows before the oldest, the
-  bus's direction first;
+- from the queue, the access that can start first goes next: hits of open rows before the oldest
+  access, and accesses in the bus's direction before the others;
 - **banks**: a row must be opened before it is read or written; opening another costs the time to
   close and to open, and the row cycle. Accesses that run through memory find the next columns in
   the same row, those of a tile another row after each run;
@@ -30,21 +30,23 @@ from interlace.sim.t3 import machine as machines
 Kind = Literal["read", "write", "update"]
 Stream = Literal["compute", "communication"]
 SEGMENT_BYTES = 256
-"""Of one channel before addresses go on to the next, and at most what one access here stands for.
+"""Bytes of one channel before addresses go on to the next, and the most that a simulated access
+stands for.
 """
 _SPREAD = 2654435761
-"""Knuth's multiplicative hash: which bank a tile's next run of bytes lies in, without a pattern."""
+"""Knuth's multiplicative hash, which scatters the runs of a tile over the banks."""
 _CAUSES = 64
-"""More than there are causes and kinds: rows of different ones are different."""
+"""An upper limit of pairs of cause and kind, which keeps the rows of different pairs apart."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Request:
-    """What is left of a request on the channel.
+    """The part of a request that is still to be done on the channel.
 
     Attributes:
-        run: bytes in one row, or 0 where rows are used whole.
-        pending: accesses that are not done.
+        left: bytes that have not entered the queue.
+        run: bytes in one row, or 0 if rows are used completely.
+        pending: accesses that are in the queue or on the bus.
     """
 
     cause: str
@@ -58,7 +60,7 @@ class _Request:
 
 @dataclasses.dataclass(slots=True)
 class _Access:
-    """Up to a segment in one row of one bank."""
+    """An access of up to a segment in one row of one bank."""
 
     request: _Request
     number: int
@@ -69,8 +71,8 @@ class _Access:
 
 
 _Candidate = tuple[bool, float, int, int, int, float | None]
-"""Whether it should wait for the other direction, start, number, bank, place in the bank's queue,
-and when its row is opened.
+"""An access that may be next: whether it should wait for the other direction, its start, number and
+bank, its index in the bank's queue, and the time at which its row is opened.
 """
 
 
@@ -78,13 +80,14 @@ class Memory:
     """DRAM and its controller.
 
     Attributes:
-        bytes: moved, by (cause, kind).
-        busy_ns: of the bus.
+        bytes: bytes that were moved, by (cause, kind).
+        busy_ns: nanoseconds that the bus worked.
         threshold: entries below which communication may enter while the product comes first; None
-            is each stream in turn.
-        most_entries: that were in the channel's queue at once.
+            lets the streams enter in turn.
+        most_entries: largest number of entries in the channel's queue.
         waited_ns: longest wait of a communication request for the queue.
-        row_misses, accesses: of the simulated channel.
+        row_misses: accesses of the simulated channel that opened a row.
+        accesses: accesses of the simulated channel.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Memory:
         self._engine, self._observe = engine, observe
         self._channels = memory.channels.value
         self._column_bytes = memory.column_bytes.value
+        # The simulated channel stands for all, so its share of the bandwidth sets its clock.
         self._column_ns = 1e9 * self._column_bytes * self._channels / memory.bytes_per_s.value
         group = memory.group_column_ns.value
         self._group_ns = {"read": group, "write": group, "update": memory.update_column_ns.value}
@@ -152,11 +156,17 @@ class Memory:
         done: Callable[[], None],
         run: float = 0,
     ) -> None:
-        """Move ``size`` bytes; ``done()`` when the last of them is there. Nothing to move is done
-        at once.
+        """Move ``size`` bytes, and call ``done()`` when the last of them is there.
+
+        Without any bytes ``done()`` is called at once.
 
         Args:
-            run: bytes that lie together, of a tile, say; 0 where the request runs through memory.
+            stream: stream of the request.
+            cause: cause in records.
+            kind: ``"read"``, ``"write"`` or ``"update"``.
+            size: bytes over all channels.
+            done: function without arguments.
+            run: contiguous bytes, as of a tile's row; 0 if the request runs through memory.
         """
         self.bytes[cause, kind] = self.bytes.get((cause, kind), 0.0) + size
         if size <= 0:
@@ -168,7 +178,7 @@ class Memory:
         self._arbitrate()
 
     def mean_entries(self) -> float:
-        """In the channel's queue, over the run."""
+        """Return the mean number of entries in the channel's queue over the run."""
         return self._waiting_ns / max(1, self._engine.now)
 
     def _arbitrate(self) -> None:
@@ -184,6 +194,7 @@ class Memory:
             self._after_communication = stream == "communication"
             request.left -= size
             request.pending += 1
+            # Bytes per channel are fractions, so a remainder may be a rounding error.
             if request.left < 1e-6:
                 request.left = 0.0
                 self._streams[stream].popleft()
@@ -201,13 +212,15 @@ class Memory:
         )
 
     def _scattered(self) -> tuple[int, int]:
-        """A bank without a pattern, and a row that nothing else is in."""
+        """Return a bank without a pattern, and a row that no other access uses."""
         self._runs += 1
         return ((self._runs * _SPREAD & 0xFFFFFFFF) >> 8) % len(self._queues), -2 - self._runs
 
     def _running(self, request: _Request, size: float) -> tuple[int, int]:
-        """Segment by segment through the rows of two banks, then of the next two; each cause and
-        kind elsewhere.
+        """Return bank and row of an access that runs through memory.
+
+        It goes segment by segment through the rows of two banks, then of the next two; each cause
+        and kind begins at other banks.
         """
         key = (request.cause, request.kind)
         number, at = self._cursors.get(key, (len(self._cursors), 0.0))
@@ -217,12 +230,14 @@ class Memory:
         return bank, pair * _CAUSES + number
 
     def _next(self) -> Stream | None:
-        """The stream whose turn it is."""
+        """Return the stream whose turn it is; None if none may enter."""
         compute, communication = self._streams["compute"], self._streams["communication"]
         if not communication:
             return "compute" if compute else None
+        # Without a threshold the streams take turns, access by access.
         if self.threshold is None:
             return "compute" if compute and self._after_communication else "communication"
+        # A communication request that has waited for too long goes first, so that none starves.
         if self._engine.now - communication[0].arrived_ns > self._starvation_ns:
             return "communication"
         if compute:
@@ -230,20 +245,23 @@ class Memory:
         return "communication" if self._entries < self.threshold else None
 
     def _serve(self) -> None:
-        """Put the access on the bus that can start first; after a queue's length in one direction,
-        one of the other.
+        """Put the access that can start first on the bus.
+
+        After a queue's length of columns in one direction, an access of the other direction goes
+        first, so that neither starves.
         """
-        # Events are whole nanoseconds, the bus is not: an access that follows another starts where
-        # that ended.
+        # Events are at integer nanoseconds and the bus is not: an access that directly follows
+        # another one starts at the exact time at which that one ended.
         now = self._bus_free if self._engine.now - self._bus_free < 1 else float(self._engine.now)
+        # Hits in one direction could otherwise keep the bus for ever.
         tired = self._batch >= self._capacity
         best = min(
             self._candidate(bank, queue, now, tired=tired)
             for bank, queue in enumerate(self._queues)
             if queue
         )
-        _, start, _, bank, place, opened = best
-        access = self._queues[bank].pop(place)
+        _, start, _, bank, index, opened = best
+        access = self._queues[bank].pop(index)
         request, kind = access.request, access.request.kind
         if opened is not None:
             self.row_misses += 1
@@ -255,6 +273,7 @@ class Memory:
         self._bus_free = start + access.columns * self._column_ns
         group_free = start + access.columns * self._group_ns[kind]
         self._group_free[bank % self._groups] = group_free
+        # A written row must not be closed before the write has reached the cells.
         self._bank_free[bank] = group_free if read else group_free + self._write_recovery_ns
         self.accesses += 1
         self.busy_ns += access.columns * self._column_ns
@@ -268,12 +287,13 @@ class Memory:
         self._engine.at(max(self._engine.now, math.ceil(self._bus_free)), self._served, access)
 
     def _candidate(self, bank: int, queue: list[_Access], now: float, *, tired: bool) -> _Candidate:
-        """What a bank would serve next: its open row's oldest access, else its oldest; and when."""
-        open_row, opened, place = self._open_row[bank], None, 0
+        """Return a bank's next access: its open row's oldest, or else its oldest; and its start."""
+        open_row, opened, index = self._open_row[bank], None, 0
         start = max(now, self._group_free[bank % self._groups])
+        # First-ready: an access to the open row overtakes older ones of its bank.
         for at, access in enumerate(queue):
             if access.row == open_row:
-                place = at
+                index = at
                 break
         else:
             access = queue[0]
@@ -284,10 +304,11 @@ class Memory:
                 self._last_open + self._row_gap_ns,
             )
             start = max(start, opened + self._open_ns)
+        # The bus needs time to turn around between reading and writing.
         read = access.request.kind == "read"
         if read != self._reading:
             start = max(start, self._bus_free + (self._to_read_ns if read else self._to_write_ns))
-        return tired and read == self._reading, start, access.number, bank, place, opened
+        return tired and read == self._reading, start, access.number, bank, index, opened
 
     def _served(self, access: _Access) -> None:
         self._serving = False
@@ -296,6 +317,8 @@ class Memory:
         request = access.request
         request.pending -= 1
         if request.pending == 0 and request.left == 0:
+            # The data of a read travel back to the compute units; a write is done once it is
+            # served.
             if request.kind == "read":
                 self._engine.after(self._latency_ns, request.done)
             else:

@@ -1,5 +1,6 @@
-"""The published models and their sub-layers that end in an all-reduce; presets lie in
-``presets/t3_models``.
+"""The published models, and their sub-layers that end in an all-reduce.
+
+Presets lie in ``presets/t3_models``.
 """
 
 from __future__ import annotations
@@ -14,30 +15,35 @@ from interlace.sim.t3.product import Product
 
 SubLayerName = Literal["op", "fc2", "fc1", "ip"]
 SUBLAYERS: dict[SubLayerName, int] = {"op": 1, "fc2": 4, "fc1": 4, "ip": 3}
-"""Output projection and second linear layer forward, first linear layer and input projection
-backward: inner dimension x TP / H.
+"""Inner dimension of each sub-layer's product, times the tensor-parallel degree over H.
+
+``op`` and ``fc2`` are the output projection and the second linear layer, forward; ``fc1`` and
+``ip`` are the first linear layer and the input projection, backward.
 """
 
 
 class T3Model(Strict):
-    """A Transformer and how the paper runs it."""
+    """A Transformer, and the sizes at which the paper runs it."""
 
     name: str
     hidden: Given
     layers: Given
     tokens: Given
     tensor_parallel: SourcedList
-    """Degrees that the paper uses."""
+    """Tensor-parallel degrees that the paper uses."""
 
     def product(self, sublayer: str, ranks: int, tokens: int | None = None) -> Product:
-        """The matrix product of a sub-layer on one of ``ranks`` GPUs.
+        """Return the matrix product of a sub-layer on one of ``ranks`` GPUs.
 
         Args:
-            tokens: its rows; the paper's by default. Few of them are the generation of tokens: one
-                of each sequence.
+            sublayer: key of :data:`SUBLAYERS`.
+            ranks: tensor-parallel degree.
+            tokens: rows of the product; the paper's by default. The generation of tokens has few:
+                one per sequence.
 
         Raises:
-            ConfigError: no such sub-layer, or a degree that does not divide its inner dimension.
+            ConfigError: there is no such sub-layer, or the degree does not divide its inner
+                dimension.
         """
         if sublayer not in SUBLAYERS:
             raise ConfigError(
@@ -45,6 +51,7 @@ class T3Model(Strict):
             )
         hidden = int(self.hidden.value)
         depth = SUBLAYERS[sublayer] * hidden
+        # A single GPU has no collective, and the model is about collectives.
         if ranks < 2 or depth % ranks:
             raise ConfigError(
                 f"the tensor-parallel degree must be at least 2 and divide {depth}; got {ranks}."
@@ -54,10 +61,10 @@ class T3Model(Strict):
 
 
 def load_t3_model(name: str) -> T3Model:
-    """A preset, in any case, or a YAML file.
+    """Load a model from a preset, in upper or lower case, or from a YAML file.
 
     Raises:
-        ConfigError: there is none, or it is wrong.
+        ConfigError: there is no such preset, or the file is wrong.
     """
     return load(
         T3Model,

@@ -1,4 +1,4 @@
-"""A sub-layer as a picture, DRAM and link by cause over time, and as a trace for Perfetto."""
+"""Pictures of sub-layers, DRAM and link traffic by cause over time, and traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.sim.plot import open_figure
+from interlace.sim.figure import open_figure
 from interlace.sim.t3.measured import Comparison
 from interlace.sim.t3.reproduce import Figure
 from interlace.sim.t3.run import SubLayer
-from interlace.sim.trace import to_perfetto
+from interlace.sim.trace import named, slice_event, to_perfetto
 from interlace.units import format_ns
 
 STEPS = 300
@@ -34,7 +34,7 @@ _COLOURS = {
 
 
 def draw(results: Sequence[SubLayer], file: Path) -> None:
-    """One panel a configuration: GB/s of DRAM traffic by cause, and how busy the link is below it.
+    """Draw one panel per configuration: GB/s of DRAM traffic by cause, and of the link below it.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -60,13 +60,17 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
 
     edges = np.linspace(0, longest, STEPS + 1)
     width = longest / STEPS
+    # DRAM traffic is drawn upwards, the link's downwards.
     for is_memory, sign in ((True, 1), (False, -1)):
         below = np.zeros(STEPS)
         uses = [use for use in result.result.link_uses if (use.link == "memory") == is_memory]
         for cause in sorted({use.traffic for use in uses}, key=list(_COLOURS).index):
-            mine = [use for use in uses if use.traffic == cause]
-            middles = [min(longest - 1, (use.start_ns + use.end_ns) / 2) for use in mine]
-            rate = np.histogram(middles, bins=edges, weights=[use.size for use in mine])[0] / width
+            selected = [use for use in uses if use.traffic == cause]
+            # A use counts in the step of its middle: uses are shorter than steps.
+            middles = [min(longest - 1, (use.start_ns + use.end_ns) / 2) for use in selected]
+            rate = (
+                np.histogram(middles, bins=edges, weights=[use.size for use in selected])[0] / width
+            )
             area = axis.fill_between(
                 edges[:-1] / 1000, sign * below, sign * (below + rate), step="post",
                 color=_COLOURS[cause], linewidth=0, label=cause if is_memory else f"link: {cause}",
@@ -90,28 +94,28 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
     )
 
 
-def draw_measured(found: Sequence[Comparison], file: Path) -> None:
-    """Of each shape: unfused, our fastest implementation and T3, over the product alone.
+def draw_measured(comparisons: Sequence[Comparison], file: Path) -> None:
+    """Draw three bars per shape: unfused, our fastest implementation and T3, over the product.
 
     Raises:
         ArgumentError: the file cannot be written.
     """
     kinds: tuple[tuple[str, str, Callable[[Comparison], float]], ...] = (
-        ("cuBLAS + NCCL, measured", "#B0B0B0", lambda one: one.measured_ns["unfused"]),
-        ("our fastest implementation, measured", "#0072B2", lambda one: one.software_ns),
-        ("T3, modelled", "#D55E00", lambda one: one.corrected_ns("t3-mca")),
+        ("cuBLAS + NCCL, measured", "#B0B0B0", lambda item: item.measured_ns["unfused"]),
+        ("our fastest implementation, measured", "#0072B2", lambda item: item.software_ns),
+        ("T3, modelled", "#D55E00", lambda item: item.corrected_ns("t3-mca")),
     )
-    with open_figure(file, 10, 1.2 + 0.7 * len(found)) as drawing:
+    with open_figure(file, 10, 1.2 + 0.7 * len(comparisons)) as drawing:
         axis = drawing.subplots()
         for number, (label, colour, time_ns) in enumerate(kinds):
-            places = [at + 0.27 * (number - 1) for at in range(len(found))]
-            lengths = [time_ns(one) / one.measured_ns["product"] for one in found]
-            axis.barh(places, lengths, 0.25, color=colour, label=label)
-            for one, place, length in zip(found, places, lengths, strict=True):
-                which = f" {one.software}" if number == 1 else ""
-                axis.text(length + 0.01, place, f"{length:.2f}{which}", va="center", fontsize=8)
-        names = [f"{one.operator}\n{one.product.name}, {one.ranks} GPUs" for one in found]
-        axis.set_yticks(range(len(found)), names, fontsize=9)
+            positions = [at + 0.27 * (number - 1) for at in range(len(comparisons))]
+            lengths = [time_ns(item) / item.measured_ns["product"] for item in comparisons]
+            axis.barh(positions, lengths, 0.25, color=colour, label=label)
+            for item, position, length in zip(comparisons, positions, lengths, strict=True):
+                name = f" {item.software}" if number == 1 else ""
+                axis.text(length + 0.01, position, f"{length:.2f}{name}", va="center", fontsize=8)
+        names = [f"{item.operator}\n{item.product.name}, {item.ranks} GPUs" for item in comparisons]
+        axis.set_yticks(range(len(comparisons)), names, fontsize=9)
         axis.invert_yaxis()
         axis.axvline(1, color="black", linewidth=1)
         axis.set_xlabel("time over that of the product alone (cuBLAS, measured)")
@@ -120,7 +124,7 @@ def draw_measured(found: Sequence[Comparison], file: Path) -> None:
 
 
 def draw_figures(figures: Sequence[Figure], file: Path) -> None:
-    """Of each published figure, how far ours lies from it, in tolerances.
+    """Draw the distance of our figures from the published ones, in tolerances.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -129,12 +133,13 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
         axis = drawing.subplots()
         axis.axvspan(-1, 1, color="#E8F2EC", linewidth=0)
         axis.axvline(0, color="black", linewidth=0.8)
-        for place, one in enumerate(figures):
-            far = one.difference / one.tolerance
-            axis.plot([0, far], [place, place], color="#888888", linewidth=1)
-            axis.plot(far, place, "o", color="#009E73" if one.met else "#D55E00")
+        for row, figure in enumerate(figures):
+            distance = figure.difference / figure.tolerance
+            axis.plot([0, distance], [row, row], color="#888888", linewidth=1)
+            axis.plot(distance, row, "o", color="#009E73" if figure.met else "#D55E00")
         names = [
-            f"{one.name}: {one.published:g} {one.unit}, ours {one.ours:.3g}" for one in figures
+            f"{figure.name}: {figure.published:g} {figure.unit}, ours {figure.ours:.3g}"
+            for figure in figures
         ]
         axis.set_yticks(range(len(figures)), names, fontsize=8)
         axis.invert_yaxis()
@@ -143,8 +148,9 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
 
 
 def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
-    """As :func:`interlace.sim.trace.to_perfetto`, with flows: the stage that stored a block, its
-    update, its trigger, the link.
+    """Return a trace like :func:`interlace.sim.trace.to_perfetto`'s with flows of blocks.
+
+    A flow leads from the stage that stored a block to its update, its trigger and the link.
     """
     document = to_perfetto([result.result for result in results])
     events = document["traceEvents"]
@@ -156,31 +162,16 @@ def trace(results: Sequence[SubLayer]) -> dict[str, Any]:
             for e in events
             if e["name"] == "thread_name" and e["pid"] == pid
         }
+        # Flows end at one link; on a mesh all links carry equal traffic.
         link = next(use.link for use in result.result.link_uses if use.link != "memory")
         triggers = max(rows.values()) + 1
-        events.append(
-            {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": pid,
-                "tid": triggers,
-                "args": {"name": "triggers"},
-            }
-        )
+        events.append(named("thread", pid, "triggers", triggers))
         for flow in result.fused.flows:
             name = f"block {flow.block}"
             at = flow.triggered_ns / 1000
-            events.append(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "pid": pid,
-                    "tid": triggers,
-                    "ts": at,
-                    "dur": 0.001,
-                    "args": {},
-                }
-            )
+            # A nanosecond long, as viewers do not show events of no length.
+            end = flow.triggered_ns + 1
+            events.append(slice_event(pid, triggers, name, flow.triggered_ns, end, {}))
             arrow = {"cat": "block", "name": name, "id": f"{pid}.{flow.block}", "pid": pid}
             events += [
                 {**arrow, "ph": "s", "tid": rows["compute"], "ts": (flow.stored_ns - 1) / 1000},

@@ -1,5 +1,5 @@
-"""A matrix product as a GPU runs it: a tile on each compute unit, step by step, with its reads and
-its stores.
+"""The run of a matrix product on a GPU: a tile on each compute unit, step by step, with its reads
+and stores.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from interlace.sim.t3.gpu import Gpu
 from interlace.sim.t3.machine import T3Machine
 
 ELEMENT_BYTES = 2
-"""fp16, as in the paper."""
+"""Bytes of an fp16 element, as in the paper."""
 OUTPUT_RUN_BYTES = 256
-"""Of an output that lie together: a row of a tile."""
+"""Contiguous bytes of an output: a row of a tile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """``[rows, depth] @ [depth, columns]`` in fp16, a partial sum of ``[rows, columns]`` on each
-    GPU.
+    """A product ``[rows, depth] @ [depth, columns]`` in fp16 on each GPU.
+
+    Every GPU has a partial sum of ``[rows, columns]``.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: a size is below 1.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Product:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the first input."""
+        """Bytes of the first input."""
         return ELEMENT_BYTES * self.depth * self.rows
 
     @property
@@ -56,20 +57,26 @@ class Product:
 
 
 class Plan:
-    """How a product is laid on compute units: tiles in an order, each a number of steps along the
+    """The layout of a product on compute units: tiles in an order, of several steps each along the
     inner dimension.
 
     Attributes:
         tiles: (row, column) in the order in which they start.
         heights, widths, depths: elements of each row and column of tiles, and of each step.
-        step_ns: time of a step on one compute unit, inputs being there.
-        run_bytes: of an input, that lie together: rows and columns run along the inner dimension,
-            as linear layers have them.
+        part_rows: rows of tiles in each part of the rows.
+        step_ns: nanoseconds of a step on one compute unit, once its inputs have arrived.
+        run_bytes: contiguous bytes of an input: rows and columns run along the inner dimension, as
+            in linear layers.
     """
 
     def __init__(self, machine: T3Machine, product: Product, row_parts: int = 1) -> None:
-        """Args: row_parts: equal parts of the rows, one after the other (the shards of a gathered
-        input); tiles do not cross them.
+        """Lay out a product.
+
+        Args:
+            machine: the compute units and their tiles.
+            product: the product.
+            row_parts: number of equal parts of the rows (the shards of a gathered input), whose
+                borders no tile crosses.
         """
         gpu = machine.gpu
         tile_rows, tile_columns, k_step = (
@@ -78,6 +85,7 @@ class Plan:
             int(gpu.k_step.value),
         )
         self.product = product
+        # The last tile of a part may be lower, as the rows need not divide.
         self.heights = _parts(product.rows // row_parts, tile_rows) * row_parts
         self.widths, self.depths = (
             _parts(product.columns, tile_columns),
@@ -87,17 +95,19 @@ class Plan:
         self.tiles = _order(
             len(self.heights), len(self.widths), min(int(gpu.group_rows.value), self.part_rows)
         )
+        # FLOPs per second of one compute unit.
         unit = gpu.clock_hz.value * gpu.flops_per_clock.value * gpu.efficiency.value
         self.step_ns = round(1e9 * 2 * tile_rows * tile_columns * k_step / unit)
         self.run_bytes = ELEMENT_BYTES * k_step
 
     def output_bytes(self, tile: int) -> int:
+        """Return the bytes of a tile's output."""
         row, column = self.tiles[tile]
         return ELEMENT_BYTES * self.heights[row] * self.widths[column]
 
 
 def _order(rows: int, columns: int, group: int) -> list[tuple[int, int]]:
-    """Down ``group`` rows of tiles, then on to the next column; then the next group."""
+    """List tiles down ``group`` rows, then in the next column; then in the next group of rows."""
     return [
         (row, column)
         for first in range(0, rows, group)
@@ -112,28 +122,34 @@ def _parts(size: int, part: int) -> list[int]:
 
 @dataclasses.dataclass(slots=True)
 class _Tile:
-    """A tile on its compute unit."""
+    """A tile on its compute unit.
+
+    Attributes:
+        step: step that is computed, or computed next.
+        loaded: number of steps whose inputs have arrived.
+        awaited: inputs of the next step that have not arrived.
+    """
 
     number: int
     row: int
     column: int
     step: int = 0
     loaded: int = 0
-    missing: int = 0
+    awaited: int = 0
     computing: bool = False
 
 
 class Running:
-    """A product on its way. Every compute unit works on a tile; when the tile's stores are
-    acknowledged it takes the next one.
+    """A product that runs. Every compute unit works on a tile, and takes the next tile when its
+    stores are acknowledged.
 
-    A step's inputs are read while the one before is computed, not across tiles. They come from the
-    last-level cache, least recently used, in blocks of one step of one row or column of tiles; a
-    block that is on its way is waited for, not read again. All that compute units load and store
-    crosses the cache's port, one after the other.
+    A step's inputs are read while the step before it is computed, but not across tiles. They come
+    from the last-level cache, which evicts the least recently used of its blocks; a block is one
+    step of one row or column of tiles. A block that is being read is waited for, not read again.
+    All loads and stores of compute units cross the cache's port, one after the other.
 
-    Without ``store`` the outputs go into that cache, which writes them back when it needs the room,
-    and the rest in the end.
+    Without ``store`` the outputs go into that cache, which writes them back when it needs room, and
+    in the end.
     """
 
     def __init__(
@@ -147,11 +163,17 @@ class Running:
         stage_done: Callable[[], None] | None = None,
         slowness: float = 1.0,
     ) -> None:
-        """Args:
-        store: called with a tile's number and what to call when its stores are acknowledged.
-        gate: called with the row of a tile and what to call when its input is there.
-        stage_done: called when as many tiles as there are units are done, for the first time.
-        slowness: time of a step over the plan's.
+        """Start a product; its events are the engine's.
+
+        Args:
+            gpu: the GPU.
+            plan: the product's layout.
+            units: compute units that take tiles.
+            store: called with a tile's number, and a function to call when the tile's stores are
+                acknowledged.
+            gate: called with the row of a tile, and a function to call when its input has arrived.
+            stage_done: called once, when the first ``units`` tiles are done.
+            slowness: time of a step over the plan's.
         """
         self._gpu, self._plan, self._units = gpu, plan, units
         self._store, self._gate, self._stage_done = store, gate, stage_done
@@ -160,7 +182,9 @@ class Running:
         self._port_rate = gpu.machine.memory.cache_bytes_per_s.value
         self._capacity = int(gpu.machine.memory.cache_bytes.value)
         self._used = 0
-        self._cache: collections.OrderedDict[int, int] = collections.OrderedDict()  # block -> bytes
+        # Bytes of each block. Blocks of rows, of columns and of outputs are numbered 0, 1 and 2
+        # modulo 3.
+        self._cache: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._coming: dict[int, list[_Tile]] = {}
         self._next = self._done = self._free = 0
         self._lockstep = bool(gpu.machine.gpu.lockstep.value)
@@ -169,10 +193,12 @@ class Running:
             self._take()
 
     def _take(self) -> None:
-        """A compute unit takes the next tile."""
+        """Let a compute unit take the next tile."""
         if self._next == len(self._plan.tiles):
             return
+        # Tiles start in the plan's order, whichever unit is free first.
         tile = _Tile(self._next, *self._plan.tiles[self._next])
+        # Stages are counted by tiles: the first tile of each marks its begin.
         if self._next % self._units == 0:
             self._began.append(self._gpu.engine.now)
         self._next += 1
@@ -186,37 +212,43 @@ class Running:
         plan, steps, step = self._plan, len(self._plan.depths), tile.loaded
         depth = ELEMENT_BYTES * plan.depths[step]
         rows_bytes, columns_bytes = depth * plan.heights[tile.row], depth * plan.widths[tile.column]
-        tile.missing = 1
+        # Besides its blocks, a step waits for their way through the cache's port.
+        tile.awaited = 1
         self._touch(tile, 3 * (tile.row * steps + step), rows_bytes)
         self._touch(tile, 3 * (tile.column * steps + step) + 1, columns_bytes)
         self._cross(rows_bytes + columns_bytes, lambda: self._ready(tile))
 
-    def _cross(self, size: int, then: Callable[[], None]) -> None:
-        """Between compute units and cache."""
+    def _cross(self, size: int, crossed: Callable[[], None]) -> None:
+        """Move bytes between compute units and cache, and call ``crossed()``."""
         engine = self._gpu.engine
         duration = duration_ns(size, self._port_rate)
-        engine.at(self._port.reserve(engine.now, duration) + duration, then)
+        engine.at(self._port.reserve(engine.now, duration) + duration, crossed)
 
     def _touch(self, tile: _Tile, block: int, size: int) -> None:
         if block in self._coming:
-            tile.missing += 1
+            tile.awaited += 1
             self._coming[block].append(tile)
         elif block in self._cache:
             self._cache.move_to_end(block)
         else:
-            tile.missing += 1
+            tile.awaited += 1
             self._coming[block] = [tile]
             self._keep(block, size)
             self._gpu.memory.request(
-                "compute", "product", "read", size, lambda: self._came(block), self._plan.run_bytes
+                "compute",
+                "product",
+                "read",
+                size,
+                lambda: self._arrived(block),
+                self._plan.run_bytes,
             )
 
-    def _came(self, block: int) -> None:
+    def _arrived(self, block: int) -> None:
         for tile in self._coming.pop(block):
             self._ready(tile)
 
     def _keep(self, block: int, size: int) -> None:
-        """In the cache; what has to leave it for that is written back if it is an output."""
+        """Keep a block in the cache; outputs that must leave it are written back."""
         self._cache[block] = size
         self._used += size
         while self._used > self._capacity and len(self._cache) > 1:
@@ -225,14 +257,15 @@ class Running:
     def _evict(self) -> None:
         block, size = self._cache.popitem(last=False)
         self._used -= size
+        # Inputs are in DRAM already.
         if block % 3 == 2:
             self._gpu.memory.request(
                 "compute", "product", "write", size, _nothing, OUTPUT_RUN_BYTES
             )
 
     def _ready(self, tile: _Tile) -> None:
-        tile.missing -= 1
-        if tile.missing == 0:
+        tile.awaited -= 1
+        if tile.awaited == 0:
             tile.loaded += 1
             self._compute(tile)
 
@@ -241,6 +274,7 @@ class Running:
             return
         tile.computing = True
         self._gpu.engine.after(self._step_ns, self._computed, tile)
+        # The next step's inputs are asked for as this one starts: two steps fit into a unit.
         if tile.loaded < len(self._plan.depths):
             self._load(tile)
 
@@ -268,13 +302,15 @@ class Running:
             return
         self._keep(3 * tile.number + 2, self._plan.output_bytes(tile.number))
         if self._done == len(self._plan.tiles):
+            # Output that is left is written back, and counted, after the last tile.
             while self._cache:
                 self._evict()
         self._released()
 
     def _released(self) -> None:
-        """A compute unit is free."""
+        """Free a compute unit; it takes the next tile unless it waits for its stage to end."""
         self._free += 1
+        # In lockstep a unit waits until all tiles of its stage have been stored.
         if self._lockstep and self._next % self._units == 0 and self._free < self._units:
             return
         free, self._free = self._free, 0
@@ -283,4 +319,4 @@ class Running:
 
 
 def _nothing() -> None:
-    """Nobody waits for a write-back."""
+    """Do nothing: no tile waits for a write-back."""

@@ -1,17 +1,14 @@
-"""The published figures of T3, and what this model finds with one set of parameters for all
-workloads.
-"""
+"""The published figures of T3, and this model's, with one set of parameters for all workloads."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
-import os
+import functools
 from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import Any
 
+from interlace.sim.sweeps import map_processes
 from interlace.sim.t3 import endtoend
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, SubLayerName, load_t3_model
@@ -24,7 +21,7 @@ MODELS = (*SMALL, "gpt-3", *LARGE)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A sub-layer by all configurations, without the single events."""
+    """A sub-layer in all configurations, without the single events."""
 
     model: str
     ranks: int
@@ -44,12 +41,12 @@ class Case:
 
     @property
     def both_speed_up(self) -> float:
-        """Product and all-reduce, as independent work, perfectly at once."""
+        """Speed-up if product and all-reduce, as independent work, overlapped perfectly."""
         product, *all_reduce = self.part_ns["sequential"]
         return self.total_ns["sequential"] / max(product, sum(all_reduce))
 
     def slower(self, configuration: str, *, product: bool) -> float:
-        """The product, or the all-reduce, on some of the compute units over that on all."""
+        """Return the time of product or all-reduce on some compute units over that on all."""
         pick = slice(0, 1) if product else slice(1, None)
         return sum(self.part_ns[configuration][pick]) / sum(self.part_ns["sequential"][pick])
 
@@ -59,7 +56,11 @@ class Figure:
     """A published figure and ours, both in ``unit``.
 
     Attributes:
-        note: what has to be known to judge it.
+        published: figure of the paper.
+        ours: figure of this model.
+        tolerance: largest difference at which the figure is met.
+        unit: ``"%"`` or ``"x"``.
+        note: anything that is needed to judge the figure.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What ``reproduce t3`` found."""
+    """All cases of ``reproduce t3``, the figures from them, and the machine's assumptions."""
 
     cases: list[Case]
     figures: list[Figure]
@@ -107,37 +108,37 @@ def study(
     tokens: int | None = None,
     workers: int | None = None,
 ) -> Study:
-    """Run all sub-layers of some models at their degrees, and compare. One to two minutes of a
-    processor's time.
+    """Run all sub-layers of some models at their degrees, and compare them with the paper.
+
+    It takes one to two minutes of a processor's time.
 
     Args:
-        tokens: of each model, instead of its own; quicker, and not what the paper compares.
-        workers: processes; None is all processors, 1 runs here.
+        machine: the machine; the paper's by default.
+        models: presets of models.
+        tokens: tokens of every model instead of its own; quicker, but not the paper's comparison.
+        workers: number of processes; None is all processors, 1 runs in this process.
     """
     machine = machine or load_t3_machine()
     degrees = [
         (name, int(ranks)) for name in models for ranks in load_t3_model(name).tensor_parallel.value
     ]
-    count = min(len(degrees), workers or os.cpu_count() or 1)
-    if count == 1:
-        cases = [case for name, ranks in degrees for case in _cases(machine, name, ranks, tokens)]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(count, mp_context=context) as pool:
-            done = [pool.submit(_cases, machine, name, ranks, tokens) for name, ranks in degrees]
-            cases = [case for one in done for case in one.result()]
+    simulated = map_processes(functools.partial(_cases, machine, tokens), degrees, workers)
+    cases = [case for group in simulated for case in group]
     return Study(cases, figures(cases) + _end_to_end(machine, cases), assumptions(machine))
 
 
-def _cases(machine: T3Machine, name: str, ranks: int, tokens: int | None) -> list[Case]:
+def _cases(machine: T3Machine, tokens: int | None, degree: tuple[str, int]) -> list[Case]:
+    name, ranks = degree
     model = load_t3_model(name)
     done: dict[int, dict[str, SubLayer]] = {}
     cases = []
-    for sublayer in SUBLAYERS:  # FC-1 backward is the same product as FC-2 forward
+    # FC-1 backward has the sizes of FC-2 forward, so it is simulated once for both.
+    for sublayer in SUBLAYERS:
         product = model.product(sublayer, ranks, tokens)
         if product.depth not in done:
             done[product.depth] = {
-                which: simulate(machine, product, ranks, which) for which in CONFIGURATIONS
+                configuration: simulate(machine, product, ranks, configuration)
+                for configuration in CONFIGURATIONS
             }
         cases.append(_case(name, ranks, sublayer, done[product.depth]))
     return cases
@@ -153,31 +154,29 @@ _PUBLISHED_LAYERS: tuple[tuple[endtoend.Phase, str, float, float], ...] = (
 
 
 def _end_to_end(machine: T3Machine, cases: Sequence[Case]) -> list[Figure]:
-    """Training and prompts of the models of the main figures."""
+    """Compare end-to-end gains in training and prompts, for the models of the main figures."""
     small = [case for case in cases if case.model in SMALL]
     if not small:
         return []
     note = f"{100 * endtoend.REST_SHARE:g} % of the time in what is not sliced"
-    found = []
-    for phase, which, mean, most in _PUBLISHED_LAYERS:
+    compared = []
+    for phase, configuration, mean, maximum in _PUBLISHED_LAYERS:
         gains = []
         for model, ranks in dict.fromkeys((case.model, case.ranks) for case in small):
-            mine = [case for case in small if (case.model, case.ranks) == (model, ranks)]
+            # The cases have the times already, so no layer is simulated a second time.
             known = {
                 case.depth: {**case.total_ns, "product": case.part_ns["sequential"][0]}
-                for case in mine
+                for case in small
+                if (case.model, case.ranks) == (model, ranks)
             }
-            gains.append(
-                endtoend.estimate(
-                    machine, load_t3_model(model), ranks, phase, known=known
-                ).speed_up(which)
-            )
-        name = f"{which.upper()}, {phase}, end to end"
-        found += [
+            layer = endtoend.estimate(machine, load_t3_model(model), ranks, phase, known=known)
+            gains.append(layer.speed_up(configuration))
+        name = f"{configuration.upper()}, {phase}, end to end"
+        compared += [
             Figure(f"{name}, geomean", mean, _percent(geometric_mean(gains)), 2, "%", note),
-            Figure(f"{name}, maximum", most, _percent(max(gains)), 2, "%", note),
+            Figure(f"{name}, maximum", maximum, _percent(max(gains)), 2, "%", note),
         ]
-    return found
+    return compared
 
 
 def _case(model: str, ranks: int, sublayer: SubLayerName, results: dict[str, SubLayer]) -> Case:
@@ -206,28 +205,28 @@ IDENTITY, RECALLED = "follows from the mechanism", "recalled, not checked"
 
 
 def figures(cases: Sequence[Case]) -> list[Figure]:
-    """Every published figure that the cases are enough for."""
+    """Compare every published figure for which there are cases."""
     small = [case for case in cases if case.model in SMALL]
-    found = [*_of_small(small), *_of_large(cases)]
+    compared = [*_of_small(small), *_of_large(cases)]
     for ranks, reads, near in ((8, 2.5, 7), (16, 2.2, 3)):
-        found += _of_degree([case for case in small if case.ranks == ranks], ranks, reads, near)
-    return found
+        compared += _of_degree([case for case in small if case.ranks == ranks], ranks, reads, near)
+    return compared
 
 
 def _of_small(cases: Sequence[Case]) -> list[Figure]:
-    """Of the paper's main figures: speed-ups, traffic, compute units split."""
+    """Compare the paper's main figures: speed-ups, traffic, compute units split."""
     if not cases:
         return []
-    found = []
-    for name, which, mean, most in (
+    compared = []
+    for name, configuration, mean, maximum in (
         ("T3-MCA", "t3-mca", 30, 47),
         ("T3", "t3", 20, 39),
         ("ideal overlap", "ideal", 35, 50),
     ):
-        gains = [case.speed_up(which) for case in cases]
-        found += [
+        gains = [case.speed_up(configuration) for case in cases]
+        compared += [
             Figure(f"{name}, faster, geomean", mean, _percent(geometric_mean(gains)), 3, "%"),
-            Figure(f"{name}, faster, maximum", most, _percent(max(gains)), 5, "%"),
+            Figure(f"{name}, faster, maximum", maximum, _percent(max(gains)), 5, "%"),
         ]
     traffic = [case.traffic["t3-mca"] / case.traffic["sequential"] for case in cases]
     writes = geometric_mean([case.writes["sequential"] / case.writes["t3-mca"] for case in cases])
@@ -236,7 +235,7 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
     )
     both = geometric_mean([case.both_speed_up for case in cases])
     longer = geometric_mean([case.slower("split-16", product=True) for case in cases])
-    found += [
+    compared += [
         Figure("DRAM traffic, geomean", -22, _percent(geometric_mean(traffic)), 3, "%"),
         Figure("DRAM traffic, most saved", -36, _percent(min(traffic)), 5, "%"),
         Figure(
@@ -260,24 +259,23 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
         name = f"{units} of 80 compute units for the all-reduce"
         split = geometric_mean([case.speed_up(f"split-{units}") for case in cases])
         longer = geometric_mean([case.slower(f"split-{units}", product=False) for case in cases])
-        found += [
+        compared += [
             Figure(name, gain, split, 0.08, "x"),
             Figure(f"{name}: it takes longer", slower, _percent(longer), 5, "%", note),
         ]
-    return found
+    return compared
 
 
 def _of_large(cases: Sequence[Case]) -> list[Figure]:
-    found = []
-    if gains := [case.speed_up("t3-mca") for case in cases if case.model in LARGE]:
-        found.append(
-            Figure("T3-MCA, PALM and MT-NLG, geomean", 29, _percent(geometric_mean(gains)), 3, "%")
-        )
-    return found
+    gains = [case.speed_up("t3-mca") for case in cases if case.model in LARGE]
+    if not gains:
+        return []
+    gain = _percent(geometric_mean(gains))
+    return [Figure("T3-MCA, PALM and MT-NLG, geomean", 29, gain, 3, "%")]
 
 
 def _of_degree(cases: Sequence[Case], ranks: int, reads: float, near_memory: float) -> list[Figure]:
-    """What the paper has for each tensor-parallel degree."""
+    """Compare the paper's figures for one tensor-parallel degree."""
     if not cases:
         return []
     fewer = geometric_mean([case.reads["sequential"] / case.reads["t3-mca"] for case in cases])
@@ -297,18 +295,18 @@ def _of_degree(cases: Sequence[Case], ranks: int, reads: float, near_memory: flo
 
 
 def assumptions(machine: T3Machine) -> list[tuple[str, float | Sequence[float], str, str]]:
-    """Every value of the machine: key, value, confidence, source."""
-    found = []
+    """List every value of the machine: key, value, confidence, source."""
+    rows = []
     for part in ("gpu", "memory", "network", "tracker", "dma", "arbitration"):
         values = getattr(machine, part)
         for name in type(values).model_fields:
-            given = getattr(values, name)
-            if isinstance(given, str):
-                continue
-            found.append((f"{part}.{name}", given.value, given.confidence, given.source))
-    return found
+            figure = getattr(values, name)
+            # The topology is a name, and has no source.
+            if not isinstance(figure, str):
+                rows.append((f"{part}.{name}", figure.value, figure.confidence, figure.source))
+    return rows
 
 
 def _percent(ratio: float) -> float:
-    """Above 1."""
+    """Return the per cent by which a ratio lies above 1."""
     return 100 * (ratio - 1)

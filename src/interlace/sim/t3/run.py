@@ -1,20 +1,20 @@
-"""A sub-layer by each configuration: a matrix product and the collective that follows its output or
+"""A sub-layer in each configuration: a matrix product and the collective that follows its output or
 feeds its input.
 
-One GPU is simulated in detail, and all of the group do the same at the same time (*mirrored*
-traffic), or all of them are.
+Either one GPU is simulated in detail and stands for its group, whose GPUs do everything at the same
+time (*mirrored* traffic), or all GPUs of the group are simulated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from interlace.errors import ConfigError
 from interlace.sim.bounds import Bound, largest
-from interlace.sim.results import Result, TaskTime
+from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.t3 import addresses as maps
 from interlace.sim.t3 import fused
 from interlace.sim.t3.addresses import AddressMap
@@ -24,16 +24,20 @@ from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.memory import Kind
 from interlace.sim.t3.product import OUTPUT_RUN_BYTES, Plan, Product, Running
 
+Key = TypeVar("Key")
+Event = TypeVar("Event", Span, LinkUse)
+
 CONFIGURATIONS = ("sequential", "split-8", "split-16", "t3", "t3-mca", "ideal", "ideal-nmc")
-"""One after the other; the product and an all-reduce at once on separate compute units, memory
-contention left out, as the paper does; T3; T3 with the controller's arbitration; perfect overlap of
-product and collective; the same with near-memory compute.
+"""Configurations in order: product and collective one after the other; both at once on separate
+compute units, memory contention left out, as in the paper; T3; T3 with the controller's
+arbitration; perfect overlap of product and collective; perfect overlap with near-memory compute.
 """
 
 COLLECTIVES: tuple[Collective, ...] = ("reduce-scatter", "all-to-all", "all-gather")
-"""After the product, and then an all-gather; after the product; before the product."""
+"""Collectives in order: after the product, and then an all-gather; after the product; before it."""
 
-Placed = list[tuple[int, Part]]
+Schedule = list[tuple[int, Part]]
+"""Parts with their start times in nanoseconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +45,12 @@ class SubLayer:
     """Outcome of one configuration, on GPU 0.
 
     Attributes:
-        result: times, rows, link uses and the physical bound, as of every other simulation.
-        memory_bytes: by (cause, kind): causes ``product``, ``reduce-scatter``, ``all-gather``,
-            ``all-to-all``, ``tracker``; kinds ``read``, ``write``, ``update``.
-        parts: what was simulated, in the order of their starts.
-        overlapped_ns: how long links worked while the product ran.
+        result: times, rows, link uses and the physical bound, in the form of every simulation.
+        memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``,
+            ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``tracker``; kinds ``read``,
+            ``write``, ``update``.
+        parts: simulated parts in the order of their starts.
+        overlapped_ns: nanoseconds that links worked while the product ran.
     """
 
     configuration: str
@@ -62,19 +67,19 @@ class SubLayer:
 
     @property
     def fused(self) -> Part:
-        """The part with the product in it."""
+        """The part that contains the product."""
         return next(part for part in self.parts if part.product_ns)
 
     def moved(self, cause: str, *kinds: Kind) -> float:
-        """Bytes of DRAM traffic of a cause, of some kinds (all, where none is named)."""
+        """Return the bytes of DRAM traffic of a cause, of all kinds unless some are named."""
         return sum(
             size
-            for (whose, kind), size in self.memory_bytes.items()
-            if whose == cause and (not kinds or kind in kinds)
+            for (owner, kind), size in self.memory_bytes.items()
+            if owner == cause and (not kinds or kind in kinds)
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but single spans."""
+        """Return everything but single spans, for JSON."""
         part = self.fused
         return {
             "configuration": self.configuration,
@@ -108,7 +113,7 @@ def simulate(
     address_map: AddressMap | None = None,
     slowness: Sequence[float] | None = None,
 ) -> SubLayer:
-    """A sub-layer on ``ranks`` GPUs.
+    """Simulate a sub-layer on ``ranks`` GPUs.
 
     Collectives are rings on a ring, and direct (all GPUs at once) on a mesh or a switch; an
     all-to-all is always direct.
@@ -117,11 +122,13 @@ def simulate(
         configuration: one of :data:`CONFIGURATIONS`.
         collective: one of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an
             ``all-gather`` gathers the rows of the product's first input.
-        network: how the GPUs are connected; the machine's by default.
-        address_map: for T3, what becomes of the output's chunks; by default what the collective
-            needs.
-        slowness: computing time of each GPU over the machine's: then all of them are simulated, and
-            the last one counts.
+        machine: the GPUs and their links.
+        product: the matrix product on each GPU.
+        ranks: number of GPUs, at least 2.
+        network: topology of the group; the machine's by default.
+        address_map: T3's destinations of the output's chunks; by default those of the collective.
+        slowness: computing time of each GPU over the machine's; all GPUs are simulated then, and
+            the last one to end counts.
 
     Raises:
         ConfigError: no such configuration, collective or network, fewer than 2 ranks, or an address
@@ -129,20 +136,20 @@ def simulate(
         UnphysicalError: the result is below the physical bound; the model has a fault.
     """
     network = network or machine.network.topology
-    for what, value, known in (
+    for role, value, known in (
         ("a configuration", configuration, CONFIGURATIONS),
         ("a collective", collective, COLLECTIVES),
         ("a network", network, TOPOLOGIES),
     ):
         if value not in known:
-            raise ConfigError(f"{what} must be one of {', '.join(known)}; got {value!r}.")
+            raise ConfigError(f"{role} must be one of {', '.join(known)}; got {value!r}.")
     chunks = _address_map(collective, product, ranks, network, address_map)
     if slowness is not None and (len(slowness) != ranks or min(slowness) < 1):
         raise ConfigError(
             f"slowness must have a factor of at least 1 for each of {ranks} GPUs; got "
             f"{tuple(slowness)}."
         )
-    one = _SubLayer(machine, product, ranks, network, collective, max(slowness or (1.0,)))
+    sublayer = _SubLayer(machine, product, ranks, network, collective, max(slowness or (1.0,)))
     if configuration in ("t3", "t3-mca"):
         part = fused.run(
             machine,
@@ -154,54 +161,53 @@ def simulate(
             prefer_product=configuration == "t3-mca",
             slowness=slowness,
         )
-        placed = one.then_gathered([(0, part)])
+        schedule = sublayer.then_gathered([(0, part)])
     elif configuration in ("ideal", "ideal-nmc"):
-        placed = one.ideal(near_memory=configuration == "ideal-nmc")
+        schedule = sublayer.ideal(near_memory=configuration == "ideal-nmc")
     elif configuration.startswith("split-"):
-        placed = one.split(int(configuration.removeprefix("split-")))
+        schedule = sublayer.split(int(configuration.removeprefix("split-")))
     else:
-        placed = one.sequential()
-    return _result(one, configuration, placed)
+        schedule = sublayer.sequential()
+    return _result(sublayer, configuration, schedule)
 
 
 def _address_map(
-    collective: Collective, product: Product, ranks: int, network: str, given: AddressMap | None
+    collective: Collective, product: Product, ranks: int, network: str, requested: AddressMap | None
 ) -> AddressMap | None:
-    """The one that the collective needs, or the user's, if it makes the same sums."""
+    """Return the collective's address map, or the user's if it makes equal sums."""
     if collective == "all-gather":
         if ranks < 2 or product.rows % ranks:
             raise ConfigError(
-                "an all-gather must have at least 2 ranks, and rows that divide evenly over "
-                f"them; got {product.rows} rows and "
-                f"{ranks} ranks."
+                "an all-gather must have at least 2 ranks, and rows that divide evenly over them; "
+                f"got {product.rows} rows and {ranks} ranks."
             )
-        if given is not None:
+        if requested is not None:
             raise ConfigError(
                 "an address map must be for a product's output; got one for an all-gather. Leave "
                 "it out."
             )
         return None
-    if given is None:
+    if requested is None:
         ring = network == "ring" and collective == "reduce-scatter"
         direct = maps.all_to_all if collective == "all-to-all" else maps.direct_reduce_scatter
         return (maps.ring_reduce_scatter if ring else direct)(ranks)
-    if given.chunks != ranks:
+    if requested.chunks != ranks:
         raise ConfigError(
-            f"an address map must have a chunk for each of {ranks} GPUs; got {given.chunks}."
+            f"an address map must have a chunk for each of {ranks} GPUs; got {requested.chunks}."
         )
     addends = 1 if collective == "all-to-all" else ranks
-    for chunk in set(range(ranks)) - given.targets().keys():
-        if given.addends(chunk) != addends:
+    for chunk in set(range(ranks)) - requested.targets().keys():
+        if requested.addends(chunk) != addends:
             raise ConfigError(
                 f"a chunk that stays must be the sum of {addends} products for "
                 f"{'an' if addends == 1 else 'a'} {collective}; "
-                f"chunk {chunk} is that of {given.addends(chunk)}."
+                f"chunk {chunk} is that of {requested.addends(chunk)}."
             )
-    return given
+    return requested
 
 
 class _SubLayer:
-    """What a sub-layer is made of, and the configurations that are made of separate parts."""
+    """The parts of a sub-layer, and the configurations that consist of separate parts."""
 
     def __init__(
         self,
@@ -218,6 +224,7 @@ class _SubLayer:
         self.size = product.gathered_bytes if collective == "all-gather" else product.output_bytes
 
     def _moved(self, share: float = 1.0, *, near_memory: bool = False) -> Part:
+        # Only a reduce-scatter adds anything that near-memory compute could add.
         near = near_memory and self.collective == "reduce-scatter"
         return alone(
             self.machine, self.collective, self.size, self.ranks, self.network, share, near
@@ -226,20 +233,20 @@ class _SubLayer:
     def _product(self, units: int, *, bypass: bool = False) -> Part:
         return product_alone(self.machine, self.product, units, bypass, self._slowest)
 
-    def then_gathered(self, placed: Placed, share: float = 1.0) -> Placed:
-        """A reduce-scatter's all-gather starts when the rest has ended."""
+    def then_gathered(self, schedule: Schedule, share: float = 1.0) -> Schedule:
+        """Append a reduce-scatter's all-gather, which starts when all other parts have ended."""
         if self.collective != "reduce-scatter":
-            return placed
+            return schedule
         gather = alone(self.machine, "all-gather", self.size, self.ranks, self.network, share)
-        return [*placed, (max(start + part.time_ns for start, part in placed), gather)]
+        return [*schedule, (max(start + part.time_ns for start, part in schedule), gather)]
 
-    def sequential(self) -> Placed:
+    def sequential(self) -> Schedule:
         parts = [self._product(self.units), self._moved()]
         if self.collective == "all-gather":
             parts.reverse()
         return self.then_gathered([(0, parts[0]), (parts[0].time_ns, parts[1])])
 
-    def ideal(self, *, near_memory: bool) -> Placed:
+    def ideal(self, *, near_memory: bool) -> Schedule:
         bypass = near_memory and self.collective != "all-gather"
         return self.then_gathered(
             [
@@ -248,8 +255,8 @@ class _SubLayer:
             ]
         )
 
-    def split(self, kept: int) -> Placed:
-        """``kept`` compute units for the collective, the rest for the product."""
+    def split(self, kept: int) -> Schedule:
+        """Give ``kept`` compute units to the collective, and the others to the product."""
         if kept >= self.units:
             raise ConfigError(
                 f"split-{kept} needs more than {kept} compute units; the machine has {self.units}."
@@ -257,6 +264,7 @@ class _SubLayer:
         network = self.machine.network
         library = network.bytes_per_s.value * network.library_efficiency.value
         share = min(1.0, kept * self.machine.gpu.copy_bytes_per_s.value / library)
+        # As in the paper, the two parts do not contend for memory.
         moved = self._moved(share)
         gathered = self.then_gathered([(0, moved)], share)
         return [(0, self._product(self.units - kept)), *gathered]
@@ -266,11 +274,12 @@ class _SubLayer:
 def product_alone(
     machine: T3Machine, product: Product, units: int, bypass: bool = False, slowness: float = 1.0
 ) -> Part:
-    """The product alone on ``units`` compute units. It ends with its last tile; ``bypass``: with
-    its last write to DRAM.
+    """Simulate the product alone on ``units`` compute units.
 
-    What is left in the cache is written back under what follows, and counted.
+    It ends with its last tile; with ``bypass``, its stores bypass the cache and it ends with its
+    last write to DRAM. Output left in the cache is written back under the next part, and counted.
     """
+    # A product alone needs no group; two GPUs are the smallest that a network has.
     group = Group(machine, 2, "ring")
     gpu, plan = group.gpus[0], Plan(machine, product)
 
@@ -284,21 +293,21 @@ def product_alone(
     return part if bypass else dataclasses.replace(part, time_ns=part.product_ns)
 
 
-def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
-    """Put the parts on one time axis, and hold the whole against physics."""
-    total = max(start + part.time_ns for start, part in placed)
+def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubLayer:
+    """Put the parts on one time axis, and check the result against its physical bound."""
+    total = max(start + part.time_ns for start, part in schedule)
     memory, sent = (
-        _sums(part.memory for _, part in placed),
-        _sums(part.sent_bytes for _, part in placed),
+        _sums(part.memory for _, part in schedule),
+        _sums(part.sent_bytes for _, part in schedule),
     )
-    uses = [_moved_by(use, start) for start, part in placed for use in part.uses]
-    began, computing = next((start, part.product_ns) for start, part in placed if part.product_ns)
-    busy = {"compute": computing, "memory": round(sum(part.memory_busy_ns for _, part in placed))}
+    uses = [_moved_by(use, start) for start, part in schedule for use in part.uses]
+    began, computing = next((start, part.product_ns) for start, part in schedule if part.product_ns)
+    busy = {"compute": computing, "memory": round(sum(part.memory_busy_ns for _, part in schedule))}
     busy |= {
         link: sum(use.end_ns - use.start_ns for use in uses if use.link == link) for link in sent
     }
-    bound = _bound(one, sum(memory.values()), sent)
-    name = f"{one.product.name}, {configuration}"
+    bound = _bound(sublayer, sum(memory.values()), sent)
+    name = f"{sublayer.product.name}, {configuration}"
     bound.check(total, name)
     result = Result(
         name=name,
@@ -306,21 +315,23 @@ def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
         exposed_ns=total - computing,
         busy_ns=busy,
         sent_bytes=sent,
+        # On a switch the bytes pass two links, of which the way up is counted.
         traffic_bytes={
             kind: sum(use.size for use in uses if use.traffic == kind and use.link != "down")
             for kind in TRAFFIC.values()
         },
         memory_bytes=sum(memory.values()),
-        tasks=_tasks(placed),
-        spans=[_moved_by(span, start) for start, part in placed for span in part.spans],
+        tasks=_tasks(schedule),
+        spans=[_moved_by(span, start) for start, part in schedule for span in part.spans],
         link_uses=uses,
         bound=bound,
-        events=sum(part.events for _, part in placed),
-        ranks=one.ranks,
-        topology=f"{one.network} of {one.ranks}",
-        machine=one.machine.name,
+        events=sum(part.events for _, part in schedule),
+        ranks=sublayer.ranks,
+        topology=f"{sublayer.network} of {sublayer.ranks}",
+        machine=sublayer.machine.name,
         all_ranks=False,
     )
+    # All links of a GPU work at the same times, so any of them shows the overlap.
     first_link = next(iter(sent))
     overlapped = sum(
         max(0, min(use.end_ns, began + computing) - max(use.start_ns, began))
@@ -329,52 +340,52 @@ def _result(one: _SubLayer, configuration: str, placed: Placed) -> SubLayer:
     )
     return SubLayer(
         configuration,
-        one.collective,
-        one.product,
+        sublayer.collective,
+        sublayer.product,
         result,
         memory,
-        tuple(part for _, part in placed),
+        tuple(part for _, part in schedule),
         overlapped,
     )
 
 
-def _bound(one: _SubLayer, moved: float, sent: dict[str, float]) -> Bound:
-    """No machine is faster than its compute units, its DRAM or its links."""
-    machine = one.machine
-    link_rate = machine.network.bytes_per_s.value / (one.ranks - 1 if one.network == "full" else 1)
+def _bound(sublayer: _SubLayer, moved: float, sent: dict[str, float]) -> Bound:
+    """Return the bound by compute units, DRAM and links at their peaks."""
+    machine = sublayer.machine
+    link_rate = machine.network.bytes_per_s.value / (
+        sublayer.ranks - 1 if sublayer.network == "full" else 1
+    )
     return largest(
         [
-            Bound(1e9 * one.product.flops / machine.gpu.flops_per_s, "the product at peak"),
+            Bound(1e9 * sublayer.product.flops / machine.gpu.flops_per_s, "the product at peak"),
             Bound(1e9 * moved / machine.memory.bytes_per_s.value, "the DRAM traffic"),
             *(Bound(1e9 * size / link_rate, "the link") for size in sent.values()),
         ]
     )
 
 
-def _tasks(placed: Placed) -> list[TaskTime]:
+def _tasks(schedule: Schedule) -> list[TaskTime]:
     return [
         TaskTime(
             part.name,
             part.spans[0].row,
             start,
             start + part.time_ns,
-            None if start == 0 else placed[number - 1][1].name,
+            None if start == 0 else schedule[number - 1][1].name,
         )
-        for number, (start, part) in enumerate(placed)
+        for number, (start, part) in enumerate(schedule)
     ]
 
 
-def _sums(each: Any) -> dict[Any, float]:
-    found: dict[Any, float] = {}
-    for sizes in each:
+def _sums(mappings: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    sums: dict[Key, float] = {}
+    for sizes in mappings:
         for key, size in sizes.items():
-            found[key] = found.get(key, 0.0) + size
-    return found
+            sums[key] = sums.get(key, 0.0) + size
+    return sums
 
 
-def _moved_by(what: Any, start: int) -> Any:
-    return (
-        dataclasses.replace(what, start_ns=what.start_ns + start, end_ns=what.end_ns + start)
-        if start
-        else what
-    )
+def _moved_by(event: Event, start: int) -> Event:
+    if not start:
+        return event
+    return dataclasses.replace(event, start_ns=event.start_ns + start, end_ns=event.end_ns + start)

@@ -1,4 +1,4 @@
-"""What the assumptions are worth: each is changed alone, and the sub-layer simulated again."""
+"""Sensitivity to the assumptions: each is changed alone, and the sub-layer is simulated again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ CHANGES: dict[str, tuple[float, ...]] = {
     "dma.start_ns": (0, 1000),
     "arbitration.starvation_ns": (2000, 200000),
 }
-"""Values that the paper leaves open, or that readers disagree on, and what they might be instead.
-"""
+"""Alternatives for values that the paper leaves open, or on which readings of it differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One value changed: speed-ups against the sequential sub-layer with that same value."""
+    """Speed-ups with one value changed, against the sequential sub-layer with that value."""
 
     key: str
     value: float | None
@@ -45,7 +44,7 @@ class Row:
 def sensitivity(
     machine_name: str, changes: dict[str, Any], product: Product, ranks: int
 ) -> list[Row]:
-    """The machine as it is, and with each of :data:`CHANGES`."""
+    """Simulate the machine as it is, and with each of :data:`CHANGES`."""
     rows = [_row(machine_name, changes, None, None, product, ranks)]
     for key, values in CHANGES.items():
         rows += [_row(machine_name, changes, key, value, product, ranks) for value in values]
@@ -61,9 +60,10 @@ def _row(
     ranks: int,
 ) -> Row:
     machine = load_t3_machine(name, changes if key is None else {**changes, key: value})
+    # The baseline has the change as well: a faster link helps both.
     base = simulate(machine, product, ranks, "sequential").total_ns
     return Row(
         key or "as given",
         value,
-        {each: base / simulate(machine, product, ranks, each).total_ns for each in CONFIGURATIONS},
+        {name: base / simulate(machine, product, ranks, name).total_ns for name in CONFIGURATIONS},
     )

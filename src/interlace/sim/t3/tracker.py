@@ -1,9 +1,9 @@
-"""The tracker: counts the updates of each outstanding block of the output, and says when the last
-one has come.
+"""The tracker, which counts the updates of each outstanding block of the output and reports the
+last.
 
-``sets`` by the low bits of the block's number, ``ways`` counters in each. A block whose set is full
-is counted in DRAM instead, 64 bytes read and written for each of its updates: nothing stops and
-nothing is lost, and the traffic is reported.
+The low bits of a block's number choose one of ``sets`` sets of ``ways`` counters each. A block
+whose set is full is counted in DRAM instead, where each of its updates reads and writes 64 bytes;
+nothing stops and no count is lost, and the traffic is reported.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import collections
 from collections.abc import Callable
 
 COUNTER_BYTES = 64
+"""Bytes that are read and written per update of a block that is counted in DRAM."""
 
 
 class Tracker:
-    """Counters of blocks that have some of their updates.
+    """A set-associative table of counters of blocks that have some of their updates.
 
     Attributes:
-        most_entries: counters in use at once.
-        overflows: blocks that were counted in DRAM.
+        most_entries: largest number of counters in use.
+        overflows: number of blocks that were counted in DRAM.
     """
 
     def __init__(self, sets: int, ways: int, spill: Callable[[Callable[[], None]], None]) -> None:
-        """Args:
-        spill: counts one update in DRAM, and calls when that is done.
+        """Prepare empty counters.
+
+        Args:
+            sets: number of sets; 0 counts every block in DRAM.
+            ways: counters of a set.
+            spill: counts one update in DRAM, and calls its argument when that is done.
         """
         self._sets, self._ways, self._spill = sets, ways, spill
         self._used: collections.Counter[int] = collections.Counter()
@@ -35,7 +40,8 @@ class Tracker:
         self.overflows = 0
 
     def update(self, block: int, expected: int, complete: Callable[[], None]) -> None:
-        """One of ``expected`` updates of ``block`` is in memory; ``complete()`` after the last."""
+        """Count one of a block's ``expected`` updates, and call ``complete()`` after the last."""
+        # A block's counter is taken at its first update, not before: outstanding blocks are few.
         if block not in self._left:
             self._begin(block, expected)
         if block in self._spilled:
@@ -45,12 +51,13 @@ class Tracker:
 
     def _begin(self, block: int, expected: int) -> None:
         self._left[block] = expected
-        place = block % self._sets if self._sets else 0
-        if not self._sets or self._used[place] >= self._ways:
+        index = block % self._sets if self._sets else 0
+        # A full set does not evict: a new block is counted in DRAM until it is complete.
+        if not self._sets or self._used[index] >= self._ways:
             self._spilled.add(block)
             self.overflows += 1
             return
-        self._used[place] += 1
+        self._used[index] += 1
         self._entries += 1
         self.most_entries = max(self.most_entries, self._entries)
 

@@ -1,4 +1,4 @@
-"""What the workloads share: values with sources, lists of layers, and a list of tasks that grows."""
+"""Parts that the workloads share: lists of layers with sources, and a list of tasks that grows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
-from interlace.sim.configfile import Strict, parse, read
-from interlace.sim.machine import Confidence, Given, find, replace
+from interlace.sim.configfile import Strict
+from interlace.sim.machine import Confidence, Given, find, load_changed
 from interlace.sim.work import COMPUTE, Kernel, Task, Work
 
 Fusing = Literal["none", "forward", "both"]
@@ -36,16 +36,16 @@ GivenLayers = Annotated[Layers, BeforeValidator(_with_source)]
 
 
 class Workload(Strict):
-    """Base of the workloads: every number is at least 0, and whole where it counts things."""
+    """Base of the workloads: numbers that count things must be integers of at least 1."""
 
     name: str
     note: str = ""
 
     @model_validator(mode="after")
-    def _whole_numbers(self) -> Workload:
+    def _count_in_integers(self) -> Workload:
         for key in type(self).model_fields:
-            given = getattr(self, key)
-            value = getattr(given, "value", None)
+            # Sizes are floats in files, such as 1e6, but must be integers in value.
+            value = getattr(getattr(self, key), "value", None)
             if (
                 isinstance(value, float)
                 and key not in self.fractions()
@@ -56,7 +56,7 @@ class Workload(Strict):
 
     @classmethod
     def fractions(cls) -> tuple[str, ...]:
-        """Keys whose values need not be whole numbers above 0."""
+        """List the keys whose values need not be integers above 0."""
         return ()
 
 
@@ -66,37 +66,34 @@ Model = TypeVar("Model", bound=Workload)
 def load_workload(
     model: type[Model], folder: str, name: str, changes: dict[str, Any] | None = None
 ) -> Model:
-    """A preset or YAML file, with values replaced by key.
+    """Load a workload from a preset or YAML file, with values replaced by key.
 
     Raises:
-        ConfigError: naming the file, the key and the fix.
+        ConfigError: the file, a key or a value is wrong; the message names it and the fix.
     """
-    file = find(folder, name)
-    data = read(file)
-    for key, value in (changes or {}).items():
-        replace(data, key, value, str(file))
-    return parse(model, data, str(file))
+    return load_changed(model, find(folder, name), changes, suffix="")
 
 
 class Tasks:
-    """Tasks in the order in which a rank's program issues them."""
+    """A list of tasks in the order in which a rank's program issues them."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
 
     def add(self, name: str, row: str, work: Work, *deps: str | None) -> str:
-        """Append a task; its name. Dependencies that are None are left out."""
+        """Append a task and return its name. Dependencies that are None are left out."""
         self.tasks.append(Task(name, row, work, tuple(dep for dep in deps if dep is not None)))
         return name
 
     def kernel(self, name: str, flops: float, memory_bytes: float, *deps: str | None) -> str:
-        """Append a kernel to the compute row."""
+        """Append a kernel to the compute row and return its name."""
         return self.add(name, COMPUTE, Kernel(flops, memory_bytes), *deps)
 
 
 def product(m: float, n: float, k: float, itemsize: float) -> tuple[float, float]:
-    """FLOPs and memory bytes of an [m, k] by [k, n] matrix product that reads and writes everything
-    once.
+    """Return FLOPs and memory bytes of an [m, k] by [k, n] matrix product.
+
+    Operands and result are moved once.
     """
     return 2 * m * n * k, itemsize * (m * k + n * k + m * n)
 

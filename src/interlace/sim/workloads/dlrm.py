@@ -3,23 +3,23 @@
 Embedding tables are spread over the ranks (each looks up its tables for the whole batch),
 everything else is data-parallel.
 
-========================
-===========================================================================================
-compute                   embedding lookup, bottom MLP, interaction, top MLP, their gradients, embedding update, optimizer
-all_to_all                pooled rows to the owners of the samples; in the backward pass their gradients back
-all_reduce                the MLPs' gradients, bucket by bucket
-copy engine               the next batch from the host (``prefetch``)
-========================
-===========================================================================================
+Rows of a rank:
 
-Overlaps, as trainers have them: the bottom MLP runs while the pooled rows travel; its backward pass
-while their gradients do; all-reduces start when their bucket is full and are waited for by the
-optimizer; the next batch comes at any time. A layer's weight gradient is computed before its input
-gradient.
+- ``compute``: embedding lookup, bottom MLP, interaction, top MLP, their gradients, embedding
+  update, optimizer;
+- ``all_to_all``: pooled rows to the owners of the samples; in the backward pass their gradients
+  back;
+- ``all_reduce``: the MLPs' gradients, bucket by bucket;
+- ``copy engine``: the next batch from the host (``prefetch``).
 
-Fused, forward: the lookup sends each slice of pooled rows as it has it, into its final place, so
-nothing is unpacked. Fused, both: the interaction's backward kernel sends gradients as it has them,
-and the embedding update starts on what has come.
+Overlaps are those of common trainers: the bottom MLP runs while the pooled rows travel, and its
+backward pass while their gradients do; all-reduces start when their bucket is full, and the
+optimizer waits for them; the next batch is copied at any time. A layer's weight gradient is
+computed before its input gradient.
+
+Fused in the forward pass, the lookup sends each slice of pooled rows as soon as it is complete, to
+its final address, so nothing is unpacked. Fused in both passes, the interaction's backward kernel
+sends gradients as it computes them, and the embedding update starts on those that have arrived.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from interlace.sim.workloads.common import Fusing, Given, GivenLayers, Tasks, Wo
 
 
 class Dlrm(Workload):
-    """The model, and how it is trained. See ``presets/dlrm``."""
+    """A recommendation model and its training; presets lie in ``presets/dlrm``."""
 
     batch_per_rank: Given
-    """Samples of each rank; the batch is as many times more as there are ranks."""
+    """Samples per rank; the global batch is this times the number of ranks."""
     tables: Given
-    """Of the whole model, spread evenly."""
+    """Tables of the model, spread evenly over the ranks."""
     embedding_dim: Given
     pooling_factor: Given
-    """Rows summed per sample and table, on average."""
+    """Rows that are summed per sample and table on average."""
     embedding_bytes: Given
-    """Of an element of a table."""
+    """Bytes of an element of a table."""
     exchange_bytes: Given
-    """Of an element that travels."""
+    """Bytes of an element that travels."""
     index_bytes: Given
     bottom_mlp: GivenLayers
     """Input size, then each layer's output size."""
     top_mlp: GivenLayers
     mlp_bytes: Given
-    """Of an element of weights, activations and gradients."""
+    """Bytes of an element of weights, activations and gradients."""
     bucket_bytes: Given
-    """Gradients that are all-reduced at once."""
+    """Bytes of gradients that are all-reduced at once."""
     interaction: Literal["dot", "concatenate"] = "dot"
     unpack: bool = False
-    """Whether the unfused all-to-all is followed by a kernel that puts its output in order."""
+    """Whether a kernel that orders its output follows the unfused all-to-all."""
     prefetch: bool = False
 
     @classmethod
@@ -77,16 +77,19 @@ def tasks(
     all_reduce: str = "ring",
     slices: int = 4,
 ) -> Tasks:
-    """The step on one rank.
+    """List the tasks of the step on one rank.
 
     Args:
-        fused: which passes use the fused operators.
+        model: the model.
+        ranks: number of ranks.
+        fused: passes that use the fused operators.
         all_to_all, all_reduce: the library's algorithms, see :mod:`interlace.sim.collectives`.
-        slices: pieces in which a fused kernel's output for one rank leaves.
+        slices: slices in which a fused kernel's output for one rank leaves.
     """
     out = Tasks()
     samples, dim = model.batch_per_rank.value, model.embedding_dim.value
-    bags = model.tables.value * samples  # of the tables of this rank, for the whole batch
+    # A rank has tables / ranks of the tables, and looks them up for samples x ranks samples.
+    bags = model.tables.value * samples
     exchanged = round(bags * dim * model.exchange_bytes.value)
     rows_bytes = bags * model.pooling_factor.value * dim * model.embedding_bytes.value
     index_bytes = bags * model.pooling_factor.value * model.index_bytes.value
@@ -112,8 +115,10 @@ def tasks(
     unpacks = features.name == "unpack"
     out.tasks += [*before, *([] if unpacks else [features])]
     bottom = _mlp_forward(out, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
-    if unpacks:  # the compute row goes on with the bottom MLP while the rows travel
+    # The unpacking waits for the rows, so the bottom MLP comes before it in the compute row.
+    if unpacks:
         out.tasks.append(features)
+    # The dot interaction multiplies all pairs of the embedding vectors and the bottom MLP's output.
     pairs_flops = (
         samples * (model.tables.value + 1) ** 2 * dim if model.interaction == "dot" else 0.0
     )
@@ -121,9 +126,11 @@ def tasks(
     out.kernel("interaction", pairs_flops, pairs_bytes, bottom, features.name)
     _mlp_forward(out, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
 
+    # Layers nearest the output come first in the backward pass, and fill the first bucket.
     reducer = _Reducer(out, model.bucket_bytes.value, all_reduce)
     _mlp_backward(out, reducer, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
     gradient = Kernel(2 * pairs_flops, 2 * pairs_bytes)
+    # Every looked-up row is read and written; the gradients are read once.
     update = Kernel(
         2 * bags * model.pooling_factor.value * dim, 2 * rows_bytes + index_bytes + exchanged
     )
@@ -131,14 +138,14 @@ def tasks(
         "interaction backward + gradient All-to-All",
         "gradient All-to-All + embedding update",
     )
-    came: str | None = None
+    exchanged_gradient: str | None = None
     if fused == "both":
         out.add(
             sending, COMPUTE, Fused(gradient, "all_to_all", exchanged, slices=slices, waits=False)
         )
     else:
         sent = out.add("interaction backward", COMPUTE, gradient)
-        came = out.add(
+        exchanged_gradient = out.add(
             "gradient All-to-All",
             "all_to_all",
             Collective("all_to_all", all_to_all, exchanged),
@@ -153,7 +160,7 @@ def tasks(
             Consuming(update, "all_to_all", exchanged, slices=slices, sent_by=sending),
         )
     else:
-        out.add("embedding update", COMPUTE, update, came)
+        out.add("embedding update", COMPUTE, update, exchanged_gradient)
     weights = sum(
         a * b
         for sizes in (model.bottom_mlp.value, model.top_mlp.value)
@@ -182,10 +189,11 @@ def _mlp_backward(
 
 
 class _Reducer:
-    """Gathers gradients into buckets and all-reduces the full ones."""
+    """A collector of gradients into buckets, which all-reduces full buckets."""
 
     def __init__(self, out: Tasks, bucket_bytes: float, algorithm: str) -> None:
         self.out, self.bucket_bytes, self.algorithm = out, bucket_bytes, algorithm
+        # Bytes of gradients that wait for their bucket to fill.
         self.held = 0.0
         self.last: str | None = None
         self.names: list[str] = []

@@ -1,22 +1,20 @@
 """A training step of a mixture-of-experts Transformer with expert parallelism.
 
-Every rank has the attention and the gate (data-parallel) and its share of the experts of each
-layer. Tokens travel to their experts (dispatch), and the experts' results back (combine).
+Every rank has the attention and the gate (data-parallel), and a part of each layer's experts.
+Tokens travel to their experts (dispatch), and the experts' results travel back (combine).
 
-========================
-===================================================================================
-compute                   attention, gate, experts, their gradients, optimizer
-all_to_all                dispatch and combine, and the same for gradients; each waited for at once
-gradients                 data-parallel all-reduces of what is not an expert, during the backward pass
-========================
-===================================================================================
+Rows of a rank:
 
-Fused, forward: the second expert product sends each tile of rows to the tokens' owners
-(``gemm_all_to_all``), and the first one starts on the tokens that have come. Fused, both: the same
-in the backward pass.
+- ``compute``: attention, gate, experts, their gradients, optimizer;
+- ``all_to_all``: dispatch and combine, and those of the gradients; the next kernel waits for each;
+- ``gradients``: data-parallel all-reduces of everything but experts, during the backward pass.
 
-Routing is even: every expert gets as many tokens, ``top_k`` times the batch in all. Uneven routing
-lengthens both forms.
+Fused in the forward pass, the second expert product sends each tile of rows to the tokens' owners
+(``gemm_all_to_all``), and the first one starts on the tokens that have arrived. Fused in both
+passes, the gradients' products do so as well.
+
+Routing is even: every expert gets an equal number of tokens, ``top_k`` times the batch in all.
+Uneven routing lengthens both forms.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, produ
 
 
 class Moe(Workload):
-    """The model, and how it is trained. See ``presets/moe``."""
+    """A mixture-of-experts model and its training; presets lie in ``presets/moe``."""
 
     hidden: Given
     layers: Given
-    """Layers with experts; layers without are left out."""
+    """Layers with experts; layers without experts are left out."""
     heads: Given
     key_value_heads: Given
     expert_ffn: Given
@@ -43,16 +41,16 @@ class Moe(Workload):
     gated_ffn: bool = False
     experts: Given
     top_k: Given
-    """Experts of a token."""
+    """Experts per token."""
     sequence: Given
     batch_per_rank: Given
-    """Sequences of each rank."""
+    """Sequences per rank."""
     itemsize: Given
     gradient_bytes: Given
 
 
 class _Layers:
-    """The tasks of one layer, both ways."""
+    """Builder of the tasks of one layer, forward and backward."""
 
     def __init__(
         self,
@@ -76,6 +74,7 @@ class _Layers:
         self.routed = int(self.tokens * model.top_k.value)
         self.exchanged = self.routed * self.hidden * self.itemsize
         self.first = int(model.expert_ffn.value) * (2 if model.gated_ffn else 1)
+        # Experts per rank; with more ranks than experts a rank has one.
         self.local = max(1, int(model.experts.value) // ranks)
         self.axes = axes
         self.last: str | None = None
@@ -96,32 +95,35 @@ class _Layers:
             4 * pairs * self.hidden,
             self.itemsize * self.tokens * (2 * self.hidden + 2 * self.kv),
         )
+        # Backward, attention computes 2.5 times as much: four products for the forward pass's two,
+        # and the scores once more, which the forward pass does not keep.
         flops = factor * (qkv[0] + output[0]) + (2.5 if factor > 1 else 1) * attention[0]
         moved = factor * (qkv[1] + output[1]) + (2.5 if factor > 1 else 1) * attention[1]
         self.last = self.out.kernel(name, flops, moved, self.last)
 
     def _expert(self, columns: int, inner: int) -> Kernel:
-        """The products of all experts of this rank, each with its own weights."""
+        """Return the products of all experts of this rank, each with its own weights."""
         flops, moved = product(self.routed, columns, inner, self.itemsize)
+        # product() counts one weight, and every further expert reads its own.
         return Kernel(flops, moved + (self.local - 1) * columns * inner * self.itemsize)
 
-    def _arriving(self, name: str, kernel: Kernel, fused: bool, what: str) -> None:
-        """Tokens arrive, and are worked on."""
+    def _arriving(self, name: str, kernel: Kernel, fused: bool, stage: str) -> None:
+        """Add an exchange of tokens and the product that computes on them."""
         if fused and self.ranks > 1:
             work = Consuming(kernel, "all_to_all", self.exchanged, self.axes, self.slices)
-            self.last = self.out.add(f"{name} {what} All-to-All + GEMM", COMPUTE, work, self.last)
+            self.last = self.out.add(f"{name} {stage} All-to-All + GEMM", COMPUTE, work, self.last)
             return
-        self._exchange(f"{name} {what} All-to-All")
-        self.last = self.out.add(f"{name} {what} GEMM", COMPUTE, kernel, self.last)
+        self._exchange(f"{name} {stage} All-to-All")
+        self.last = self.out.add(f"{name} {stage} GEMM", COMPUTE, kernel, self.last)
 
-    def _leaving(self, name: str, kernel: Kernel, fused: bool, what: str) -> None:
-        """Rows are computed, and leave."""
+    def _leaving(self, name: str, kernel: Kernel, fused: bool, stage: str) -> None:
+        """Add a product and the exchange of its rows."""
         if fused and self.ranks > 1:
             work = Fused(kernel, "all_to_all", self.exchanged, self.axes, self.slices)
-            self.last = self.out.add(f"{name} {what} GEMM + All-to-All", COMPUTE, work, self.last)
+            self.last = self.out.add(f"{name} {stage} GEMM + All-to-All", COMPUTE, work, self.last)
             return
-        self.last = self.out.add(f"{name} {what} GEMM", COMPUTE, kernel, self.last)
-        self._exchange(f"{name} {what} All-to-All")
+        self.last = self.out.add(f"{name} {stage} GEMM", COMPUTE, kernel, self.last)
+        self._exchange(f"{name} {stage} All-to-All")
 
     def _exchange(self, name: str) -> None:
         if self.ranks > 1:
@@ -164,11 +166,16 @@ def tasks(
     all_reduce: str = "ring",
     slices: int = 4,
 ) -> Tasks:
-    """The step on one rank.
+    """List the tasks of the step on one rank.
 
     Args:
-        groups: coordinates of the ranks that share out the experts, and of those that have the same
-            ones; None where all ranks share them out.
+        model: the model.
+        ranks: number of ranks.
+        groups: coordinates of the ranks that split the experts between them, and coordinates of
+            the ranks that have copies of each other's experts; None if all ranks split them.
+        fused: passes that use the fused operators.
+        all_to_all, all_reduce: the library's algorithms, see :mod:`interlace.sim.collectives`.
+        slices: slices in which a fused kernel's output for one rank leaves.
 
     Raises:
         ConfigError: the experts do not divide over the ranks, nor the ranks over the experts.
@@ -197,6 +204,7 @@ def tasks(
                     stage.last,
                 )
             )
+        # Ranks with copies of one expert sum its gradients, the others have nothing to sum.
         if groups is not None:
             size = round(stage.expert_weights() * model.gradient_bytes.value)
             work = Collective("all_reduce", all_reduce, size, groups[1])
@@ -217,11 +225,13 @@ def simulate(
     slices: int = 4,
     all_ranks: bool = False,
 ) -> Result:
-    """Run one step; see :func:`tasks`. Where there are fewer experts than ranks, groups of as many
-    ranks share them out.
+    """Run one step; see :func:`tasks` and :func:`interlace.sim.step.run`.
+
+    With fewer experts than ranks, each group of as many ranks has all experts once.
     """
     experts = int(model.experts.value)
     groups: list[tuple[int, ...]] | None = None
+    # More ranks than experts: each group has every expert once.
     if experts < topology.ranks and topology.ranks % experts == 0:
         topology, groups = topology.split((experts, topology.ranks // experts))
     step = tasks(

@@ -5,14 +5,14 @@ product and the second feed-forward product are split along K, so each ends in a
 the tensor group, in both passes (Shoeybi et al., arXiv:1909.08053). Their fused form is
 ``gemm_all_reduce``.
 
-========================
-==================================================================================
-compute                   products and attention of one pipeline stage, microbatch after microbatch; optimizer
-all_reduce                tensor-parallel sums, each waited for at once
-gradients                 data-parallel all-reduces during the last backward pass, waited for by the optimizer
-copy engine               activations to the next stage and back, waited for by nobody in the steady state
-========================
-==================================================================================
+Rows of a rank:
+
+- ``compute``: products and attention of one pipeline stage, microbatch after microbatch; optimizer;
+- ``all_reduce``: tensor-parallel sums; the next kernel waits for each;
+- ``gradients``: data-parallel all-reduces during the last backward pass; the optimizer waits for
+  them;
+- ``copy engine``: activations to the next stage and back; in the steady state no task waits for
+  them.
 
 Stages are alike, so one is simulated in its steady state. The fill and drain of a
 one-forward-one-backward schedule are added: ``(pipeline - 1)`` times a microbatch's forward and
@@ -32,7 +32,7 @@ from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, produ
 
 
 class Transformer(Workload):
-    """The model, and how it is trained. See ``presets/transformer``."""
+    """A dense Transformer and its training; presets lie in ``presets/transformer``."""
 
     hidden: Given
     layers: Given
@@ -41,21 +41,21 @@ class Transformer(Workload):
     ffn: Given
     """Inner size of the feed-forward layers."""
     gated_ffn: bool = False
-    """Two first products instead of one (SwiGLU)."""
+    """Whether there are two first products instead of one (SwiGLU)."""
     vocabulary: Given
     sequence: Given
     microbatch: Given
     """Sequences that pass the pipeline together."""
     microbatches: Given
-    """Of one data-parallel rank in a step."""
+    """Microbatches of one data-parallel rank in a step."""
     itemsize: Given
     """Bytes of an element of weights and activations."""
     gradient_bytes: Given
-    """Of an element of the gradients that are all-reduced."""
+    """Bytes of an element of the gradients that are all-reduced."""
 
 
 def check_parallel(model: Transformer, ranks: int, tensor: int, pipeline: int) -> int:
-    """The data-parallel size.
+    """Return the size of the data-parallel groups.
 
     Raises:
         ConfigError: the sizes do not divide.
@@ -87,11 +87,15 @@ def tasks(
     all_reduce: str = "ring",
     slices: int = 8,
 ) -> Tasks:
-    """The step on one rank of one stage.
+    """List the tasks of the step on one rank of one stage.
 
     Args:
-        sizes: of the tensor, pipeline and data-parallel groups.
-        groups: their coordinates in the topology, see
+        model: the model.
+        sizes: ranks of the tensor, pipeline and data-parallel groups.
+        fused: passes that use the fused operators.
+        all_reduce: the library's AllReduce, see :mod:`interlace.sim.collectives`.
+        slices: slices in which a fused kernel's output for one rank leaves.
+        groups: the groups' coordinates in the topology, see
             :meth:`interlace.sim.topology.Topology.split`.
     """
     out = Tasks()
@@ -110,10 +114,12 @@ def tasks(
     for micro in range(last + 1):
         for layer in range(layers):
             stage.forward(f"m{micro} l{layer} ", fused != "none")
+        # Tensor-parallel ranks each send a part of the activations.
         if pipeline > 1:
             out.add(f"m{micro} activations", COPY, Message(groups[1], activations), stage.last)
         for layer in reversed(range(layers)):
             stage.backward(f"m{micro} l{layer} ", fused == "both")
+            # Gradients accumulate over microbatches, and are summed over ranks once.
             if micro == last and data > 1:
                 size = round(stage.weights() * model.gradient_bytes.value)
                 work = Collective("all_reduce", all_reduce, size, groups[2])
@@ -126,14 +132,13 @@ def tasks(
                 stage.last,
             )
     weights = stage.weights() * layers
-    out.kernel(
-        "optimizer", 4 * weights, 16 * weights, stage.last, *gradients
-    )  # Adam: two moments and the float32 weight, read and written
+    # Adam reads and writes two moments and the float32 weight, per weight.
+    out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
     return out
 
 
 class _Stage:
-    """One stage's layers, as tasks of the tensor group's first rank."""
+    """Builder of the tasks of a stage's layers on the tensor group's first rank."""
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class _Stage:
         self.last: str | None = None
 
     def weights(self) -> float:
-        """Weights of a layer on this rank."""
+        """Count the weights of a layer on this rank."""
         h = self.hidden
         return (
             h * (h + 2 * self.kv) + h * h + h * self.first + h * self.model.ffn.value
@@ -171,7 +176,8 @@ class _Stage:
         )
 
     def _reduced(self, prefix: str, inner: float, columns: int, fused: bool) -> None:
-        """A product that ends in an all-reduce over the tensor group."""
+        """Add a product that ends in an all-reduce over the tensor group."""
+        # A tensor group of one rank has nothing to sum.
         if self.tensor == 1:
             self._kernel(prefix + "GEMM", columns, inner)
             return
@@ -190,8 +196,9 @@ class _Stage:
         self.last = tasks[-1].name
 
     def _attention(self, name: str, passes: float) -> None:
-        """Scores and values of a causal, memory-efficient attention: half of all pairs; only q, k,
-        v and the output move.
+        """Add scores and values of a causal, memory-efficient attention.
+
+        It computes half of all pairs, and moves only q, k, v and the output.
         """
         pairs = self.model.microbatch.value * self.model.sequence.value**2 / 2
         flops = passes * 2 * 2 * pairs * self.hidden / self.tensor
@@ -207,8 +214,10 @@ class _Stage:
         self._reduced(prefix + "FC-2 ", self.model.ffn.value / t, self.hidden, fused)
 
     def backward(self, prefix: str, fused: bool) -> None:
-        """Gradients of the inputs, and of the weights; the sums are of the inputs' gradients of
-        FC-1 and QKV.
+        """Add the gradients of a layer's inputs and weights.
+
+        The sums over the tensor group are those of the input gradients of FC-1 and QKV, whose
+        inputs every rank of the group has in full (Shoeybi et al., arXiv:1909.08053, section 3).
         """
         t = self.tensor
         self._kernel(prefix + "FC-2 input gradient", self.model.ffn.value / t, self.hidden)
@@ -217,6 +226,7 @@ class _Stage:
         self._reduced(prefix + "FC-1 input gradient ", self.first / t, self.hidden, fused)
         self._kernel(prefix + "output input gradient", self.hidden / t, self.hidden)
         self._kernel(prefix + "output weight gradient", self.hidden / t, self.hidden)
+        # Four products for the forward pass's two, and the scores once more.
         self._attention(prefix + "attention backward", 2.5)
         self._kernel(prefix + "QKV weight gradient", (self.hidden + 2 * self.kv) / t, self.hidden)
         self._reduced(
@@ -236,7 +246,7 @@ def simulate(
     slices: int = 8,
     all_ranks: bool = False,
 ) -> Result:
-    """Run one step; the rest of the ranks is data-parallel.
+    """Run one step; ranks outside a tensor and pipeline group are data-parallel.
 
     Raises:
         ConfigError: the sizes do not divide, or groups would cut a ring.
@@ -247,6 +257,7 @@ def simulate(
     step = tasks(model, sizes, groups, fused=fused, all_reduce=all_reduce, slices=slices)
 
     def fill_and_drain(result: Result) -> int:
+        # The first microbatch is timed: the last one contends with the gradients' all-reduces.
         if pipeline == 1:
             return 0
         micro = [task for task in result.tasks if task.name.startswith("m0 ") and task.row != COPY]

@@ -165,7 +165,7 @@ def compare_signals(seen, awaited, behind, BLOCK: tl.constexpr):
     """Whether each of the signals ``seen`` is behind the one that is awaited."""
     i = tl.arange(0, BLOCK)
     tl.store(
-        behind + i, primitives._is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32)
+        behind + i, primitives.is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32)
     )
 
 

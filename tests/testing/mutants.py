@@ -235,7 +235,7 @@ MUTANTS = [
         (_RS, "signals reused", ("in_turn", 0)),
     ),
     *_of(
-        "gemm_reduce_scatter, split",
+        "gemm_reduce_scatter, chunked",
         ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
@@ -272,7 +272,7 @@ MUTANTS = [
         (f"{_STAGED}:release_rows", "no release", ("signal", 0)),
     ),
     *_of(
-        "all_gather_gemm, mapped",
+        "all_gather_gemm, pushed",
         (f"{_STAGED}:spread_rows", "half reused"),
         (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
     ),

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.comm import cpu_faults, shortcuts
 from interlace.errors import ArgumentError
-from interlace.language import primitives
+from interlace import language
+from interlace.language import packed, primitives
 from interlace.testing import judges
 from interlace.testing.memory import Addresses, element_addresses
 from interlace.testing.operations import Kind, Operation, Words
@@ -91,7 +92,7 @@ def installed() -> Iterator[None]:
         )
         for function, replacement in (
             (primitives.wait, _wait),
-            (primitives._sum_words, _sum_words),
+            (packed.sum_words, _sum_words),
         ):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
@@ -295,7 +296,7 @@ def _wait(
 ) -> Any:
     run = current()
     assert run is not None
-    here = primitives.peer_pointer(ptr, primitives.rank(group), group).handle.data
+    here = language.peer_pointer(ptr, language.rank(group), group).handle.data
     chosen = np.broadcast_to(_plain(mask), here.shape).astype(bool)
     wanted = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), here.shape)[chosen]
     _await(run, Kind.WAIT, here[chosen], wanted, None)
@@ -309,8 +310,8 @@ def _sum_words(
 ) -> Any:  # fmt: skip
     run = current()
     assert run is not None
-    me = primitives.rank(group)
-    here = primitives.peer_pointer(ptr, me, group).handle.data
+    me = language.rank(group)
+    here = language.peer_pointer(ptr, me, group).handle.data
     chosen = np.broadcast_to(_plain(mask), here.shape).astype(bool)
     rank, step = int(np.asarray(_plain(me)).item()), int(np.asarray(_plain(stride)).item()) * 8
     sources = [source for source in range(int(_plain(SOURCES))) if own is None or source != rank]

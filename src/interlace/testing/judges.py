@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from interlace.language import primitives
+from interlace.language import packed, primitives
 
 
 @triton.jit
 def judge_signals(seen, wanted, out, N: tl.constexpr):
     """For each of ``N`` signals, 1 if it lets a wait for ``wanted`` end."""
     i = tl.arange(0, N)
-    behind = primitives._is_behind(tl.load(seen + i), tl.load(wanted + i))
+    behind = primitives.is_behind(tl.load(seen + i), tl.load(wanted + i))
     tl.store(out + i, (behind == 0).to(tl.int32))
 
 
@@ -20,5 +20,5 @@ def judge_words(seen, wanted, out, N: tl.constexpr, VALUES: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(
         out + i,
-        (primitives._carries(tl.load(seen + i), tl.load(wanted + i), VALUES) != 0).to(tl.int32),
+        (packed.carries(tl.load(seen + i), tl.load(wanted + i), VALUES) != 0).to(tl.int32),
     )

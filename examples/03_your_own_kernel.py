@@ -57,9 +57,15 @@ def worker() -> tuple[list[float], int]:
         y = torch.empty_like(x)
         with group.running():
             all_reduce[(1,)](
-                x, y, data.address, signals.address, epoch, group.context("example"),
-                WORLD_SIZE=group.world_size, SIZE=SIZE
-            )  # fmt: skip
+                x=x,
+                y=y,
+                data=data.address,
+                signals=signals.address,
+                epoch=epoch,
+                ctx=group.context("example"),
+                WORLD_SIZE=group.world_size,
+                SIZE=SIZE,
+            )
         # This raises an error if a peer did not come before the deadline.
         group.synchronize()
         sums.append(y[0].item())

@@ -60,9 +60,16 @@ def program(rank: Rank, asks: bool) -> None:
         x, y = torch.full((SIZE,), 10.0 * epoch + rank.rank), torch.zeros(SIZE)
         with rank.group.running():
             shift[(1,)](
-                x, y, data.address, signals.address, epoch, rank.group.context("shift"),
-                WORLD_SIZE=rank.world_size, SIZE=SIZE, ASKS=asks,
-            )  # fmt: skip
+                x=x,
+                y=y,
+                data=data.address,
+                signals=signals.address,
+                epoch=epoch,
+                ctx=rank.group.context("shift"),
+                WORLD_SIZE=rank.world_size,
+                SIZE=SIZE,
+                ASKS=asks,
+            )
         left = (rank.rank - 1) % rank.world_size
         torch.testing.assert_close(y, torch.full((SIZE,), 10.0 * epoch + left + 1))
 

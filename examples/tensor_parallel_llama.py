@@ -431,10 +431,19 @@ def main(
         if size % ranks:
             raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
     settings = Settings(
-        layers=layers, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden,
-        vocabulary=vocabulary, sequence=sequence, batch=batch, dtype=dtype,
-        impls=tuple(impl or Settings.impls), steps=steps, seed=seed,
-    )  # fmt: skip
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        batch=batch,
+        dtype=dtype,
+        impls=tuple(impl or Settings.impls),
+        steps=steps,
+        seed=seed,
+    )
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:

@@ -237,9 +237,18 @@ def check_itself(world_size: int, backend: str) -> None:
     On the CPU the fused kernels run in an interpreter, so only a few steps use them.
     """
     small = Settings(
-        samples=960, batch=32, tables=4, cardinality=4, rows=16, width=4, bottom=(8,), top=(16,),
-        learning_rate=0.1, dense_learning_rate=0.1, quiet=True,
-    )  # fmt: skip
+        samples=960,
+        batch=32,
+        tables=4,
+        cardinality=4,
+        rows=16,
+        width=4,
+        bottom=(8,),
+        top=(16,),
+        learning_rate=0.1,
+        dense_learning_rate=0.1,
+        quiet=True,
+    )
     unfused, fused = interlace.launch(train_twice, world_size, small, 4, backend=backend)[0]
     first, last = mean(unfused["losses"][:5]), mean(unfused["losses"][-5:])
     difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=False))

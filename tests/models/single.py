@@ -12,7 +12,7 @@ from interlace.data import Batch
 
 
 class Reference:
-    """The same parameters, the whole batch, and the updates written out.
+    """A DLRM on the full batch, with its parameters in float64 and its updates written out.
 
     Args:
         dense: ``state_dict`` of the model's ``dense``.

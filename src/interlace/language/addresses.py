@@ -13,7 +13,7 @@ _STRIDE_BYTES = tl.constexpr(context.STRIDE_BYTES)
 
 @triton.jit
 def join(ctx):
-    """Read what the primitives need to know of the group; call it once, near the top of the kernel.
+    """Read the group's values for the primitives; call it once, near the top of the kernel.
 
     Args:
         ctx: int64 pointer to the operator's context (``Group.context(operator)``).

@@ -24,7 +24,8 @@ def arrive_last(counter, member, members):
     # between rounds it stands at a multiple of that number, whatever number of members comes next.
     share = (_UNITS - member + members - 1) // members
     # One thread makes the atomic operation, which does not cover the other threads' stores: hence
-    # the barrier before it. The barrier after it lets every thread read what the last one acquired.
+    # the barrier before it. After the second barrier, every thread may load the data that the one
+    # thread has acquired.
     tl.debug_barrier()
     before = tl.atomic_add(counter, share, sem="acq_rel", scope="sys")
     tl.debug_barrier()

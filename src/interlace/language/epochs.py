@@ -130,7 +130,7 @@ def clear_old(ptr, count, epoch, group):
         epoch: int32 scalar: the number of this call.
         group: the value of :func:`join`.
     """
-    # Epochs come again after 2**24 calls. A signal that nobody has set for exactly as long would
+    # Epochs come again after 2**24 calls. A signal that was last set exactly as long ago would
     # then pass for a signal of this call.
     if (epoch & (_CLEARING_PERIOD - 1)) == _CLEARING_PERIOD - 2:
         local = peer_pointer(ptr, rank(group), group)

@@ -108,9 +108,15 @@ class ColumnParallelLinear(ParallelLinear):
                 f"{out_features}; got {parts}."
             )
         super().__init__(
-            in_features, out_features, bias, parts,
-            sequence_parallel=sequence_parallel, group=group, device=device, dtype=dtype,
-        )  # fmt: skip
+            in_features,
+            out_features,
+            bias,
+            parts,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
 
     @classmethod
     def from_linear(
@@ -127,9 +133,14 @@ class ColumnParallelLinear(ParallelLinear):
             ArgumentError: R does not divide the layer's output features, or a part of them.
         """
         return cls(
-            linear.in_features, linear.out_features, linear.bias is not None,
-            parts=parts, sequence_parallel=sequence_parallel, group=group, device="meta",
-        )._copy(linear)  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            parts=parts,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device="meta",
+        )._copy(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective.

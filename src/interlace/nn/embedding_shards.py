@@ -13,7 +13,8 @@ from interlace.nn.sharding import Shard
 if TYPE_CHECKING:
     from interlace.nn.embedding_bags import ShardedEmbeddingBags
 
-# Elements that are drawn at a time: what is drawn at full width, and then cut, must fit in memory.
+# Elements that are drawn at a time. They are drawn at full width and then cut, so more of them would
+# take much memory.
 _INIT_ELEMENTS = 1 << 20
 
 

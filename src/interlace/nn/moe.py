@@ -205,9 +205,15 @@ class MoE(GroupMember, nn.Module):
         if self.capacity_factor is not None:
             capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
-            rows, routing.experts, routing.weights, w_in, w_out,
-            capacity=capacity, group=self.group, impl=self.impl,
-        )  # fmt: skip
+            rows,
+            routing.experts,
+            routing.weights,
+            w_in,
+            w_out,
+            capacity=capacity,
+            group=self.group,
+            impl=self.impl,
+        )
         return y.view(x.shape), routing
 
     def extra_repr(self) -> str:

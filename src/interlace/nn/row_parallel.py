@@ -94,9 +94,15 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, [in_features],
-            sequence_parallel=sequence_parallel, group=group, device=device, dtype=dtype,
-        )  # fmt: skip
+            in_features,
+            out_features,
+            bias,
+            [in_features],
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
 
     @classmethod
     def from_linear(
@@ -112,9 +118,13 @@ class RowParallelLinear(ParallelLinear):
             ArgumentError: R does not divide the layer's input features.
         """
         return cls(
-            linear.in_features, linear.out_features, linear.bias is not None,
-            sequence_parallel=sequence_parallel, group=group, device="meta",
-        )._copy(linear)  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device="meta",
+        )._copy(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x_shard_k [..., K/R] -> y [..., N]``; collective.

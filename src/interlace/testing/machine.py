@@ -353,7 +353,7 @@ class Machine:
             self._knowledge.join(thread, ordered if released else None, observed)
 
     def _begin_program(self, rank: int, thread: int, program: int) -> None:
-        """Begin the next program of a launch: it knows what the host knew at the launch."""
+        """Begin the next program of a launch, with the host's knowledge at the launch."""
         host = self._slices[rank].start
         if thread == host:
             self._launch[rank] = self._knowledge.publish(host)

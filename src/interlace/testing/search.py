@@ -36,7 +36,7 @@ _EAGER_SHARE = 0.3
 
 
 class _ProgramFailed(Exception):
-    """A rank's program did not do what it should.
+    """A rank's program failed, or no rank can go on.
 
     Attributes:
         kind: as in :class:`Failure`.

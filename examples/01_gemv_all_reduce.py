@@ -1,7 +1,7 @@
-"""A linear layer whose weight is shared out over the ranks: product and all-reduce in one kernel.
+"""A linear layer whose weight is sharded over the ranks: product and all-reduce in one kernel.
 
-Run it as it is (two processes start; without GPUs, kernels run in Triton's interpreter), or under
-torchrun.
+Run it with ``python examples/01_gemv_all_reduce.py``, which starts two processes, or under
+torchrun. Without GPUs, kernels run in Triton's interpreter.
 """
 
 import torch
@@ -11,14 +11,18 @@ import interlace
 
 
 def worker() -> float:
-    """Every rank runs this; the result is its relative error."""
+    """Compute the layer on this rank, and return the relative error of the result."""
     rank, device = dist.get_rank(), interlace.group_of().device
     torch.manual_seed(rank)
-    x_shard_k = torch.randn(1, 128, device=device)  # this rank's 128 of K = 256 features
-    w_shard_k = torch.randn(96, 128, device=device)  # and its columns of the weight [96, 256]
+    # The full layer has K = 256 input features. Each of the two ranks holds 128 of them, and
+    # the 128 columns of the weight [96, 256] that they are multiplied with.
+    x_shard_k = torch.randn(1, 128, device=device)
+    w_shard_k = torch.randn(96, 128, device=device)
 
-    y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)  # [1, 96], the same on every rank
+    # y [1, 96] is the sum of all ranks' products, and the same on every rank.
+    y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)
 
+    # The same result by torch.distributed, in float64.
     expected = x_shard_k.double() @ w_shard_k.double().T
     dist.all_reduce(expected)
     return float((y - expected).norm() / expected.norm())

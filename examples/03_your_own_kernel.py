@@ -1,10 +1,9 @@
-"""Communication from a kernel of your own: every rank puts a tile in every peer's memory, and adds
-what it got.
+"""Communication from a kernel of your own: every rank sends a tile to every peer, and adds them.
 
 ``il.put_signal`` stores a tile in a peer's memory and then sets a signal there; ``il.wait`` waits
-for signals here, with a deadline. On the CPU the same kernel runs in Triton's interpreter, in the
-processes that ``interlace.launch`` starts. They import this file, so kernels stand at its top
-level. (Under torchrun without GPUs, set TRITON_INTERPRET=1 yourself.)
+for signals of this rank, with a deadline. On the CPU the same kernel runs in Triton's interpreter,
+in the processes that ``interlace.launch`` starts. They import this file, so kernels must be at its
+top level. (Under torchrun without GPUs, set TRITON_INTERPRET=1 yourself.)
 """
 
 import torch
@@ -20,11 +19,11 @@ SIZE, CALLS = 64, 3
 
 @triton.jit(do_not_specialize=["data", "signals", "epoch"])
 def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """``y = sum over ranks of x``, in rank order.
+    """Compute ``y = sum over ranks of x``, in rank order.
 
-    Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``; each has one writer,
-    and signals only grow. A slot is written again two calls later: by then its reader has sent the
-    tile of the call in between, after reading.
+    Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``. Each has one writer,
+    and signals only grow. A slot is written again two calls later. By then its writer has the
+    reader's tile of the call in between, which the reader sends after it has read the slot.
     """
     group = il.join(ctx)
     me = il.rank(group)
@@ -32,22 +31,23 @@ def all_reduce(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: 
     slots = il.pointer(data, tl.float32) + (epoch % 2) * WORLD_SIZE * SIZE + i
     flags = il.pointer(signals, tl.int32)
     part = tl.load(x + i)
+    # The next rank first and this rank last: at every step, each rank sends to another peer.
     for step in tl.static_range(WORLD_SIZE):
         il.put_signal(
             slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, group
         )
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     arrived = il.wait(flags + peers, epoch, peers, 0, group, peers < WORLD_SIZE)
+    # Adding in rank order gives the same bits on every rank.
     total = tl.zeros([SIZE], tl.float32)
     for source in tl.static_range(WORLD_SIZE):
         total += il.get(slots + source * SIZE, me, group)
+    # After a failed wait the slots hold old data, so the result is NaN.
     tl.store(y + i, tl.where(arrived, total, float("nan")))
 
 
 def worker() -> tuple[list[float], int]:
-    """Every rank runs this; the result is the first element of each call's sum, and how many puts
-    left this rank.
-    """
+    """Call the kernel; return the first element of each sum, and the number of this rank's puts."""
     group = interlace.group_of()
     data = interlace.empty_symmetric((2, group.world_size, SIZE), dtype=torch.float32)
     signals = interlace.empty_symmetric(group.world_size, dtype=torch.int32)
@@ -57,18 +57,27 @@ def worker() -> tuple[list[float], int]:
         y = torch.empty_like(x)
         with group.running():
             all_reduce[(1,)](
-                x, y, data.address, signals.address, epoch, group.context("example"),
-                WORLD_SIZE=group.world_size, SIZE=SIZE
-            )  # fmt: skip
-        group.synchronize()  # raises if a peer did not come
+                x=x,
+                y=y,
+                data=data.address,
+                signals=signals.address,
+                epoch=epoch,
+                ctx=group.context("example"),
+                WORLD_SIZE=group.world_size,
+                SIZE=SIZE,
+            )
+        # This raises an error if a peer did not come before the deadline.
+        group.synchronize()
         sums.append(y[0].item())
-    dist.barrier()  # nobody frees what a peer still reads
+    # No rank may free memory that a peer still reads.
+    dist.barrier()
     return sums, group.traffic.messages
 
 
 def main() -> None:
     for rank, (sums, puts) in enumerate(interlace.launch(worker, 2)):
-        counted = f", {puts} puts to its peer" if puts else ""  # counted in the interpreter only
+        # Puts are counted in the interpreter only.
+        counted = f", {puts} puts to its peer" if puts else ""
         print(f"rank {rank}: sums of {CALLS} calls: {sums}{counted}")
         assert sums == [11.0, 22.0, 33.0]
 

@@ -1,8 +1,6 @@
-"""A producer that knows nothing of other ranks: plain ``torch.mm``, whose output is the peers'
-memory.
+"""Plain ``torch.mm``, which knows nothing of other ranks, writes its output into the peers' memory.
 
-Run it anywhere: ``python examples/05_mapped_output.py`` (two ranks on the CPU backend without
-GPUs).
+Run it with ``python examples/05_mapped_output.py``: two ranks, on the CPU backend without GPUs.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ ROWS, COLUMNS, INNER = 64, 1024, 128
 
 
 def worker() -> tuple[float, float]:
-    """Largest differences from the same collectives by ``torch.distributed``."""
+    """Return the largest differences from two collectives of ``torch.distributed``."""
     device = interlace.group_of().device
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     x = torch.randn(ROWS, INNER, generator=generator, device=device)
     w = torch.randn(COLUMNS, INNER, generator=generator, device=device)
 
-    # Every rank's rows go to the rank that they are for, while torch.mm runs.
+    # Each part of ``out`` is the memory of the rank that the part is for. So the all-to-all happens
+    # while torch.mm stores its result, and ``exchange`` only waits for the peers.
     out = interlace.MappedOutput((ROWS, COLUMNS), dtype=x.dtype)
     torch.mm(x, w.T, out=out.begin())
     received = out.exchange().flatten(0, 1)
@@ -31,11 +30,11 @@ def worker() -> tuple[float, float]:
     dist.all_to_all_single(expected, x @ w.T)
     exchanged = (received - expected).abs().max().item()
 
-    # The same, and then the sum over ranks.
+    # Rows go to their ranks in the same way, and each rank adds the rows that it has received.
     product = interlace.fuse(torch.mm, "reduce_scatter", shape=(ROWS, COLUMNS), dtype=x.dtype)
-    whole = x @ w.T
-    dist.all_reduce(whole)
-    rows = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    total = x @ w.T
+    dist.all_reduce(total)
+    rows = total.chunk(dist.get_world_size())[dist.get_rank()]
     return exchanged, (product(x, w.T) - rows).abs().max().item()
 
 

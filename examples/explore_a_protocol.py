@@ -1,14 +1,14 @@
-"""Is a kernel's protocol right? Try many interleavings of two ranks in one process, and see what a
-mistake does.
+"""Check the protocol of a kernel: try many interleavings of three ranks in one process.
 
-Every rank puts a tile in its neighbour's memory, signals, waits for its own tile, and adds 1. The
-first version reuses the neighbour's memory in the next call without asking whether the tile has
-been read; the second one asks.
+Every rank puts a tile into its neighbour's memory, signals, waits for its own tile, and adds 1. The
+first version writes into the neighbour's memory again in the next call, although the neighbour may
+not have read the last tile. The second version waits for a message that it has.
 """
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+# The explorer needs Triton's interpreter, which must be chosen before Triton is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton
@@ -33,32 +33,43 @@ def shift(
     SIZE: tl.constexpr,
     ASKS: tl.constexpr,
 ):
-    """``y`` of rank r + 1 is ``x`` of rank r, plus 1."""
+    """Compute ``y`` of rank r + 1 as ``x`` of rank r, plus 1."""
     group = il.join(ctx)
     me = il.rank(group)
     right, left = (me + 1) % WORLD_SIZE, (me + WORLD_SIZE - 1) % WORLD_SIZE
-    i, one = tl.arange(0, SIZE), tl.arange(0, 1)
+    # il.wait takes a tile of signals; this tile has a single element.
+    i, single = tl.arange(0, SIZE), tl.arange(0, 1)
     tile, flags = il.pointer(data, tl.float32) + i, il.pointer(signals, tl.int32)
     il.put_signal(tile, tl.load(x + i), flags, epoch, right, group)
-    arrived = il.wait(flags + one, epoch, left + one, 0, group, one == 0)
+    arrived = il.wait(flags + single, epoch, left + single, 0, group, single == 0)
     tl.store(y + i, tl.where(arrived, il.get(tile, me, group) + 1, float("nan")))
-    if ASKS:  # end the call with a message back: the tile has been read
+    # The message back: this rank has read its tile, and its right neighbour has read the tile that
+    # this rank has sent.
+    if ASKS:
         il.signal(flags + 1, epoch, left, group)
-        il.wait(flags + 1 + one, epoch, right + one, 0, group, one == 0)
+        il.wait(flags + 1 + single, epoch, right + single, 0, group, single == 0)
 
 
 def program(rank: Rank, asks: bool) -> None:
-    """What every rank does; it checks its own results."""
+    """Call the kernel three times on one rank, and check the results."""
     data = interlace.empty_symmetric(SIZE, dtype=torch.float32)
     signals = interlace.empty_symmetric(2, dtype=torch.int32)
-    rank.ready()  # schedules differ from here on
+    # Preparations are over: schedules differ in the calls that follow.
+    rank.ready()
     for epoch in range(1, CALLS + 1):
         x, y = torch.full((SIZE,), 10.0 * epoch + rank.rank), torch.zeros(SIZE)
         with rank.group.running():
             shift[(1,)](
-                x, y, data.address, signals.address, epoch, rank.group.context("shift"),
-                WORLD_SIZE=rank.world_size, SIZE=SIZE, ASKS=asks,
-            )  # fmt: skip
+                x=x,
+                y=y,
+                data=data.address,
+                signals=signals.address,
+                epoch=epoch,
+                ctx=rank.group.context("shift"),
+                WORLD_SIZE=rank.world_size,
+                SIZE=SIZE,
+                ASKS=asks,
+            )
         left = (rank.rank - 1) % rank.world_size
         torch.testing.assert_close(y, torch.full((SIZE,), 10.0 * epoch + left + 1))
 

@@ -1,14 +1,12 @@
-"""A Llama-shaped model, its linear layers shared out over the ranks, against the same model on one
-device.
+r"""A tensor-parallel Llama-shaped model, compared with the same model on one device.
 
 Without arguments it runs a tiny model on two ranks and checks itself, with and without sequence
 parallelism: loss, logits and every gradient must be as near to a model of higher precision as the
 single-device model is. On GPUs, with the sizes of a layer of Llama 3 70B:
 
-    python examples/tensor_parallel_llama.py --world-size 4 --dtype bfloat16 --layers 2 --width 8192
-    --heads 64 --kv-heads 8 \
-        --hidden 28672 --vocabulary 32000 --sequence 4096 --batch 1 --steps 20 --impl fused --impl
-        unfused
+    python examples/tensor_parallel_llama.py --world-size 4 --dtype bfloat16 --layers 2 \
+        --width 8192 --heads 64 --kv-heads 8 --hidden 28672 --vocabulary 32000 \
+        --sequence 4096 --batch 1 --steps 20 --impl fused --impl unfused
     torchrun --nproc-per-node 4 examples/tensor_parallel_llama.py --dtype bfloat16 ...
 """
 
@@ -40,7 +38,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What every rank must know. Sizes are the whole model's."""
+    """Settings, the same on every rank. Sizes are those of the full model."""
 
     layers: int = 1
     width: int = 32
@@ -56,13 +54,14 @@ class Settings:
     seed: int = 0
 
 
-# The model: S positions of B sequences, sequence first, so that a share of the positions is one
-# piece of memory.
+# The model. Activations are of S positions of B sequences, with the sequence first, so that a share
+# of the positions is contiguous memory.
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of ``[S, B, heads, D]``, in float32 at least (Su et al.,
-    arXiv:2104.09864).
+    """Embed positions in ``[S, B, heads, D]`` by rotation (Su et al., arXiv:2104.09864).
+
+    The angles are float32 at least.
     """
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -76,14 +75,15 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and value head. ``[S, B, width] -> [S,
-    B, width]``.
+    """Causal self-attention, ``[S, B, width] -> [S, B, width]``.
+
+    Several query heads share a key and value head.
     """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.size = settings.width // settings.heads
-        # Queries, keys and values in one product.
+        # Queries, keys and values are one matrix product.
         self.parts = [
             settings.heads * self.size,
             settings.kv_heads * self.size,
@@ -94,7 +94,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.projection(x)
-        ranks = sum(self.parts) // y.shape[-1]  # y has this rank's heads
+        # On several ranks, y holds the features of this rank's heads only.
+        ranks = sum(self.parts) // y.shape[-1]
         q, k, v = (
             part.unflatten(-1, (-1, self.size))
             for part in y.split([part // ranks for part in self.parts], -1)
@@ -105,21 +106,23 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+    """The MLP ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.parts = [settings.hidden, settings.hidden]  # gate and up in one product
+        # Gate and up are one matrix product.
+        self.parts = [settings.hidden, settings.hidden]
         self.gate_up: nn.Module = nn.Linear(settings.width, sum(self.parts), bias=False)
         self.down: nn.Module = nn.Linear(settings.hidden, settings.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)  # of a shard too: it has its share of each
+        # A shard has its share of gate and of up, so its two halves are gate and up, too.
+        gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to what came in."""
+    """Attention and MLP, each with normalised input and a residual connection."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -134,7 +137,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """``tokens [S, B] -> logits [S, B, vocabulary]``, or this rank's share of the vocabulary."""
+    """The model, ``tokens [S, B] -> logits [S, B, vocabulary]``.
+
+    With a sharded head, the logits are of this rank's share of the vocabulary.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -153,7 +159,8 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-# Tensor parallelism: column-parallel in, row-parallel out, and nothing else changes.
+# Tensor parallelism: the first linear layer of each pair becomes column-parallel and the second one
+# row-parallel. Nothing else changes.
 
 
 def parallelise(model: Llama, sequence_parallel: bool) -> Llama:
@@ -174,20 +181,23 @@ def parallelise(model: Llama, sequence_parallel: bool) -> Llama:
 def column(
     linear: nn.Linear, parts: list[int] | None, sequence_parallel: bool
 ) -> ColumnParallelLinear:
+    """Make this rank's shard of a full layer, cut along its output features."""
     return ColumnParallelLinear.from_linear(
         linear, parts=parts, sequence_parallel=sequence_parallel
     )
 
 
 def parallel_layers(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
+    """Yield the sharded layers of a model, with their names."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             yield name, module
 
 
 def sum_replicated_gradients(model: Llama) -> None:
-    """Under sequence parallelism, what every rank holds (norms, the embedding) saw this rank's
-    positions only.
+    """Sum the gradients of replicated parameters over the ranks, under sequence parallelism.
+
+    Norms and the embedding are the same on every rank, but have seen this rank's positions only.
     """
     if model.sequence_parallel:
         sharded = {
@@ -199,9 +209,7 @@ def sum_replicated_gradients(model: Llama) -> None:
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of logits whose last dimension is sharded over the ranks; the same on
-    every rank.
-    """
+    """Mean cross-entropy of logits whose last dimension is sharded; the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, logits_shard: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -209,14 +217,16 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         largest = wide.amax(-1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         powers = (wide - largest[:, None]).exp()
-        place = targets - dist.get_rank() * wide.shape[1]  # of the target among this rank's columns
-        here = (place >= 0) & (place < wide.shape[1])
-        place = place.clamp(0, wide.shape[1] - 1)[:, None]
-        chosen = torch.where(here, wide.gather(1, place)[:, 0], 0.0)
-        sums = torch.stack([powers.sum(-1), chosen])
+        # The column of each target among this rank's columns, of which it may be none.
+        column = targets - dist.get_rank() * wide.shape[1]
+        is_local = (column >= 0) & (column < wide.shape[1])
+        column = column.clamp(0, wide.shape[1] - 1)[:, None]
+        target_logit = torch.where(is_local, wide.gather(1, column)[:, 0], 0.0)
+        # One all-reduce for two sums: of the powers, and of the targets' logits.
+        sums = torch.stack([powers.sum(-1), target_logit])
         dist.all_reduce(sums)
         gradient = (powers / sums[0][:, None]).scatter_add(
-            1, place, -here[:, None].to(wide.dtype)
+            1, column, -is_local[:, None].to(wide.dtype)
         ) / len(targets)
         ctx.save_for_backward(gradient.to(logits_shard.dtype))
         return (sums[0].log() + largest - sums[1]).mean()
@@ -229,7 +239,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 def loss_of(
     model: Llama, tokens: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss, and logits ``[S B, vocabulary]`` or this rank's columns of them."""
+    """Return the loss, and the logits ``[S B, vocabulary]`` or this rank's columns of them."""
     logits = model(tokens).flatten(0, -2)
     if isinstance(model.head, ParallelLinear):
         return _ShardedCrossEntropy.apply(logits, targets.flatten()), logits
@@ -238,7 +248,7 @@ def loss_of(
 
 
 def step(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Forward and backward; loss, logits and gradients by name."""
+    """Run forward and backward pass; return loss, logits and gradients by name."""
     model.zero_grad()
     loss, logits = loss_of(model, tokens, targets)
     loss.backward()
@@ -255,16 +265,20 @@ def step(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str,
 
 
 def compare(settings: Settings) -> dict[str, Any]:
-    """Every rank runs this: for each way to run the model its errors, and the median time of a step
-    on this rank.
+    """Run the model in every way on this rank, and compare it with the model on one device.
+
+    Returns:
+        For every way its name, implementation, errors and the median time of a step, in ms.
     """
     device = interlace.group_of().device
-    torch.manual_seed(settings.seed)  # the same model and data on every rank
+    # One seed for all ranks, so that every rank has the same model and data.
+    torch.manual_seed(settings.seed)
     single = Llama(settings).to(device, DTYPES[settings.dtype])
     tokens, targets = torch.randint(settings.vocabulary, (2, settings.sequence, settings.batch)).to(
         device
     )
-    # What rounding costs on one device is what it may cost on several.
+    # A model of higher precision shows the rounding errors of one device, by which those of several
+    # devices are judged.
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     exact = {
         name: value.clone()
@@ -281,37 +295,40 @@ def compare(settings: Settings) -> dict[str, Any]:
     single.zero_grad()
     for sequence_parallel in (False, True):
         model = parallelise(copy.deepcopy(single), sequence_parallel)
-        mine = shards_of(exact, model)
+        exact_shards = shards_of(exact, model)
         for impl in settings.impls:
             for _, layer in parallel_layers(model):
                 layer.impl = impl
             name = "tensor + sequence parallel" if sequence_parallel else "tensor parallel"
-            errors = errors_of(step(model, tokens, targets), mine)
+            errors = errors_of(step(model, tokens, targets), exact_shards)
             runs.append((name, impl, errors, milliseconds(model, tokens, targets, settings)))
     return {"runs": runs, "device": device.type}
 
 
 def shards_of(full: dict[str, torch.Tensor], model: Llama) -> dict[str, torch.Tensor]:
-    """This rank's part of the full model's loss, logits and gradients."""
-    mine = dict(full)
+    """Return this rank's part of the full model's loss, logits and gradients."""
+    shards = dict(full)
     for name, layer in parallel_layers(model):
-        mine[f"{name}.weight"] = layer.shard_of(full[f"{name}.weight"])
-    mine["logits"] = full["logits"].chunk(dist.get_world_size(), -1)[dist.get_rank()]
-    return mine
+        shards[f"{name}.weight"] = layer.shard_of(full[f"{name}.weight"])
+    shards["logits"] = full["logits"].chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    return shards
 
 
-def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors, of each tensor's norm."""
-    assert found.keys() == wanted.keys()
+def errors_of(
+    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
+    assert results.keys() == expected.keys()
     return {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+        name: float((results[name] - value).norm() / value.norm())
+        for name, value in expected.items()
     }
 
 
 def milliseconds(
     model: Llama, tokens: torch.Tensor, targets: torch.Tensor, settings: Settings
 ) -> float:
-    """Median time of a step that starts on all ranks at once."""
+    """Return the median time, in ms, of a step that starts on all ranks at once."""
     times = []
     for _ in range(settings.steps):
         dist.barrier()
@@ -324,8 +341,9 @@ def milliseconds(
 
 
 def report(results: list[dict[str, Any]], settings: Settings) -> None:
-    """A row for each way to run the model, of its worst rank; fails if one is further off than
-    rounding explains.
+    """Print a row for each way to run the model, with the values of its worst rank.
+
+    Fails if an error is larger than rounding explains.
     """
     by_way = list(zip(*(result["runs"] for result in results), strict=True))
     table = Table(
@@ -347,7 +365,8 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
             *(f"{e:.1e}" for e in (errors["loss"], errors["logits"], gradients)),
             f"{slowest:.1f}",
         )
-        if not allowed:  # the single device comes first
+        # The single device comes first, and sets the errors that the others are allowed.
+        if not allowed:
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
         wrong = {key: error for key, error in errors.items() if error > allowed[key]}
@@ -365,7 +384,7 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def is_first_rank() -> bool:
-    """False in all but one of the processes that torchrun starts."""
+    """Tell if this process is the first of those that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -381,17 +400,19 @@ def main(
         int, typer.Option(help="Key and value heads; the ranks must divide them.")
     ] = Settings.kv_heads,
     hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
-    vocabulary: Annotated[int, typer.Option(help="Tokens there are.")] = Settings.vocabulary,
+    vocabulary: Annotated[
+        int, typer.Option(help="Number of different tokens.")
+    ] = Settings.vocabulary,
     sequence: Annotated[
         int, typer.Option(help="Positions; the ranks must divide them.")
     ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
     impl: Annotated[
-        list[str] | None, typer.Option(help="auto, fused or unfused; several times for several.")
+        list[str] | None, typer.Option(help="auto, fused or unfused; may be repeated.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-    seed: Annotated[int, typer.Option(help="Of parameters and tokens.")] = Settings.seed,
+    seed: Annotated[int, typer.Option(help="Seed of parameters and tokens.")] = Settings.seed,
 ) -> None:
     """Compare a tensor-parallel model with the same model on one device, and time its steps."""
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
@@ -410,10 +431,19 @@ def main(
         if size % ranks:
             raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
     settings = Settings(
-        layers=layers, width=width, heads=heads, kv_heads=kv_heads, hidden=hidden,
-        vocabulary=vocabulary, sequence=sequence, batch=batch, dtype=dtype,
-        impls=tuple(impl or Settings.impls), steps=steps, seed=seed,
-    )  # fmt: skip
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        batch=batch,
+        dtype=dtype,
+        impls=tuple(impl or Settings.impls),
+        steps=steps,
+        seed=seed,
+    )
     try:
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
     except interlace.InterlaceError as error:

@@ -1,12 +1,11 @@
-"""Train a DLRM: tables shared out over ranks, pooling and communication in one kernel, forward and
-backward.
+r"""Train a DLRM with tables sharded over ranks; one kernel pools and communicates.
 
 Without arguments it trains a small model on made-up clicks for some seconds and checks itself: the
-loss falls, and a fused run and an unfused run learn the same. With Criteo's files, on GPUs:
+loss falls, and fused and unfused runs have the same losses. With Criteo's files, on GPUs:
 
-    python examples/train_dlrm.py --data train.txt --world-size 4 --batch 8192 --rows 1000000
-    --width 64 --checkpoint runs/a torchrun --nproc-per-node 4 examples/train_dlrm.py --data
-    train.txt --batch 8192 ...
+    python examples/train_dlrm.py --data train.txt --world-size 4 --batch 8192 \
+        --rows 1000000 --width 64 --checkpoint runs/a
+    torchrun --nproc-per-node 4 examples/train_dlrm.py --data train.txt --batch 8192 ...
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HELD_OUT_EVERY = 10
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What every rank must know."""
+    """Settings of a run, the same on every rank."""
 
     data: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class Settings:
 
 
 def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
-    """Batches of this rank to learn from, and batches to be judged by."""
+    """Return this rank's batches for training, and its batches for the evaluation."""
     cut: dict[str, Any] = {
         "rows": [settings.rows] * settings.tables,
         "lookups": settings.lookups,
@@ -75,7 +74,7 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
         "world_size": dist.get_world_size(),
     }
     if not settings.data:
-        source, judge = (
+        training, evaluation = (
             SyntheticClicks(
                 samples,
                 seed=settings.seed + i,
@@ -86,14 +85,14 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
                 (settings.samples, max(settings.batch, settings.samples // 8))
             )
         )
-        return BatchStream(source, settings.batch, **cut), BatchStream(
-            judge, settings.batch, last="pad", **cut
+        return BatchStream(training, settings.batch, **cut), BatchStream(
+            evaluation, settings.batch, last="pad", **cut
         )
     files = CriteoFiles(settings.data, strict=settings.strict)
     if settings.held_out:
-        judges = CriteoFiles(settings.held_out, strict=settings.strict)
+        held_out = CriteoFiles(settings.held_out, strict=settings.strict)
         return BatchStream(files, settings.batch, **cut), BatchStream(
-            judges, settings.batch, last="pad", **cut
+            held_out, settings.batch, last="pad", **cut
         )
     cut["held_out_every"] = HELD_OUT_EVERY
     return BatchStream(files, settings.batch, **cut), BatchStream(
@@ -102,7 +101,7 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
 
 
 def build(settings: Settings) -> Trainer:
-    """The model, the same on every rank but for its tables."""
+    """Build the model and its optimizer; ranks differ only in the tables that they hold."""
     tables = [
         EmbeddingTable(
             f"C{t + 1}",
@@ -130,27 +129,28 @@ def build(settings: Settings) -> Trainer:
 
 
 def train(settings: Settings) -> dict[str, Any]:
-    """Every rank runs this; the result is the same on all of them."""
+    """Train on this rank, and evaluate the model; the result is the same on every rank."""
     console = Console(quiet=settings.quiet or dist.get_rank() != 0, highlight=False)
     trainer = build(settings)
     if (
         settings.resume
         and settings.checkpoint
-        and (found := latest_checkpoint(Path(settings.checkpoint)))
+        and (checkpoint := latest_checkpoint(Path(settings.checkpoint)))
     ):
-        trainer.load(found)
-        console.print(f"Resumed after {trainer.steps} steps, from {found}")
+        trainer.load(checkpoint)
+        console.print(f"Resumed after {trainer.steps} steps, from {checkpoint}")
     console.print(trainer.model.embeddings.plan)
-    learning, judging = streams(settings)
-    batches = itertools.chain.from_iterable(itertools.repeat(learning, settings.epochs))
+    training, evaluation = streams(settings)
+    batches = itertools.chain.from_iterable(itertools.repeat(training, settings.epochs))
     losses: list[torch.Tensor] = []
     with progress(console) as bar:
         task = bar.add_task(
             "training", total=settings.steps, completed=trainer.steps, loss=math.nan
         )
-        # A run that is resumed reads what it has learnt already, and throws it away.
+        # A resumed run reads the batches that it has learnt from already, and skips them.
         for batch in itertools.islice(batches, trainer.steps, settings.steps):
             losses.append(trainer.step(batch.to(trainer.device)))
+            # Reading a loss makes the host wait for the GPU, so the bar does it rarely.
             if trainer.steps % 10 == 0:
                 bar.update(task, completed=trainer.steps, loss=float(losses[-1]))
             if (
@@ -162,38 +162,38 @@ def train(settings: Settings) -> dict[str, Any]:
         bar.update(task, completed=trainer.steps)
     if settings.checkpoint:
         console.print(f"Saved {trainer.save(Path(settings.checkpoint))}")
-    judged = trainer.evaluate(judging)
+    quality = trainer.evaluate(evaluation)
     result: dict[str, Any] = {
         "losses": trainer.mean_over_ranks(losses),
-        **dataclasses.asdict(judged),
+        **dataclasses.asdict(quality),
         "steps": trainer.steps,
     }
     if result["losses"]:
-        some = max(1, min(5, len(losses) // 2))
-        first, last = mean(result["losses"][:some]), mean(result["losses"][-some:])
+        count = max(1, min(5, len(losses) // 2))
+        first, last = mean(result["losses"][:count]), mean(result["losses"][-count:])
         console.print(
             f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and the "
-            f"last {some})"
+            f"last {count})"
         )
     console.print(
-        f"Held out: {judged.samples} samples, loss {judged.loss:.4f}, AUC {judged.auc:.4f}"
+        f"Held out: {quality.samples} samples, loss {quality.loss:.4f}, AUC {quality.auc:.4f}"
     )
     if settings.times:
-        result["times"] = report_times(console, trainer, next(iter(learning)))
+        result["times"] = report_times(console, trainer, next(iter(training)))
     return result
 
 
 def report_times(console: Console, trainer: Trainer, batch: Any) -> dict[str, Any]:
-    """Where a step's time goes, with the fused kernels and with the unfused pair."""
+    """Measure a step and its communication, with the fused kernels and with the unfused pair."""
     times = {}
     moved = batch.to(trainer.device)
     for impl in ("fused", "unfused"):
         trainer.model.embeddings.impl = impl
-        found = measure_step(trainer, moved)
-        times[impl] = dataclasses.asdict(found)
+        measured = measure_step(trainer, moved)
+        times[impl] = dataclasses.asdict(measured)
         console.print(
-            f"{impl}: step {found.step_ms:.2f} ms, compute alone {found.compute_ms:.2f} ms, "
-            f"exposed communication {found.exposed_ms:.2f} ms"
+            f"{impl}: step {measured.step_ms:.2f} ms, compute alone {measured.compute_ms:.2f} ms, "
+            f"exposed communication {measured.exposed_ms:.2f} ms"
         )
     if trainer.device.type == "cpu":
         console.print(
@@ -204,6 +204,7 @@ def report_times(console: Console, trainer: Trainer, batch: Any) -> dict[str, An
 
 
 def progress(console: Console) -> Progress:
+    """Make a progress bar with the loss."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -216,11 +217,12 @@ def progress(console: Console) -> Progress:
 
 
 def mean(values: list[float]) -> float:
+    """Return the mean."""
     return sum(values) / len(values)
 
 
 def train_twice(settings: Settings, fused_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every rank runs this: all steps unfused, and the first few of them with the fused kernels."""
+    """Train with the unfused operator, and the first steps again with the fused kernels."""
     unfused = train(dataclasses.replace(settings, impl="unfused"))
     return unfused, train(
         dataclasses.replace(
@@ -230,13 +232,23 @@ def train_twice(settings: Settings, fused_steps: int) -> tuple[dict[str, Any], d
 
 
 def check_itself(world_size: int, backend: str) -> None:
-    """A small model learns, and learns the same with the fused kernels. On the CPU these run in an
-    interpreter, so few steps do.
+    """Train a small model, and check that it learns, and learns the same with the fused kernels.
+
+    On the CPU the fused kernels run in an interpreter, so only a few steps use them.
     """
     small = Settings(
-        samples=960, batch=32, tables=4, cardinality=4, rows=16, width=4, bottom=(8,), top=(16,),
-        learning_rate=0.1, dense_learning_rate=0.1, quiet=True,
-    )  # fmt: skip
+        samples=960,
+        batch=32,
+        tables=4,
+        cardinality=4,
+        rows=16,
+        width=4,
+        bottom=(8,),
+        top=(16,),
+        learning_rate=0.1,
+        dense_learning_rate=0.1,
+        quiet=True,
+    )
     unfused, fused = interlace.launch(train_twice, world_size, small, 4, backend=backend)[0]
     first, last = mean(unfused["losses"][:5]), mean(unfused["losses"][-5:])
     difference = max(abs(a - b) for a, b in zip(fused["losses"], unfused["losses"], strict=False))
@@ -257,27 +269,28 @@ def check_itself(world_size: int, backend: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """False in all but one of the processes that torchrun starts."""
+    """Tell if this process is the first of those that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def numbers(text: str) -> tuple[int, ...]:
+    """Read integers that are separated by commas."""
     return tuple(int(part) for part in text.split(",") if part)
 
 
 def main(
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A file in Criteo's format; several times for several files."),
+        typer.Option(help="A file in Criteo's format; may be repeated."),
     ] = None,
     held_out: Annotated[
         list[Path] | None,
         typer.Option(
-            help=f"A file to judge by; default: every {HELD_OUT_EVERY}th batch of --data."
+            help=f"A file to evaluate on; default: every {HELD_OUT_EVERY}th batch of --data."
         ),
     ] = None,
     synthetic: Annotated[
-        int | None, typer.Option(help="Train on so many made-up samples instead of --data.")
+        int | None, typer.Option(help="Train on this number of made-up samples instead of --data.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")
@@ -287,44 +300,45 @@ def main(
     ] = None,
     backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     impl: Annotated[str, typer.Option(help="auto, fused or unfused.")] = "auto",
-    batch: Annotated[int, typer.Option(help="Samples of a global batch.")] = 64,
-    steps: Annotated[int | None, typer.Option(help="Stop after so many steps.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples per global batch.")] = 64,
+    steps: Annotated[int | None, typer.Option(help="Stop after this number of steps.")] = None,
     epochs: Annotated[int, typer.Option(help="Times to go through the data.")] = 1,
     tables: Annotated[int, typer.Option(help="Categorical features to use, 1 to 26.")] = 26,
     rows: Annotated[
         int, typer.Option(help="Rows of each table, to which categories are hashed.")
     ] = 1000,
     width: Annotated[int, typer.Option(help="Width of an embedding.")] = 16,
-    lookups: Annotated[int, typer.Option(help="Lookups a bag; 1 is Criteo's own.")] = 1,
+    lookups: Annotated[int, typer.Option(help="Lookups per bag; Criteo has 1.")] = 1,
     jagged: Annotated[
         bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")
     ] = False,
-    mode: Annotated[str, typer.Option(help="sum or mean of a bag.")] = "sum",
+    mode: Annotated[str, typer.Option(help="Pooling of a bag: sum or mean.")] = "sum",
     bottom: Annotated[str, typer.Option(help="Hidden widths of the bottom MLP.")] = "64,32",
     top: Annotated[str, typer.Option(help="Hidden widths of the top MLP.")] = "64,32",
     update: Annotated[
         str, typer.Option(help="The tables' optimizer: rowwise_adagrad or sgd.")
     ] = "rowwise_adagrad",
-    learning_rate: Annotated[float, typer.Option(help="Of the tables.")] = 0.05,
-    dense_learning_rate: Annotated[float, typer.Option(help="Of the MLPs.")] = 0.05,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of the tables.")] = 0.05,
+    dense_learning_rate: Annotated[float, typer.Option(help="Learning rate of the MLPs.")] = 0.05,
     cardinality: Annotated[int, typer.Option(help="Categories of a made-up feature.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the made-up samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and made-up samples.")] = 0,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Also write one every so many steps.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
     ] = False,
     times: Annotated[
-        bool, typer.Option("--times", help="Measure where a step's time goes, fused and unfused.")
+        bool, typer.Option("--times", help="Measure the times of a step, fused and unfused.")
     ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write losses, AUC and times to a file.")
     ] = None,
 ) -> None:
-    """Train a DLRM on Criteo's click logs or on made-up clicks; without --data and --synthetic,
-    check itself.
+    """Train a DLRM on Criteo's click logs or on made-up clicks.
+
+    Without --data and --synthetic, train a small model and check it.
     """
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
     try:

@@ -1,18 +1,18 @@
-"""Mixtral's layer of experts, expert-parallel by plain ``all_to_all_single``, fused by
-``torch.compile`` without an edit.
+r"""Mixtral's layer of experts, with plain ``all_to_all_single``, fused by ``torch.compile``.
+
+No line of the layer mentions Interlace.
 
 Each rank holds some of the experts and brings its own tokens. An expert takes at most a fixed
 number of tokens from each rank, as in the Switch Transformer, so that the splits of both exchanges
-are even; a token beyond it goes without that expert.
+are even; a token beyond that number goes without the expert.
 
 Without arguments it runs a tiny layer on two ranks and checks itself: output and every gradient of
 the compiled layer must be as near to the layer in higher precision as the eager one is. It prints
 which collectives were fused. On GPUs, with Mixtral's sizes, and times of a step, forward and
 backward:
 
-    python examples/transparent_expert_parallel.py --world-size 4 --dtype bfloat16 --hidden 4096
-    --ffn 14336 --experts 8 \
-        --tokens 4096 --times
+    python examples/transparent_expert_parallel.py --world-size 4 --dtype bfloat16 \
+        --hidden 4096 --ffn 14336 --experts 8 --tokens 4096 --times
     torchrun --nproc-per-node 4 examples/transparent_expert_parallel.py --dtype bfloat16 ...
 """
 
@@ -44,12 +44,15 @@ from interlace.bench.timing import Timing, host_us, measure_step
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, perhaps all of the step."
+_CAPTION = (
+    "Times: median (p10 to p90) of the slowest rank. Host: time to enqueue a step, which may be "
+    "the time of the step."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What every rank must know. Experts are those of all ranks, tokens those of one."""
+    """Settings, the same on every rank: experts of all ranks together, tokens of each rank."""
 
     hidden: int = 32
     ffn: int = 48
@@ -64,43 +67,47 @@ class Settings:
 
     @property
     def capacity(self) -> int:
-        """How many tokens an expert takes from a rank: its even share, and some more."""
+        """The most tokens that an expert takes from a rank: its even share, and some more."""
         return math.ceil(self.capacity_factor * self.tokens * self.top_k / self.experts)
 
 
-# The layer, as anybody would write it
+# The layer, as it would be written without Interlace
 
 
 class MoE(nn.Module):
-    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``, w1 and w3 in one or two;
-    ``[tokens, hidden]`` in and out.
+    """A router, and this rank's experts ``w2(silu(w1(x)) * w3(x))``.
+
+    Input and output are ``[tokens, hidden]``. With ``separate``, w1 and w3 are two matrix products,
+    and otherwise one.
     """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings, self.ranks = settings, dist.get_world_size()
-        here = settings.experts // self.ranks
-        torch.manual_seed(0)  # the same router on every rank
+        local = settings.experts // self.ranks
+        # The router is the same on every rank, and the experts are not.
+        torch.manual_seed(0)
         self.router = nn.Linear(settings.hidden, settings.experts, bias=False)
         torch.manual_seed(1 + dist.get_rank())
-        w13 = torch.randn(here, 2 * settings.ffn, settings.hidden) / settings.hidden**0.5
+        w13 = torch.randn(local, 2 * settings.ffn, settings.hidden) / settings.hidden**0.5
         self.w13 = nn.ParameterList(half.clone() for half in w13.chunk(1 + settings.separate, 1))
-        self.w2 = nn.Parameter(torch.randn(here, settings.hidden, settings.ffn) / settings.ffn**0.5)
+        self.w2 = nn.Parameter(
+            torch.randn(local, settings.hidden, settings.ffn) / settings.ffn**0.5
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        top_k, capacity, last = (
-            self.settings.top_k,
-            self.settings.capacity,
-            self.settings.experts * self.settings.capacity,
-        )
+        """Compute ``[tokens, hidden] -> [tokens, hidden]``."""
+        top_k, capacity = self.settings.top_k, self.settings.capacity
+        last = self.settings.experts * capacity
         scores = self.router(x.to(self.router.weight.dtype)).softmax(-1)
         weights, chosen = scores.topk(top_k)
         weights = weights / weights.sum(-1, keepdim=True)
-        # A row for each token of each expert; one more, which is not sent, for those that find no
-        # room.
-        named = (chosen.view(-1, 1) == torch.arange(self.settings.experts, device=x.device)).long()
-        earlier = ((named.cumsum(0) - 1) * named).sum(-1)
-        row = torch.where(earlier < capacity, chosen.flatten() * capacity + earlier, last)
+        # Every expert has ``capacity`` rows in the message. A token's row is its number among the
+        # tokens of its expert. Tokens without room share one more row, which is not sent.
+        one_hot = chosen.view(-1, 1) == torch.arange(self.settings.experts, device=x.device)
+        one_hot = one_hot.long()
+        number = ((one_hot.cumsum(0) - 1) * one_hot).sum(-1)
+        row = torch.where(number < capacity, chosen.flatten() * capacity + number, last)
         sent = x.new_zeros(last + 1, x.shape[1]).index_copy(0, row, x.repeat_interleave(top_k, 0))[
             :last
         ]
@@ -110,12 +117,12 @@ class MoE(nn.Module):
         return (results * weights.to(x.dtype)[..., None]).sum(1)
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        """The first rows to rank 0, as many to rank 1, and so on."""
+        """Send an equal part of the rows to every rank, in rank order."""
         splits = [rows.shape[0] // self.ranks] * self.ranks
         return all_to_all_single_autograd(rows, splits, splits, dist.group.WORLD)
 
     def experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[rank * expert * capacity, hidden]``, and the same."""
+        """Apply this rank's experts to ``[rank * expert * capacity, hidden]`` rows."""
         rows = (
             rows.view(self.ranks, -1, self.settings.capacity, rows.shape[1])
             .transpose(0, 1)
@@ -131,8 +138,9 @@ class MoE(nn.Module):
 
 
 def step(call: Callable[..., Any], layer: MoE, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Forward and backward, of half the sum of squares as loss; this rank's output and gradients by
-    name.
+    """Run forward and backward pass; return this rank's output and gradients by name.
+
+    The loss is half the sum of the output's squares, so its gradient is the output.
     """
     layer.zero_grad()
     x = x.detach().requires_grad_()
@@ -142,24 +150,30 @@ def step(call: Callable[..., Any], layer: MoE, x: torch.Tensor) -> dict[str, tor
     return {"output": y.detach(), "x": x.grad} | gradients
 
 
-def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors, of each tensor's norm."""
+def errors_of(
+    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
     return {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+        name: float((results[name] - value).norm() / value.norm())
+        for name, value in expected.items()
     }
 
 
 def compare(settings: Settings) -> dict[str, Any]:
-    """Every rank runs this: what was found in the layer, and errors and times of each way to run
-    it.
+    """Run the layer in every way on this rank.
+
+    Returns:
+        The pass's findings, and for every way its name, errors and times.
     """
     device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
     if settings.times:
-        # What comes from Inductor's cache is not recorded
+        # Findings in graphs that come from Inductor's cache are not recorded.
         torch._inductor.config.force_disable_caches = True
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     layer = MoE(settings).to(device, dtype)
-    layer.router.float()  # rounding would send tokens elsewhere
+    # A rounded score could send a token to another expert.
+    layer.router.float()
     x = torch.randn(settings.tokens, settings.hidden).to(device, dtype)
     exact_layer = copy.deepcopy(layer).to(higher)
     exact = step(exact_layer, exact_layer, x.to(higher))
@@ -174,7 +188,7 @@ def compare(settings: Settings) -> dict[str, Any]:
             except torch._dynamo.exc.TorchDynamoException as error:
                 if name != ASYNCHRONOUS:
                     raise
-                # Another project's pass; the others are still to be compared
+                # PyTorch's asynchronous pass may fail; the other ways are still compared.
                 if dist.get_rank() == 0:
                     print(f"{name} does not compile this layer: {type(error).__name__}", flush=True)
                 continue
@@ -184,9 +198,8 @@ def compare(settings: Settings) -> dict[str, Any]:
 
 
 def ways_to_run(settings: Settings) -> dict[str, Callable[[MoE], Callable[..., Any]]]:
-    """Eager first, which the others are measured by. Inductor takes a while to compile: only where
-    it is asked for.
-    """
+    """Return the ways to run the layer, by name; eager first, by which the others are judged."""
+    # Inductor takes a while to compile, so it runs only for times.
     if not settings.times:
         return {
             "eager": lambda layer: layer,
@@ -205,8 +218,9 @@ def ways_to_run(settings: Settings) -> dict[str, Callable[[MoE], Callable[..., A
 
 
 def asynchronous(layer: MoE) -> Callable[..., Any]:
-    """PyTorch's own fusion of products with gathers and scatters, through symmetric memory; it has
-    none of all-to-alls.
+    """Compile with PyTorch's own fusion of matrix products with gathers and scatters.
+
+    It works through symmetric memory, and has no fusion with an all-to-all.
     """
     if torch.cuda.is_available():
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -219,23 +233,23 @@ def asynchronous(layer: MoE) -> Callable[..., Any]:
 def times_of(
     call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings
 ) -> list[str]:
-    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue
-    it.
-    """
-    x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    found = [
-        milliseconds(measure_step(each, samples=settings.steps))
-        for each in (lambda: call(x), lambda: step(call, layer, x))
+    """Return times, as text: of the forward pass, of a step, and of the host to enqueue a step."""
+    # An input that needs a gradient, as in a step: otherwise the layers would be compiled again.
+    x = x.detach().requires_grad_()
+    device_times = [
+        milliseconds(measure_step(call_once, samples=settings.steps))
+        for call_once in (lambda: call(x), lambda: step(call, layer, x))
     ]
     return [
-        *found,
+        *device_times,
         f"{host_us(lambda _: step(call, layer, x), device=x.device, calls=2) / 1e3:.2f}",
     ]
 
 
 def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
-    """What was fused, and a row for each way to run the layer, of its worst rank; fails if one is
-    further off than rounding.
+    """Print the findings, and a row for each way to run the layer, of its worst rank.
+
+    Fails if an error is larger than rounding explains.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
     console.print(
@@ -257,11 +271,12 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
     allowed: dict[str, float] = {}
     failures = []
     for ways in zip(*(rank["ways"] for rank in ranks), strict=True):
-        name, _, times = ways[0]  # times are the slowest rank's, on all ranks
+        # Every rank has the slowest rank's times.
+        name, _, times = ways[0]
         errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
         gradients = max(error for key, error in errors.items() if key != "output")
         table.add_row(name, f"{errors['output']:.1e}", f"{gradients:.1e}", *times)
-        if not allowed:  # eager comes first
+        if not allowed:
             eps = torch.finfo(DTYPES[settings.dtype]).eps
             allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
         wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
@@ -270,7 +285,8 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
         ]
     console.print(table)
     assert not failures, failures
-    if ranks[0]["device"] == "cpu":  # where every pair that can be fused is
+    # On the CPU the pass fuses every pair that it can.
+    if ranks[0]["device"] == "cpu":
         fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"]]
         back = "bmm_all_to_all" if settings.experts > len(ranks) else "gemm_all_to_all"
         gradient = "bmm_sum_all_to_all" if settings.separate else back
@@ -284,7 +300,7 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def milliseconds(time: Timing) -> str:
-    """Median and spread of the slowest rank."""
+    """Format the median and spread of the slowest rank, in ms."""
     return f"{time.median_us / 1e3:.2f} ({time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f})"
 
 
@@ -298,14 +314,14 @@ def main(
     experts: Annotated[
         int, typer.Option(help="Experts of all ranks, which must divide them.")
     ] = Settings.experts,
-    top_k: Annotated[int, typer.Option(help="Experts a token.")] = Settings.top_k,
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = Settings.top_k,
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = Settings.tokens,
     capacity_factor: Annotated[
         float, typer.Option(help="Room for an expert's even share of tokens, times this.")
     ] = 1.25,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
     separate: Annotated[
-        bool, typer.Option("--separate", help="w1 and w3 as two products.")
+        bool, typer.Option("--separate", help="w1 and w3 as two matrix products.")
     ] = Settings.separate,
     times: Annotated[
         bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")

@@ -1,14 +1,14 @@
-"""A Llama block, tensor-parallel by PyTorch's own ``parallelize_module``, fused by
-``torch.compile`` without an edit.
+r"""A Llama block, tensor-parallel by ``parallelize_module``, fused by ``torch.compile``.
+
+No line of the block mentions Interlace.
 
 Without arguments it runs a tiny block on two ranks and checks itself, with and without sequence
 parallelism: output and every gradient of the compiled block must be as near to the block in higher
 precision as the eager one is. It prints which collectives were fused. On GPUs, with the sizes of
 Llama 3 70B, and times of a step, forward and backward:
 
-    python examples/transparent_tensor_parallel.py --world-size 4 --dtype bfloat16 --width 8192
-    --heads 64 --kv-heads 8 \
-        --hidden 28672 --sequence 4096 --batch 1 --times
+    python examples/transparent_tensor_parallel.py --world-size 4 --dtype bfloat16 \
+        --width 8192 --heads 64 --kv-heads 8 --hidden 28672 --sequence 4096 --batch 1 --times
     torchrun --nproc-per-node 4 examples/transparent_tensor_parallel.py --dtype bfloat16 ...
 """
 
@@ -48,17 +48,17 @@ from interlace.compile import Finding
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = "Times: median (p10 to p90) of the slowest rank. Host: what it takes to enqueue a step, perhaps all of the step."
-PLANS = {
-    "both": (False, True),
-    "tensor": (False,),
-    "sequence": (True,),
-}  # with sequence parallelism, too
+_CAPTION = (
+    "Times: median (p10 to p90) of the slowest rank. Host: time to enqueue a step, which may be "
+    "the time of the step."
+)
+# By name of a plan: without and with sequence parallelism.
+PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What every rank must know. Sizes are the whole block's."""
+    """Settings, the same on every rank. Sizes are those of the full block."""
 
     width: int = 32
     heads: int = 4
@@ -72,12 +72,13 @@ class Settings:
     plan: str = "both"
 
 
-# The block, as anybody would write it, batch first
+# The block, as it would be written without Interlace, batch first
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and value head. ``[B, S, width] -> [B,
-    S, width]``.
+    """Causal self-attention, ``[B, S, width] -> [B, S, width]``.
+
+    Several query heads share a key and value head.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -97,7 +98,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``w2(silu(w1(x)) * w3(x))``."""
+    """The MLP ``w2(silu(w1(x)) * w3(x))``."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to what came in."""
+    """Attention and MLP, each with normalised input and a residual connection."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -126,8 +127,9 @@ class Block(nn.Module):
 
 
 def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Block:
-    """PyTorch's plan for it: column-parallel in, row-parallel out; activations in between whole, or
-    sharded along the sequence.
+    """Shard the block by PyTorch's own plan: column-parallel in, row-parallel out.
+
+    Activations between the layers are full, or sharded along the sequence.
     """
     out = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, Any] = {f"attention.w{name}": ColwiseParallel() for name in "qkv"}
@@ -144,7 +146,7 @@ def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Bloc
 
 
 def step(call: Callable[..., Any], block: Block, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Forward and backward; this rank's output and gradients by name."""
+    """Run forward and backward pass; return this rank's output and gradients by name."""
     block.zero_grad()
     x = x.detach().requires_grad_()
     y = call(x)
@@ -156,25 +158,31 @@ def step(call: Callable[..., Any], block: Block, x: torch.Tensor) -> dict[str, t
     }
 
 
-def errors_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors, of each tensor's norm."""
+def errors_of(
+    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
     return {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+        name: float((results[name] - value).norm() / value.norm())
+        for name, value in expected.items()
     }
 
 
 def compare(settings: Settings) -> list[dict[str, Any]]:
-    """Every rank runs this: for each plan what was found in the block, and errors and times of each
-    way to run it.
+    """Run the block in every way on this rank, for every plan.
+
+    Returns:
+        Per plan, the pass's findings, and for every way its name, errors and times.
     """
     device, dtype = interlace.group_of().device, DTYPES[settings.dtype]
     if settings.times:
-        # What comes from Inductor's cache is not recorded
+        # Findings in graphs that come from Inductor's cache are not recorded.
         torch._inductor.config.force_disable_caches = True
     higher = torch.float64 if settings.dtype == "float32" else torch.float32
     results = []
     for sequence_parallel in PLANS[settings.plan]:
-        torch.manual_seed(0)  # the same block and data on every rank
+        # One seed for all ranks, so that every rank has the same block and data.
+        torch.manual_seed(0)
         block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
         x = torch.randn(
             settings.batch, settings.sequence, settings.width, device=device, dtype=dtype
@@ -189,11 +197,11 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
                 torch.compiler.reset()
                 call = make(block)
                 try:
-                    found = step(call, block, x)
+                    results_of_step = step(call, block, x)
                 except torch._dynamo.exc.TorchDynamoException as error:
                     if name != ASYNCHRONOUS:
                         raise
-                    # Another project's pass; the others are still to be compared
+                    # PyTorch's asynchronous pass may fail; the other ways are still compared.
                     if dist.get_rank() == 0:
                         print(
                             f"{name} does not compile this block: {type(error).__name__}",
@@ -204,7 +212,7 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
                 ways.append(
                     (
                         name,
-                        errors_of(found, exact),
+                        errors_of(results_of_step, exact),
                         times_of(call, block, x, settings) if measured else [],
                     )
                 )
@@ -220,9 +228,8 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
 
 
 def ways_to_run(settings: Settings) -> dict[str, Callable[[Block], Callable[..., Any]]]:
-    """Eager first, which the others are measured by. Inductor takes a while to compile: only where
-    there is something to time.
-    """
+    """Return the ways to run the block, by name; eager first, by which the others are judged."""
+    # Inductor takes a while to compile, so it runs only for times.
     if not settings.times:
         return {
             "eager": lambda block: block,
@@ -241,7 +248,7 @@ def ways_to_run(settings: Settings) -> dict[str, Callable[[Block], Callable[...,
 
 
 def asynchronous(block: Block) -> Callable[..., Any]:
-    """PyTorch's own fusion of products with gathers and scatters, through symmetric memory."""
+    """Compile with PyTorch's own fusion of matrix products with gathers and scatters."""
     if torch.cuda.is_available():
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -253,23 +260,23 @@ def asynchronous(block: Block) -> Callable[..., Any]:
 def times_of(
     call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings
 ) -> list[str]:
-    """Of the forward pass alone, and of a whole step; then what of a step the host takes to enqueue
-    it.
-    """
-    x = x.detach().requires_grad_()  # as in a step: nothing is compiled again
-    found = [
-        milliseconds(measure_step(each, samples=settings.steps))
-        for each in (lambda: call(x), lambda: step(call, block, x))
+    """Return times, as text: of the forward pass, of a step, and of the host to enqueue a step."""
+    # An input that needs a gradient, as in a step: otherwise the layers would be compiled again.
+    x = x.detach().requires_grad_()
+    device_times = [
+        milliseconds(measure_step(call_once, samples=settings.steps))
+        for call_once in (lambda: call(x), lambda: step(call, block, x))
     ]
     return [
-        *found,
+        *device_times,
         f"{host_us(lambda _: step(call, block, x), device=x.device, calls=2) / 1e3:.2f}",
     ]
 
 
 def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
-    """What was fused, and a row for each way to run the block, of its worst rank; fails if one is
-    further off than rounding.
+    """Print the findings, and a row for each way to run the block, of its worst rank.
+
+    Fails if an error is larger than rounding explains.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
     for plan in zip(*ranks, strict=True):
@@ -292,10 +299,9 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
         for ways in zip(*(rank["ways"] for rank in plan), strict=True):
             errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
             gradients = max(error for key, error in errors.items() if key != "output")
-            table.add_row(
-                ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2]
-            )  # times are the slowest rank's
-            if not allowed:  # eager comes first
+            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2])
+            # Eager comes first, and sets the errors that the others are allowed.
+            if not allowed:
                 eps = torch.finfo(DTYPES[settings.dtype]).eps
                 allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
             wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
@@ -305,7 +311,8 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
             ]
         console.print(table)
         assert not failures, failures
-        if plan[0]["device"] == "cpu":  # where every pair that can be fused is
+        # On the CPU the pass fuses every pair that it can.
+        if plan[0]["device"] == "cpu":
             fused = sum(finding.operator is not None for finding in plan[0]["findings"])
             assert fused == (8 if plan[0]["sequence_parallel"] else 7), (
                 f"{name}: {fused} pairs were fused"
@@ -313,12 +320,12 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
 
 
 def milliseconds(time: Timing) -> str:
-    """Median and spread of the slowest rank."""
+    """Format the median and spread of the slowest rank, in ms."""
     return f"{time.median_us / 1e3:.2f} ({time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f})"
 
 
 def described(finding: Finding) -> str:
-    """A finding in a line; on the CPU, why a pair was fused goes without saying."""
+    """Format a finding in one line, without the reason that is the same for all on the CPU."""
     text = str(finding)
     return text.split(": the cpu backend")[0]
 
@@ -344,7 +351,7 @@ def main(
     ] = Settings.times,
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
     plan: Annotated[
-        str, typer.Option(help="tensor: activations whole between layers; sequence: sharded; both.")
+        str, typer.Option(help="tensor: full activations between layers; sequence: sharded; both.")
     ] = Settings.plan,
 ) -> None:
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager

@@ -4,15 +4,15 @@
 
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
-    │   └── ConfigError                   a configuration file, a trace or a model's parameter does
+    │   └── ConfigError                   a configuration file, trace or model parameter breaks one
     ├── DataError (ValueError)            a file's contents break its format
     ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
-    ├── BackendError                      the machine, driver or package set lacks something
-    ├── WorkspaceError                    memory cannot be allocated now (during graph capture, say)
+    ├── BackendError                      the machine, its driver or a package lacks something
+    ├── WorkspaceError                    memory cannot be allocated now (as in a graph's capture)
     ├── PeerTimeoutError (TimeoutError)   a peer did not do its part before the deadline
-    ├── MiscountError                     a kernel did not count its tiles as it should
+    ├── MiscountError                     a kernel counted a wrong number of tiles
     ├── ProtocolError                     an explored schedule of a program failed
     └── LaunchError                       a rank started by ``interlace.launch`` failed
 
@@ -36,20 +36,23 @@ class ArgumentError(InterlaceError, ValueError):
 
 
 class DataError(InterlaceError, ValueError):
-    """A file's contents break its format. The message names the file and, where there is one, the
-    line.
+    """A file's contents break its format.
+
+    The message names the file, and the line of a text file.
     """
 
 
 class ConfigError(ArgumentError):
-    """A configuration file, a trace or a parameter of a model breaks a rule; names the file and the
-    key.
+    """A configuration file, a trace or a parameter of a model breaks a rule.
+
+    The message names the file and the key.
     """
 
 
 class UnphysicalError(InterlaceError):
-    """A simulated result lies under its physical lower bound: the model, or the mode that was asked
-    for, is wrong.
+    """A simulated result lies under its physical lower bound.
+
+    The model is wrong, or the mode that the simulation was asked for.
     """
 
 
@@ -76,7 +79,7 @@ class LaunchError(InterlaceError):
     """A rank started by :func:`interlace.launch` failed.
 
     Attributes:
-        rank: the first rank that failed.
+        rank: number of the first rank that failed.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -85,16 +88,16 @@ class LaunchError(InterlaceError):
 
     @property
     def line(self) -> str:
-        """The message in one line; of a traceback the line that says what the rank raised."""
-        first, *others = [line for line in str(self).splitlines() if line.strip()] or [
+        """The message in one line; for a traceback, the line with the rank's exception."""
+        first, *trace = [line for line in str(self).splitlines() if line.strip()] or [
             type(self).__name__
         ]
-        if not others:
+        if not trace:
             return first
-        # What was raised comes after the last frame, and may go on for many lines.
-        frames = [i for i, line in enumerate(others) if line.startswith('  File "')]
-        after = others[frames[-1] + 1 :] if frames else []
-        raised = next((line for line in after if not line.startswith(" ")), others[-1].strip())
+        # The exception comes after the last frame of the traceback, and may have many lines.
+        frames = [i for i, line in enumerate(trace) if line.startswith('  File "')]
+        after = trace[frames[-1] + 1 :] if frames else []
+        raised = next((line for line in after if not line.startswith(" ")), trace[-1].strip())
         return f"{first.rstrip('.')}: {raised}"
 
 
@@ -108,12 +111,12 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     Attributes:
         operator: name of the operator that waited.
         rank: the rank that waited.
-        peer: the rank it waited for; -1 where several may be late.
-        slice: the slice it waited for (see the operator's README).
-        wanted: the epoch it waited for (its low 24 bits); 0 for a wait on the host.
-        seen: the epoch it saw instead; 0 for a wait on the host.
-        different_call: the peer did come, but with other arguments.
-        deadline_s: how long it waited.
+        peer: the rank that it waited for; -1 if several may be late.
+        slice: the slice that it waited for (see the operator's README).
+        wanted: the epoch that it waited for (24 bits); 0 for a wait on the host.
+        seen: the epoch that it saw instead; 0 for a wait on the host.
+        different_call: True if the peer did come, but with other arguments.
+        deadline_s: time that it waited, in s.
     """
 
     def __init__(
@@ -128,18 +131,18 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         different_call: bool = False,
         deadline_s: float,
     ) -> None:
-        who = f"rank {peer}" if peer >= 0 else "a peer"
-        where = (
+        late = f"rank {peer}" if peer >= 0 else "a peer"
+        awaited = (
             f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
             if wanted
             else "in the exchange on the host"
         )
-        why = (
+        reason = (
             "made a different call" if different_call else "is late, dead, or made a different call"
         )
         super().__init__(
-            f"{operator}: rank {rank} waited {deadline_s:g} s for {who} ({where}). "
-            f"The peer {why}; this group is broken now. "
+            f"{operator}: rank {rank} waited {deadline_s:g} s for {late} ({awaited}). "
+            f"The peer {reason}; this group is broken now. "
             f"Check that every rank makes the same calls in the same order, or raise the deadline "
             f"with interlace.set_deadline(seconds)."
         )
@@ -154,17 +157,16 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
 
 
 class MiscountError(InterlaceError):
-    """A kernel has counted fewer, or more, tiles than its triggered transfers were told.
+    """A kernel has counted fewer, or more, tiles than its triggered transfers expect.
 
     Copies may have begun before their piece was complete. The group is broken from then on, and
-    peers raise :class:`PeerTimeoutError`, since this rank does not tell them that its output is
-    there.
+    peers raise :class:`PeerTimeoutError`, because this rank does not announce its output to them.
 
     Attributes:
-        rank: the rank whose kernel it was.
-        piece: the first piece of the output that is concerned.
-        wanted: tiles that it has.
-        seen: tiles that were counted.
+        rank: the rank whose kernel has miscounted.
+        piece: the first piece of the output with a wrong count.
+        wanted: number of tiles that the piece has.
+        seen: number of tiles that were counted.
     """
 
     def __init__(self, *, rank: int, piece: int, wanted: int, seen: int) -> None:
@@ -181,12 +183,11 @@ class MiscountError(InterlaceError):
 
 
 class ProtocolError(InterlaceError):
-    """A program does something wrong in one of the schedules that :func:`interlace.testing.explore`
-    tried.
+    """A program fails in a schedule that :func:`interlace.testing.explore` has tried.
 
     Attributes:
         kind: ``"wrong result"``, ``"deadlock"``, ``"race"``, ``"two writers"`` or ``"error"``.
-        schedule: for ``explore(..., replay=schedule)``.
+        schedule: the schedule, for ``explore(..., replay=schedule)``.
     """
 
     def __init__(self, kind: str, message: str, schedule: str) -> None:

@@ -1,5 +1,6 @@
-"""Units and how they are printed. GB is 1e9 bytes and GiB is 2**30; times are nanoseconds unless
-named.
+"""Units of bytes and times, and their formatting.
+
+GB is 1e9 bytes and GiB is 2**30 bytes. Times are in nanoseconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NS_PER_S = 1_000_000_000
 
 
 def format_bytes(count: float) -> str:
-    """``1_500_000`` -> ``"1.5 MB"`` (powers of ten)."""
+    """Format a number of bytes with a power of ten: ``1_500_000`` -> ``"1.5 MB"``."""
     for size, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
         if abs(count) >= size:
             return f"{count / size:.3g} {name}"
@@ -26,7 +27,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_ns(nanoseconds: float) -> str:
-    """``12_600`` -> ``"12.6 us"``."""
+    """Format a time in nanoseconds: ``12_600`` -> ``"12.6 us"``."""
     for size, name in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):
         if abs(nanoseconds) >= size:
             return f"{nanoseconds / size:.3g} {name}"
@@ -34,15 +35,15 @@ def format_ns(nanoseconds: float) -> str:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Smallest integer that is not below ``a / b``; both positive or ``a`` zero."""
+    """Return the smallest integer that is not below ``a / b``; ``a`` at least 0, ``b`` positive."""
     return -(-a // b)
 
 
 def round_up(a: int, multiple: int) -> int:
-    """Smallest multiple of ``multiple`` that is not below ``a``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``a``."""
     return ceil_div(a, multiple) * multiple
 
 
 def next_power_of_2(a: int) -> int:
-    """Smallest power of two that is not below ``a``; 1 for ``a`` below 2."""
+    """Return the smallest power of two that is not below ``a``; 1 for ``a`` below 2."""
     return 1 << max(0, a - 1).bit_length()

@@ -8,8 +8,8 @@ import interlace.language as il
 
 @triton.jit
 def count_last(counter, lasts, SKIP: tl.constexpr):
-    """Every program but the first ``SKIP`` arrives; the last one notes its index and how many came
-    before.
+    """Every program except the first ``SKIP`` arrives; the last one stores its index and the number
+    of last programs.
     """
     program, members = tl.program_id(0), tl.num_programs(0) - SKIP
     if program >= SKIP:  # noqa: SIM102 -- only members may arrive

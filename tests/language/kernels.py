@@ -1,4 +1,7 @@
-"""Small kernels over ``interlace.language``; imported by ranks only, where the interpreter is on."""
+"""Small kernels over ``interlace.language``.
+
+Only ranks import them, where the interpreter is on.
+"""
 
 import triton
 import triton.language as tl
@@ -32,14 +35,14 @@ def put_signal_ring(data, signals, out, ctx, epoch, WORLD_SIZE: tl.constexpr, BL
 
 @triton.jit
 def masked_put(data, ctx, peer, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Only the first ``COUNT`` elements."""
+    """Put only the first ``COUNT`` elements."""
     i = tl.arange(0, BLOCK)
     il.put(il.pointer(data, tl.float32) + i, i.to(tl.float32) + 1, peer, il.join(ctx), i < COUNT)
 
 
 @triton.jit
 def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
-    """Element i goes to rank i: one put whose peer is a tile."""
+    """Put element i to rank i: one put whose peer is a tile."""
     group = il.join(ctx)
     i = tl.arange(0, WORLD_SIZE)
     il.put(
@@ -52,35 +55,36 @@ def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def gather_by_get(data, signals, out, ctx, epoch, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Each rank writes its own copy, all meet, and each reads everyone's."""
+    """Each rank writes its own copy, all meet, and each reads every rank's copy."""
     group = il.join(ctx)
     me = il.rank(group)
     i = tl.arange(0, BLOCK)
-    own = il.pointer(data, tl.float32) + i
-    il.put(own, (100 * me + i + epoch).to(tl.float32), me, group)
+    local = il.pointer(data, tl.float32) + i
+    il.put(local, (100 * me + i + epoch).to(tl.float32), me, group)
     arrived = il.barrier(il.pointer(signals, tl.int32), epoch, group, WORLD_SIZE)
     for peer in range(WORLD_SIZE):
-        tl.store(out + peer * BLOCK + i, tl.where(arrived, il.get(own, peer, group), -1.0))
+        tl.store(out + peer * BLOCK + i, tl.where(arrived, il.get(local, peer, group), -1.0))
 
 
 @triton.jit
 def sum_words(
     words, out, ctx, epoch, WORLD_SIZE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum over ranks of ``rank + 1 + i``, by packed words; its own part put like the others',
-    or kept.
+    """Add ``rank + 1 + i`` over ranks by packed words.
+
+    The rank's own part is put as its peers put theirs, or kept in registers.
     """
     group = il.join(ctx)
     me = il.rank(group)
-    place = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
-    part = (me + 1 + place).to(tl.float32)
+    position = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
+    part = (me + 1 + position).to(tl.float32)
     slots = il.pointer(words, tl.int64)
     for peer in range(WORLD_SIZE):
-        il.put_packed(slots + me * BLOCK + place, part, epoch, peer, group)
+        il.put_packed(slots + me * BLOCK + position, part, epoch, peer, group)
     total = il.sum_packed(
-        slots + place, part if KEEP else None, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE
+        slots + position, part if KEEP else None, BLOCK, epoch, 0, group, position >= 0, WORLD_SIZE
     )
-    tl.store(out + place, total)
+    tl.store(out + position, total)
 
 
 @triton.jit
@@ -94,25 +98,25 @@ def sum_pairs(
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum over ranks of ``values [BLOCK, 2]``, two to a word; and the right neighbour's words
-    by themselves.
+    """Add ``values [BLOCK, 2]`` over ranks, two per word, and read the right neighbour's words
+    alone.
     """
     group = il.join(ctx)
     me = il.rank(group)
-    place = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
-    both = place[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    position = tl.arange(0, BLOCK)[:, None] + tl.arange(0, 1)[None, :]
+    both = position[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
     part = tl.load(values + both)
     slots = il.pointer(words, tl.int64)
     for peer in range(WORLD_SIZE):
-        il.put_packed(slots + me * BLOCK + place, part, epoch, peer, group, VALUES=2)
-    own = part if KEEP else None
+        il.put_packed(slots + me * BLOCK + position, part, epoch, peer, group, VALUES=2)
+    local = part if KEEP else None
     total = il.sum_packed(
-        slots + place, own, BLOCK, epoch, 0, group, place >= 0, WORLD_SIZE, VALUES=2
+        slots + position, local, BLOCK, epoch, 0, group, position >= 0, WORLD_SIZE, VALUES=2
     )
     tl.store(out + both, total)
     right = (me + 1) % WORLD_SIZE
     alone = il.get_packed(
-        slots + right * BLOCK + place, epoch, right, 0, group, place >= 0, VALUES=2
+        slots + right * BLOCK + position, epoch, right, 0, group, position >= 0, VALUES=2
     )
     tl.store(out + 2 * BLOCK + both, alone)
 
@@ -129,24 +133,22 @@ def four_puts_and_a_signal(
     FENCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rank 0 puts four tiles of ``epoch`` and signals; rank 1 reads once the signal is there, and
-    answers.
-    """
+    """Rank 0 puts four tiles of ``epoch`` and signals; rank 1 reads and answers."""
     group = il.join(ctx)
     i = tl.arange(0, BLOCK)
     target = il.pointer(data, tl.int32) + i
     flag = il.pointer(signals, tl.int32) + tl.zeros([1], tl.int32)
     answer = il.pointer(acknowledgements, tl.int32) + tl.zeros([1], tl.int32)
-    one = tl.full([1], 1, tl.int1)
+    single = tl.full([1], 1, tl.int1)
     if il.rank(group) == 0:
         for part in range(4):
             il.put(target + part * BLOCK, i * 0 + epoch, 1, group)
         if FENCE:
             il.fence(group)
         il.signal(flag, epoch, 1, group, ORDER=ORDER)
-        il.wait(answer, epoch, tl.zeros([1], tl.int32) + 1, 0, group, one)
+        il.wait(answer, epoch, tl.zeros([1], tl.int32) + 1, 0, group, single)
     else:
-        il.wait(flag, epoch, tl.zeros([1], tl.int32), 0, group, one)
+        il.wait(flag, epoch, tl.zeros([1], tl.int32), 0, group, single)
         for part in range(4):
             tl.store(out + part * BLOCK + i, il.get(target + part * BLOCK, 1, group))
         il.signal(answer, epoch, 0, group)
@@ -162,11 +164,11 @@ def next_of_every_program(epochs, out, before):
 
 @triton.jit
 def compare_signals(seen, awaited, behind, BLOCK: tl.constexpr):
-    """Whether each of the signals ``seen`` is behind the one that is awaited."""
+    """Store 1 for each of the signals ``seen`` that is behind the awaited one, and 0 for the
+    others.
+    """
     i = tl.arange(0, BLOCK)
-    tl.store(
-        behind + i, primitives._is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32)
-    )
+    tl.store(behind + i, primitives.is_behind(tl.load(seen + i), tl.load(awaited + i)).to(tl.int32))
 
 
 @triton.jit

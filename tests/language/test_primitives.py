@@ -1,6 +1,4 @@
-"""The primitives of ``interlace.language`` between ranks, in kernels that are as small as they can
-be.
-"""
+"""The primitives of ``interlace.language`` between ranks, in kernels as small as possible."""
 
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ BLOCK = 8
 
 
 def _launch(group, kernel, *args, grid=1, **options):
-    """What an operator does around its kernel: order, health and traffic."""
+    """Do an operator's duties around its kernel: order, health and traffic."""
     with group.running():
         kernel[(grid,)](*args, **options)
 
@@ -94,7 +92,7 @@ def test_a_masked_put_touches_and_counts_what_is_in_the_mask(ranks):
 
 
 def test_a_put_whose_peer_is_a_tile(ranks):
-    """Each element to its own rank; the element for this rank is no traffic."""
+    """Each element goes to its own rank; the element for this rank is no traffic."""
     for rank, (data, nbytes, bytes_to) in enumerate(
         ranks(4).run(_put_once, "scatter", (), {"WORLD_SIZE": 4})
     ):
@@ -174,7 +172,7 @@ def _pairs(values, keep):
 
 
 def _round_to_12_digits(values):
-    """Of the significand, in float64: to nearest, ties to even."""
+    """Round the significand in float64: to nearest, ties to even."""
     mantissa, exponent = torch.frexp(values.double())
     return torch.ldexp(torch.round(torch.ldexp(mantissa, torch.tensor(12))), exponent - 12)
 
@@ -196,9 +194,7 @@ def test_two_values_in_a_word_are_rounded_alike_on_every_rank(ranks, world_size,
 
 
 def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
-    """Halves pass exactly, subnormal ones too; infinities and NaNs of any payload stay what they
-    are.
-    """
+    """Halves pass exactly, subnormal ones too, and infinities and NaNs of any payload are kept."""
     tiny, huge = torch.finfo(torch.float16).smallest_normal / 1024, torch.finfo(torch.bfloat16).max
     exact = torch.tensor(
         [[1 + 2**-10, -tiny], [huge, -huge], [float("inf"), float("-inf")], [0.0, 65504.0]]
@@ -213,7 +209,7 @@ def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
 
 
 def _four_puts(order, fence, epochs):
-    """Epochs for which the reader saw a tile of an earlier one."""
+    """Return the epochs in which the reader saw a tile of an earlier one."""
     from tests.language import kernels
 
     group = interlace.group_of()
@@ -243,8 +239,9 @@ def test_a_release_or_a_fence_orders_the_puts_before_it(ranks, order, fence):
 
 
 def test_a_relaxed_signal_without_a_fence_is_caught(ranks):
-    """A kernel that is wrong on purpose: if the faults could not show it, the tests above would
-    prove nothing.
+    """A wrong kernel fails.
+
+    If the faults could not show it, the tests above would prove nothing.
     """
     _, wrong = ranks(2).run(_four_puts, "relaxed", False, 40)
     assert wrong
@@ -302,10 +299,9 @@ _WRAP = 1 << 24
     "expected", [[1, 2, 3], [2, 3, 4], [_WRAP - 3, _WRAP - 2, 1], [_WRAP - 2, 1, 2]]
 )
 def test_epochs_are_equal_for_every_program_whatever_the_grid(ranks, expected):
-    """They are numbers of 24 bits; zero is left out with the one before, so that parity goes on
-    alternating.
+    """Epochs are numbers of 24 bits.
 
-    Each knows the one before it.
+    Zero and the number before it are left out, so that parity alternates.
     """
     [(seen, distinct)] = ranks(1).run(_epochs, expected[0])
     assert [epochs for epochs, _ in seen] == [{epoch} for epoch in expected]
@@ -338,23 +334,23 @@ def _behind():
     from tests.language import kernels
 
     seen, awaited, _ = (
-        torch.tensor(each, dtype=torch.int32) for each in zip(*_COMPARISONS.values(), strict=True)
+        torch.tensor(item, dtype=torch.int32) for item in zip(*_COMPARISONS.values(), strict=True)
     )
-    found = torch.zeros(16, dtype=torch.int32)
-    padded = [torch.nn.functional.pad(each, (0, 16 - len(each))) for each in (seen, awaited)]
-    kernels.compare_signals[(1,)](*padded, found, BLOCK=16)
-    return found[: len(seen)].bool().tolist()
+    result = torch.zeros(16, dtype=torch.int32)
+    padded = [torch.nn.functional.pad(item, (0, 16 - len(item))) for item in (seen, awaited)]
+    kernels.compare_signals[(1,)](*padded, result, BLOCK=16)
+    return result[: len(seen)].bool().tolist()
 
 
 def test_what_a_wait_takes_for_arrived(ranks):
-    (found,) = ranks(1).run(_behind)
-    assert dict(zip(_COMPARISONS, found, strict=True)) == {
+    (result,) = ranks(1).run(_behind)
+    assert dict(zip(_COMPARISONS, result, strict=True)) == {
         name: behind for name, (_, _, behind) in _COMPARISONS.items()
     }
 
 
 def _after_clearing(dtype, epoch, values):
-    """Signals of the right neighbour's and of this rank, once the latter has cleared its own."""
+    """Return signals of the right neighbour and of this rank, which has cleared its own."""
     import triton.language as tl
 
     from interlace.comm.group import MAX_PROGRAMS
@@ -383,18 +379,21 @@ def _after_clearing(dtype, epoch, values):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("call", range(4))
 def test_old_signals_are_cleared(ranks, dtype, call):
-    """Four times in all epochs; what is new, or a call ahead, stays, and so does what lies behind."""
+    """Old signals are cleared four times in all epochs.
+
+    New ones, those a call ahead, and the memory after the signals are kept.
+    """
     epoch = ((call + 1) << 22) - 2
     following = 1 if epoch == _WRAP - 2 else epoch + 1
-    old = [_stamp((epoch - age) % _WRAP, 5) for age in (1 << 20, 3 << 20, 5 << 20)]
+    old_stamp = [_stamp((epoch - age) % _WRAP, 5) for age in (1 << 20, 3 << 20, 5 << 20)]
     new = [_stamp(epoch, 5), _stamp(epoch - 1, 6), _stamp(following, 7)]
     values = [
         number | (3 << 60 if dtype == torch.int64 else 0)
-        for number in [*old, *new, *old * 3000, old[0]]
+        for number in [*old_stamp, *new, *old_stamp * 3000, old_stamp[0]]
     ]
-    (cleared, epochs), (others, _) = ranks(2).run(_after_clearing, dtype, epoch, values)
+    (cleared, epochs), (peers, _) = ranks(2).run(_after_clearing, dtype, epoch, values)
     assert cleared == [0, 0, 0, *values[3:6], *[0] * 9000, values[-1]]
-    assert others == values
+    assert peers == values
     assert epochs == [following]
 
 
@@ -404,15 +403,15 @@ def test_signals_are_left_alone_in_other_calls(ranks):
 
 
 def _arrays_to_store():
-    """Whether the arrays of every store to a peer may be written to; of a whole tile, and of one
-    value for several peers.
+    """Tell, for every store to a peer, if its arrays may be written to: for a tile, and for one
+    value to several peers.
     """
     from interlace.language import _interpreted
 
     store, writeable = _interpreted.interpreter.store, []
 
     def watched(*arrays):
-        writeable.extend(each.flags.writeable for each in arrays)
+        writeable.extend(item.flags.writeable for item in arrays)
         store(*arrays)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -422,5 +421,5 @@ def _arrays_to_store():
 
 
 def test_stores_of_triton_3_6(ranks):
-    """It refuses arrays that may not be written to, which a broadcast array is not."""
+    """The interpreter refuses arrays that may not be written to, such as broadcast ones."""
     assert ranks(2).run(_arrays_to_store) == [(True, True)] * 2

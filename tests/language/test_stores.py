@@ -1,4 +1,6 @@
-"""What the assembler makes of stores to peers: the README of ``interlace.language`` relies on it."""
+"""Instructions that the assembler makes of stores to peers; the README of ``interlace.language``
+relies on them.
+"""
 
 import re
 import subprocess
@@ -23,7 +25,7 @@ _PTX = """
 
 
 def _instructions(store, capability, folder):
-    """The stores of the machine code, in the order of their addresses."""
+    """Return the stores of the machine code, in the order of their addresses."""
     source, binary = folder / "stores.ptx", folder / "stores.cubin"
     source.write_text(_PTX.format(store=store, target=f"sm_{capability}"))
     subprocess.run(
@@ -40,10 +42,10 @@ def _instructions(store, capability, folder):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_stores_to_peers_are_what_a_strong_store_is(tmp_path, capability):
-    """``st.global.wt``, which PTX calls weak, of 8 bytes and of a vector: one instruction each, of
-    system scope.
+    """``st.global.wt``, which PTX calls weak, becomes one instruction of system scope, for 8 bytes
+    and for a vector.
     """
-    found = _instructions("global.wt", capability, tmp_path)
-    assert found == ["STG.E.128.STRONG.SYS", "STG.E.64.STRONG.SYS"]
-    assert found == _instructions("relaxed.sys.global", capability, tmp_path)
-    assert found == _instructions("volatile.global", capability, tmp_path)
+    instructions = _instructions("global.wt", capability, tmp_path)
+    assert instructions == ["STG.E.128.STRONG.SYS", "STG.E.64.STRONG.SYS"]
+    assert instructions == _instructions("relaxed.sys.global", capability, tmp_path)
+    assert instructions == _instructions("volatile.global", capability, tmp_path)

@@ -1,4 +1,4 @@
-"""DLRM in float64 in one process, as its paper has it: nothing of ``interlace.models`` is used."""
+"""The DLRM of the paper in float64, in one process, without ``interlace.models``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interlace.data import Batch
 
 
 class Reference:
-    """The same parameters, the whole batch, and the updates written out.
+    """A DLRM on the full batch, with its parameters in float64 and its updates written out.
 
     Args:
         dense: ``state_dict`` of the model's ``dense``.
@@ -48,10 +48,10 @@ class Reference:
                 vectors.append(rows.sum(1) if self.mode == "sum" else rows.mean(1))
             else:
                 ends = batch.offsets[t * samples : (t + 1) * samples + 1]
-                here = batch.indices[ends[0] : ends[-1]]
+                indices = batch.indices[ends[0] : ends[-1]]
                 vectors.append(
                     F.embedding_bag(
-                        here, table, ends - ends[0], mode=self.mode, include_last_offset=True
+                        indices, table, ends - ends[0], mode=self.mode, include_last_offset=True
                     )
                 )
         pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(1, count + 1) for j in range(i)]
@@ -66,8 +66,8 @@ class Reference:
         epsilon: float | None,
         lookups: int = 1,
     ) -> float:
-        """SGD for the MLPs; for the tables row-wise Adagrad, or SGD where ``epsilon`` is None.
-        Returns the mean loss.
+        """Do a step: SGD for the MLPs; for the tables row-wise Adagrad, or SGD if ``epsilon`` is
+        None. The result is the mean loss.
         """
         loss = F.binary_cross_entropy_with_logits(
             self.logits(batch, lookups), batch.labels.double()
@@ -98,7 +98,7 @@ class Reference:
 
 
 def whole_batch(parts: list[Batch], tables: int) -> Batch:
-    """All ranks' parts of a global batch in one."""
+    """Merge all ranks' parts of a global batch."""
     lengths, bags = [], []
     for part in parts:
         samples = len(part.labels)
@@ -117,6 +117,9 @@ def whole_batch(parts: list[Batch], tables: int) -> Batch:
     ]
     offsets = torch.tensor([0, *map(len, ordered)]).cumsum(0)
     return Batch(
-        torch.cat([part.dense for part in parts]), torch.cat(ordered), offsets,
-        torch.cat([part.labels for part in parts]), torch.cat([part.valid for part in parts]),
-    )  # fmt: skip
+        torch.cat([part.dense for part in parts]),
+        torch.cat(ordered),
+        offsets,
+        torch.cat([part.labels for part in parts]),
+        torch.cat([part.valid for part in parts]),
+    )

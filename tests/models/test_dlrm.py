@@ -1,6 +1,4 @@
-"""DLRM on several ranks is DLRM on one, with the whole batch and in float64, parameter for
-parameter.
-"""
+"""A DLRM on several ranks equals one in float64 with the full batch, parameter for parameter."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def _tables(*, lookups: int | None = 1, **options: Any) -> list[EmbeddingTable]:
 
 
 def _batches(count: int, *, jagged: bool = False, lookups: int = 1) -> list[tuple[Batch, Batch]]:
-    """This rank's part and the whole batch."""
+    """Return this rank's part and the full batch, for each of ``count`` batches."""
     ranks = dist.get_world_size()
     source = SyntheticClicks(count * SAMPLES * ranks, cardinality=20)
     streams = [
@@ -55,19 +53,19 @@ def _batches(count: int, *, jagged: bool = False, lookups: int = 1) -> list[tupl
 
 
 def test_pairs_in_the_order_of_the_model() -> None:
-    """The docstring's example, and the same products whatever the order of storage."""
+    """The docstring's example is right, and the products do not depend on the order of storage."""
     assert _pairs([1, 0], "cpu").tolist() == [3, 0, 2]
     x, e = torch.randn(1, 4), torch.randn(3, 1, 4)
-    wanted = None
+    expected = None
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         stack = torch.stack([e[table] for table in order], 1)
         products = torch.cat([torch.bmm(stack, x[:, :, None]), torch.bmm(stack, stack.mT)], 2)
-        found = products.flatten(1)[:, _pairs(order, "cpu")]
-        wanted = found if wanted is None else wanted
-        assert torch.allclose(found, wanted)
+        result = products.flatten(1)[:, _pairs(order, "cpu")]
+        expected = result if expected is None else expected
+        assert torch.allclose(result, expected)
     vectors = [x, *e]
     assert torch.allclose(
-        wanted[0],
+        expected[0],
         torch.stack([(vectors[i] * vectors[j]).sum() for i in range(1, 4) for j in range(i)]),
     )
 
@@ -85,10 +83,10 @@ def _train(
         model.dense.state_dict(), weights_of(model.embeddings), tables.get("mode", "sum")
     )
     losses = []
-    for own, whole in _batches(steps, **data):
-        found = trainer.mean_over_ranks([trainer.step(own)])[0]
+    for local, full in _batches(steps, **data):
+        result = trainer.mean_over_ranks([trainer.step(local)])[0]
         epsilon = 1e-3 if options.get("gradient") == "rowwise_adagrad" else None
-        losses.append(abs(found - exact.step(whole, rate, dense_rate, epsilon=epsilon)))
+        losses.append(abs(result - exact.step(full, rate, dense_rate, epsilon=epsilon)))
     pairs = [(model.dense.state_dict()[name], value) for name, value in exact.dense.items()]
     pairs += [(table, exact.tables[name]) for name, table in weights_of(model.embeddings).items()]
     moved = Reference(
@@ -97,7 +95,8 @@ def _train(
     return {
         "losses": losses,
         "errors": [
-            float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs
+            float((result - expected).abs().max() / expected.abs().max())
+            for result, expected in pairs
         ],
         "moved": min(
             float((exact.dense[name] - value).abs().max()) for name, value in moved.items()
@@ -134,29 +133,34 @@ def test_several_steps_on_the_whole_batch(
     impl: str,
     world_size: int,
 ) -> None:
-    """Losses and all parameters after three steps; MLPs by DDP, tables by the fused update, both
-    with the right scale.
+    """Losses and all parameters are right after three steps.
+
+    DDP trains the MLPs and the fused update the tables, both with the right scale.
     """
-    for found in ranks(world_size).run(_train, options, tables, data, impl, 3):
-        assert max(found["losses"]) < 1e-5, found
-        assert max(found["errors"]) < 1e-5, found
-        assert found["moved"] > 1e-4, "every parameter must have learnt something"
-        assert found["keys"] == [
-            f"{part}.{layer}.{what}"
+    for result in ranks(world_size).run(_train, options, tables, data, impl, 3):
+        assert max(result["losses"]) < 1e-5, result
+        assert max(result["errors"]) < 1e-5, result
+        assert result["moved"] > 1e-4, "every parameter must have learnt something"
+        assert result["keys"] == [
+            f"{part}.{layer}.{parameter}"
             for part in ("bottom", "top")
             for layer in (0, 2)
-            for what in ("bias", "weight")
+            for parameter in ("bias", "weight")
         ]
 
 
 def _split() -> float:
-    """Tables that are split by columns: the same logits."""
-    whole, split = DLRM(_tables(), **SMALL, seed=1), DLRM(_tables(column_shards=2), **SMALL, seed=1)
-    assert whole.embeddings.plan.stackable
+    """Return the largest difference between the logits of full tables and of tables split by
+    columns.
+    """
+    full, split = DLRM(_tables(), **SMALL, seed=1), DLRM(_tables(column_shards=2), **SMALL, seed=1)
+    assert full.embeddings.plan.stackable
     assert not split.embeddings.plan.stackable
-    own = _batches(1)[0][0]
+    local = _batches(1)[0][0]
     with torch.no_grad():
-        return float((whole(own.dense, own.indices) - split(own.dense, own.indices)).abs().max())
+        return float(
+            (full(local.dense, local.indices) - split(local.dense, local.indices)).abs().max()
+        )
 
 
 def test_split_tables_change_nothing(ranks: Any) -> None:
@@ -165,12 +169,12 @@ def test_split_tables_change_nothing(ranks: Any) -> None:
 
 def _refused() -> list[Any]:
     model = DLRM(_tables(), **SMALL)
-    own = _batches(1)[0][0]
+    local = _batches(1)[0][0]
     uneven = [*_tables()[:2], EmbeddingTable("wider", 9, 8)]
     return [
         error_of(DLRM, uneven),
         error_of(DLRM, _tables(), average_gradients=True),
-        error_of(model, own.dense[:-1], own.indices),
+        error_of(model, local.dense[:-1], local.indices),
         error_of(Trainer, model, torch.optim.SGD(model.dense.parameters(), 0.1)),
     ]
 

@@ -1,5 +1,6 @@
-"""``examples/train_dlrm.py`` as a program: Criteo's text in, losses out; what is wrong is one line,
-and no success.
+"""``examples/train_dlrm.py`` as a program: Criteo's text in, losses out.
+
+An error is one line, and the exit code is not 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SMALL = [
 
 
 def _line(i: int) -> str:
-    """Clicks depend on the first category."""
+    """Make a line whose click depends on the first category."""
     integers = [str(i % 7), *[""] * 12]
     return "\t".join([str(i % 2), *integers, f"{i % 2:08x}", f"{i % 5:08x}", *[""] * 24]) + "\n"
 
@@ -38,8 +39,9 @@ def _run(*arguments: object, folder: Path) -> Ended:
 
 
 def test_train_stop_and_resume(tmp_path: Path) -> None:
-    """A run of 12 steps, and one that is resumed after 6 of them; every tenth batch is held out,
-    the last one filled up.
+    """A run that is resumed after 6 of 12 steps equals an uninterrupted one.
+
+    Every tenth batch is held out, the last one padded.
     """
     data = tmp_path / "train.txt"
     data.write_text("".join(map(_line, range(158))))  # 19 batches and 6 lines
@@ -62,12 +64,12 @@ def test_train_stop_and_resume(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         outcomes.append(json.loads(file.read_text()))
         shutil.rmtree(tmp_path / "runs" / "step-00000012")
-    whole, resumed = outcomes
-    assert resumed["steps"] == whole["steps"] == 12
-    assert len(whole["losses"]) == 12
-    assert resumed["losses"] == whole["losses"][6:]
-    assert (resumed["loss"], resumed["auc"]) == (whole["loss"], whole["auc"])
-    assert whole["samples"] == 8 + 6
+    uninterrupted, resumed = outcomes
+    assert resumed["steps"] == uninterrupted["steps"] == 12
+    assert len(uninterrupted["losses"]) == 12
+    assert resumed["losses"] == uninterrupted["losses"][6:]
+    assert (resumed["loss"], resumed["auc"]) == (uninterrupted["loss"], uninterrupted["auc"])
+    assert uninterrupted["samples"] == 8 + 6
 
 
 def test_a_corrupt_line_under_strict(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The area under the ROC curve is what its definition says, ties and all."""
+"""The area under the ROC curve agrees with its definition, ties included."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from interlace.models import area_under_roc, binary_cross_entropy, gather_rows
 
 
 def _by_pairs(scores: list[float], labels: list[int]) -> float:
-    """Over all pairs of a positive and a negative: 1 if the positive is higher, 1/2 if they are
-    equal.
+    """Compute the area over all pairs of a positive and a negative sample: 1 if the positive's
+    score is higher, 1/2 if they are equal.
     """
     pairs = [
         (a > b) + 0.5 * (a == b)
         for a, positive in zip(scores, labels, strict=True)
-        for b, other in zip(scores, labels, strict=True)
-        if positive and not other
+        for b, other_label in zip(scores, labels, strict=True)
+        if positive and not other_label
     ]
     return sum(pairs) / len(pairs) if pairs else math.nan
 
@@ -34,17 +34,17 @@ def test_the_example_of_scikit_learn() -> None:
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1)), min_size=1, max_size=30))
 def test_equal_to_counting_pairs(samples: list[tuple[int, int]]) -> None:
-    """Scores from seven values: ties everywhere."""
+    """Scores have seven values, so there are ties everywhere."""
     scores, labels = [float(score) for score, _ in samples], [label for _, label in samples]
-    found, wanted = (
+    area, expected = (
         area_under_roc(torch.tensor(scores), torch.tensor(labels)),
         _by_pairs(scores, labels),
     )
-    assert found == pytest.approx(wanted, abs=1e-12, nan_ok=True)
+    assert area == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 def test_a_large_sample_of_float32() -> None:
-    """Ranks beyond float32's integers; a shift of d standard deviations gives Phi(d / sqrt(2))."""
+    """Ranks exceed float32's integers; a shift of d standard deviations gives Phi(d / sqrt(2))."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(200_000) % 2
     scores = torch.randn(200_000, generator=generator) + labels

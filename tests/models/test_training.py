@@ -1,6 +1,4 @@
-"""A run that is stopped and resumed goes on exactly; checkpoints fit other numbers of ranks; a rank
-that dies ends all.
-"""
+"""A stopped run resumes exactly, checkpoints fit any number of ranks, a dead rank ends all."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def _batches(count: int) -> list[Batch]:
 
 
 def _run(folder: str | None) -> list[float]:
-    """Eight steps, with a checkpoint after four of them."""
+    """Do eight steps, with a checkpoint after four of them."""
     trainer = _trainer()
     losses = []
     for batch in _batches(8):
@@ -62,9 +60,9 @@ def _run(folder: str | None) -> list[float]:
 
 def _resume(folder: str) -> dict[str, Any]:
     trainer = _trainer(seed=1)
-    found = latest_checkpoint(Path(folder))
-    assert found is not None
-    extra = trainer.load(found)
+    result = latest_checkpoint(Path(folder))
+    assert result is not None
+    extra = trainer.load(result)
     states = [float(state.sum()) for state in trainer.model.embeddings.buffers()]
     losses = [trainer.step(batch) for batch in _batches(8)[trainer.steps :]]
     return {
@@ -78,17 +76,17 @@ def _resume(folder: str) -> dict[str, Any]:
 def test_a_resumed_run_goes_on_exactly(ranks: Any, tmp_path: Path) -> None:
     losses = ranks(2).run(_run, str(tmp_path))[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
-    for found in ranks(2).run(_resume, str(tmp_path)):
-        assert found == {
+    for result in ranks(2).run(_resume, str(tmp_path)):
+        assert result == {
             "extra": {"note": "half way"},
             "losses": losses[4:],
             "steps": 8,
-            "states": found["states"],
+            "states": result["states"],
         }
-        assert found["states"] > 0
+        assert result["states"] > 0
     # Four ranks hold other tables and add in another order: the same up to rounding.
-    for found in ranks(4).run(_resume, str(tmp_path)):
-        assert found["losses"] == pytest.approx(losses[4:], rel=1e-5)
+    for result in ranks(4).run(_resume, str(tmp_path)):
+        assert result["losses"] == pytest.approx(losses[4:], rel=1e-5)
 
 
 def _spoilt(folder: str) -> list[Any]:
@@ -101,7 +99,7 @@ def _spoilt(folder: str) -> list[Any]:
 
 
 class _Evil:
-    """Makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -142,7 +140,9 @@ def test_a_checkpoint_that_cannot_be_written(ranks: Any, tmp_path: Path) -> None
 
 
 def _slow_disk(folder: str) -> bool:
-    """Rank 1 writes for longer than the group's deadline; whether the group is broken afterwards."""
+    """Save while rank 1 writes for longer than the group's deadline; tell if the group is broken
+    then.
+    """
     group_deadline_s = 2.0
     trainer = _trainer()
     group = trainer.model.embeddings.group
@@ -193,7 +193,7 @@ def test_the_deadline_of_a_checkpoint_can_be_set(ranks: Any, tmp_path: Path) -> 
 
 
 def _full_disk(folder: str, failing: str) -> Any:
-    """A second save of the same step, in which rank 1 cannot write or rank 0 cannot rename."""
+    """Save a step again, while rank 1 cannot write or rank 0 cannot rename."""
     trainer = _trainer()
     trainer.save(Path(folder), note="first")
     save, rename = torch.save, Path.rename
@@ -212,9 +212,9 @@ def _full_disk(folder: str, failing: str) -> Any:
         patch.setattr(torch, "save", full)
         patch.setattr(Path, "rename", refused)
         error = error_of(lambda: trainer.save(Path(folder), note="second"))
-    found = latest_checkpoint(Path(folder))
-    assert found is not None
-    return error, trainer.load(found), trainer.model.embeddings.group.broken
+    result = latest_checkpoint(Path(folder))
+    assert result is not None
+    return error, trainer.load(result), trainer.model.embeddings.group.broken
 
 
 @pytest.mark.parametrize(("failing", "rank"), [("write", 1), ("rename", 0)])
@@ -246,11 +246,11 @@ def _measure() -> dict[str, Any]:
     batch = _batches(1)[0]
     before = [value.clone() for value in trainer.model.state_dict().values()]
     times = measure_step(trainer, batch, repeats=2)
-    same = all(
+    equal = all(
         torch.equal(a, b) for a, b in zip(before, trainer.model.state_dict().values(), strict=True)
     )
     return {
-        "same": same,
+        "same": equal,
         "times": times,
         "steps": trainer.steps,
         "rate": trainer.model.embeddings.learning_rate,
@@ -259,10 +259,10 @@ def _measure() -> dict[str, Any]:
 
 def test_measuring_leaves_the_model_alone(ranks: Any) -> None:
     outcomes = ranks(2).run(_measure)
-    for found in outcomes:
-        times = found["times"]
-        assert found["same"]
-        assert (found["steps"], found["rate"]) == (0, 0.1)
+    for result in outcomes:
+        times = result["times"]
+        assert result["same"]
+        assert (result["steps"], result["rate"]) == (0, 0.1)
         assert not times.meaningful
         assert times.step_ms > 0
         assert times.compute_ms > 0
@@ -271,7 +271,7 @@ def test_measuring_leaves_the_model_alone(ranks: Any) -> None:
 
 
 def _evaluate() -> Any:
-    """Ten samples in batches of four: the last one filled up, which must not count."""
+    """Evaluate ten samples in batches of four: the padding of the last batch must not count."""
     trainer = _trainer()
     options: dict[str, Any] = {
         "rows": ROWS,
@@ -285,8 +285,8 @@ def _evaluate() -> Any:
 
 
 def test_evaluation_does_not_depend_on_the_ranks(ranks: Any) -> None:
-    alone, none = ranks(1).run(_evaluate)[0]
-    assert (alone.samples, none) == (10, 0)
+    alone, nothing = ranks(1).run(_evaluate)[0]
+    assert (alone.samples, nothing) == (10, 0)
     for judged, _ in ranks(2).run(_evaluate):
         assert judged.samples == 10
         assert judged.auc == alone.auc
@@ -299,7 +299,7 @@ SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "criteo_sample.csv"
 
 
 def _learn_real_rows(path: str) -> dict[str, Any]:
-    """Five epochs of five batches; the first epoch with the fused kernels, and once more without."""
+    """Do five epochs of five batches: the first with the fused kernels, and all again without."""
     rows = [50] * 3
     tables = [EmbeddingTable(f"C{i + 1}", count, 8, bag_length=1) for i, count in enumerate(rows)]
     stream = BatchStream(
@@ -323,13 +323,13 @@ def _learn_real_rows(path: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="the sample of real rows is not here")
 def test_the_loss_falls_on_real_rows(ranks: Any) -> None:
-    for found in ranks(2).run(_learn_real_rows, str(SAMPLE)):
-        fused, unfused = found["first"]["fused"], found["first"]["unfused"]
+    for result in ranks(2).run(_learn_real_rows, str(SAMPLE)):
+        fused, unfused = result["first"]["fused"], result["first"]["unfused"]
         assert len(fused) == 5
         assert fused == pytest.approx(unfused, rel=1e-5)
-        assert sum(found["last"]) < 0.8 * sum(fused), found
-        assert found["judged"].samples == 200
-        assert found["judged"].auc > 0.75, found
+        assert sum(result["last"]) < 0.8 * sum(fused), result
+        assert result["judged"].samples == 200
+        assert result["judged"].auc > 0.75, result
 
 
 # Faults
@@ -349,7 +349,10 @@ def _dies(pids: str) -> None:
 
 @pytest.mark.usefixtures("quick_launches")
 def test_a_rank_that_dies_in_mid_step_ends_all(tmp_path: Path) -> None:
-    """The caller is told who died; nobody waits out the deadline, and nobody is left."""
+    """The caller learns which rank died, without waiting out the deadline.
+
+    No process is left.
+    """
     with pytest.raises(LaunchError, match=r"rank 1 ended without a result: .*SIGKILL"):
         interlace.launch(_dies, 2, str(tmp_path), backend="cpu", timeout_s=120)
     for rank in range(2):
@@ -357,7 +360,7 @@ def test_a_rank_that_dies_in_mid_step_ends_all(tmp_path: Path) -> None:
 
 
 def _stalls() -> Any:
-    """Rank 1 computes its forward pass and does not come to the backward pass."""
+    """Rank 1 computes its forward pass and leaves out the backward pass."""
     group = dist.new_group()
     trainer = _trainer(group=group)
     trainer.model.embeddings.impl = "fused"
@@ -369,13 +372,13 @@ def _stalls() -> Any:
         trainer.model(batch.dense, batch.indices)
         time.sleep(4)
         return None
-    found = error_of(trainer.step, batch)
-    return found, time.monotonic() - start
+    result = error_of(trainer.step, batch)
+    return result, time.monotonic() - start
 
 
 def test_a_rank_that_stalls_in_mid_step(ranks: Any) -> None:
-    found, seconds = ranks(2).run(_stalls)[0]
+    result, seconds = ranks(2).run(_stalls)[0]
     # Collectives that were given up have left their process groups in an unknown state
     ranks(2).close()
-    assert found[0] == "PeerTimeoutError"
+    assert result[0] == "PeerTimeoutError"
     assert seconds < 60

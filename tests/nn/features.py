@@ -1,4 +1,4 @@
-"""Bags for ``ShardedEmbeddingBags``, and what must come out of them, in float64."""
+"""Bags for ``ShardedEmbeddingBags``, and their expected embeddings in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SUMS = (EmbeddingTable("user", 11, 8), EmbeddingTable("item", 7, 8), EmbeddingTa
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """Bags of all ranks' samples: ``bags[t][b]`` holds the indices of sample b of the global batch."""
+    """Bags of all ranks' samples.
+
+    ``bags[t][b]`` holds the indices that sample b of the global batch looks up in table t.
+    """
 
     tables: tuple[EmbeddingTable, ...]
     bags: list[list[torch.Tensor]]
@@ -36,8 +39,9 @@ class Features:
         lengths: tuple[int, int] = (0, 3),
         seed: int = 0,
     ) -> Features:
-        """``samples`` of the global batch; every other bag may be empty, and rows come more than
-        once.
+        """Draw ``samples`` of the global batch.
+
+        Bags may be empty, and a row may occur more than once.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -53,22 +57,26 @@ class Features:
     def of_rank(
         self, rank: int, world_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Indices, offsets and weights of a rank's samples, table-major."""
+        """Return indices, offsets and weights of a rank's samples, table-major."""
         count = len(self.bags[0]) // world_size
-        mine = slice(rank * count, (rank + 1) * count)
-        bags = [bag for column in self.bags for bag in column[mine]]
-        weights = [weight for column in self.weights for weight in column[mine]]
+        local_samples = slice(rank * count, (rank + 1) * count)
+        bags = [bag for column in self.bags for bag in column[local_samples]]
+        weights = [weight for column in self.weights for weight in column[local_samples]]
         lengths = torch.tensor([0, *map(len, bags)])
-        none = torch.zeros(0, dtype=torch.int64)
-        return torch.cat([none, *bags]), lengths.cumsum(0), torch.cat([none.float(), *weights])
+        no_indices = torch.zeros(0, dtype=torch.int64)
+        return (
+            torch.cat([no_indices, *bags]),
+            lengths.cumsum(0),
+            torch.cat([no_indices.float(), *weights]),
+        )
 
-    def expected(self, whole: dict[str, torch.Tensor], *, weighted: bool = False) -> torch.Tensor:
-        """``[samples, sum of D]`` in float64 from whole tables, differentiable in them."""
+    def expected(self, tables: dict[str, torch.Tensor], *, weighted: bool = False) -> torch.Tensor:
+        """Compute ``[samples, sum of D]`` in float64 from full tables, differentiable in them."""
         columns = []
         for table, bags, weights in zip(self.tables, self.bags, self.weights, strict=True):
             rows = [torch.zeros(0, table.width, dtype=torch.float64)]
             for bag, weight in zip(bags, weights, strict=True):
-                vectors = whole[table.name].double()[bag]
+                vectors = tables[table.name].double()[bag]
                 if weighted:
                     vectors = vectors * weight.double()[:, None]
                 total = vectors.sum(0)
@@ -78,12 +86,12 @@ class Features:
 
 
 def own(rows: torch.Tensor) -> torch.Tensor:
-    """Of the global batch's rows, this rank's."""
+    """Return this rank's rows of the global batch."""
     return rows.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def merged(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """All ranks' state dicts in one."""
+    """Merge all ranks' state dicts."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, {name: value.cpu().clone() for name, value in state_dict.items()}
@@ -92,7 +100,7 @@ def merged(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_tables(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From this rank's ``{"shards.<table>:<start>-<stop>.weight": ...}`` to all tables, whole.
+    """Assemble all full tables from every rank's ``{"shards.<table>:<start>-<stop>.weight": ...}``.
     Collective.
     """
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -100,21 +108,21 @@ def whole_tables(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         table, _, columns = name.removeprefix("shards.").rpartition(".")[0].rpartition(":")
         parts.setdefault(table, []).append((int(columns.partition("-")[0]), value))
     return {
-        name: torch.cat([part for _, part in sorted(found, key=lambda p: p[0])], 1)
-        for name, found in parts.items()
+        name: torch.cat([part for _, part in sorted(parts_of_table, key=lambda p: p[0])], 1)
+        for name, parts_of_table in parts.items()
     }
 
 
 def weights_of(bags: ShardedEmbeddingBags) -> dict[str, torch.Tensor]:
-    """Whole tables by name, in the order of the model."""
-    found = whole_tables({name: parameter.detach() for name, parameter in bags.named_parameters()})
-    return {table.name: found[table.name] for table in bags.tables}
+    """Return the full tables by name, in the order of the model. Collective."""
+    tables = whole_tables({name: parameter.detach() for name, parameter in bags.named_parameters()})
+    return {table.name: tables[table.name] for table in bags.tables}
 
 
 def gradients_of(bags: ShardedEmbeddingBags) -> dict[str, torch.Tensor]:
-    """Dense, whether they are kept so or not."""
-    found = {}
+    """Return the gradients of full tables as dense tensors. Collective."""
+    gradients = {}
     for name, parameter in bags.named_parameters():
         assert parameter.grad is not None, name
-        found[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return whole_tables(found)
+        gradients[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return whole_tables(gradients)

@@ -1,4 +1,4 @@
-"""Under autocast, layers have the dtypes that torch's own have, forward and backward, on every
+"""Under autocast, layers have the dtypes of torch's own layers, forward and backward, on every
 rank.
 """
 
@@ -29,7 +29,10 @@ TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b")]
 def _step(
     call: Callable[[torch.Tensor], Any], x: torch.Tensor, parameters: list[nn.Parameter]
 ) -> dict[str, Any]:
-    """One step under autocast: dtypes of the result and of the gradients, and the result."""
+    """Do one step under autocast.
+
+    The result holds the dtypes of y and of the gradients, and their values.
+    """
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         y = call(x)
@@ -44,8 +47,9 @@ def _step(
 
 
 def linear(kind: str, inputs: torch.dtype, impl: str, device: str = "cpu") -> list[str]:
-    """On a rank: how the sharded layer's step differs from that of the full ``nn.Linear``, cut to
-    this rank's shard.
+    """Compare a sharded layer's step with the full ``nn.Linear``, cut to this rank's shard.
+
+    The result names the differences.
     """
     torch.manual_seed(0)
     rank, sequence_parallel = dist.get_rank(), kind.endswith("sequence")
@@ -59,16 +63,16 @@ def linear(kind: str, inputs: torch.dtype, impl: str, device: str = "cpu") -> li
     of_x, of_y = ((rows, slice(None)), (slice(None), columns))
     if kind.startswith("row"):
         of_x, of_y = of_y, of_x
-    found = _step(layer, x[of_x], list(layer.parameters()))
-    wanted = _step(full, x, list(full.parameters()))
-    y, x_grad, (w_grad, bias_grad) = wanted["values"]
+    sharded = _step(layer, x[of_x], list(layer.parameters()))
+    full_step = _step(full, x, list(full.parameters()))
+    y, x_grad, (w_grad, bias_grad) = full_step["values"]
     bias_grad = layer.shard_of(bias_grad) if kind.startswith("column") else bias_grad
     exact = {"y": y[of_y], "x": x_grad[of_x], "weight": layer.shard_of(w_grad), "bias": bias_grad}
-    y, x_grad, (w_grad, bias_grad) = found["values"]
+    y, x_grad, (w_grad, bias_grad) = sharded["values"]
     wrong = [
-        f"{name} {found[name]} {wanted[name]}"
+        f"{name} {sharded[name]} {full_step[name]}"
         for name in ("y", "x.grad", "grads")
-        if found[name] != wanted[name]
+        if sharded[name] != full_step[name]
     ]
     for (name, a), b in zip(exact.items(), (y, x_grad, w_grad, bias_grad), strict=True):
         if (b.float() - a.float()).norm() > 4 * torch.finfo(torch.bfloat16).eps * a.float().norm():
@@ -116,28 +120,26 @@ def _experts(inputs: torch.dtype, impl: str) -> dict[str, Any]:
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
 def test_experts(ranks: Any, inputs: torch.dtype, impl: str) -> None:
     """Experts compute in autocast's dtype, the router's weights stay float32."""
-    for found in ranks(2).run(_experts, inputs, impl):
-        assert found["y"] == torch.bfloat16
-        assert found["grads"] == {torch.float32}
-        assert max(found["errors"]) < 10 * torch.finfo(torch.bfloat16).eps
+    for sharded in ranks(2).run(_experts, inputs, impl):
+        assert sharded["y"] == torch.bfloat16
+        assert sharded["grads"] == {torch.float32}
+        assert max(sharded["errors"]) < 10 * torch.finfo(torch.bfloat16).eps
 
 
 def _model(impl: str) -> dict[str, Any]:
-    """On a rank: a DLRM's dtypes and loss under autocast, and its loss without; its bags are those
-    without autocast.
-    """
+    """Return a DLRM's dtypes under autocast, and its loss beside the loss without autocast."""
     model = DLRM(TABLES, dense_features=SIZE, bottom=(8,), top=(8,))
     model.embeddings.impl = impl
     x, indices, labels = torch.randn(TOKENS, SIZE), torch.arange(2 * TOKENS) % 6, torch.ones(TOKENS)
     plain = binary_cross_entropy(model(x, indices), labels)
     bags = model.embeddings(indices)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        same = torch.equal(model.embeddings(indices), bags)
+        unchanged = torch.equal(model.embeddings(indices), bags)
         logits = model(x, indices)
         loss = binary_cross_entropy(logits.float(), labels)
     loss.backward()
     return {
-        "bags": same,
+        "bags": unchanged,
         "logits": logits.dtype,
         "grads": {
             parameter.grad is not None and parameter.grad.dtype for parameter in model.parameters()
@@ -148,14 +150,14 @@ def _model(impl: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_embeddings_and_the_model(ranks: Any, impl: str) -> None:
-    """Bags keep their output's dtype, as ``nn.EmbeddingBag`` does; the model's products are
-    autocast's.
+    """Bags keep their output's dtype, as ``nn.EmbeddingBag`` does; the matrix products have
+    autocast's dtype.
     """
-    for found in ranks(2).run(_model, impl):
-        assert found["bags"]
-        assert found["logits"] == torch.bfloat16
-        assert found["grads"] == {torch.float32}
-        assert found["error"] < 0.05
+    for sharded in ranks(2).run(_model, impl):
+        assert sharded["bags"]
+        assert sharded["logits"] == torch.bfloat16
+        assert sharded["grads"] == {torch.float32}
+        assert sharded["error"] < 0.05
 
 
 def _bags() -> set[torch.dtype]:

@@ -1,5 +1,6 @@
-"""Modules can be copied, averaged and pickled; their process group is shared, and pickled by its
-name.
+"""Modules can be copied, averaged and pickled.
+
+Their process group is shared, and pickled by its name.
 """
 
 from __future__ import annotations
@@ -36,20 +37,23 @@ INDICES = torch.tensor([0, 1, 2, 3, 4, 5])  # of two samples
 def _modules(
     group: dist.ProcessGroup | None,
 ) -> dict[str, tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]:
-    """Every kind of module with a process group, and a call of it."""
+    """Return every kind of module with a process group, and a call of it."""
     torch.manual_seed(0)
     x = torch.randn(3, SIZE)
     bags: dict[str, Any] = {"group": group, "gradient": "rowwise_adagrad"}
     modules: dict[str, tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]] = {
         "column": (ColumnParallelLinear(SIZE, SIZE, group=group), lambda module: module(x)),
-        "row": (RowParallelLinear(SIZE, SIZE, group=group), lambda module: module(x[:, : SIZE // dist.get_world_size(group)])),
+        "row": (
+            RowParallelLinear(SIZE, SIZE, group=group),
+            lambda module: module(x[:, : SIZE // dist.get_world_size(group)]),
+        ),
         "experts": (MoE(SIZE, SIZE, 2, 1, group=group), lambda module: module(x)[0]),
         "bags": (ShardedEmbeddingBags(TABLES, **bags), lambda module: module(INDICES)),
         "model": (
             DLRM(TABLES, dense_features=SIZE, bottom=(4,), top=(4,), **bags),
             lambda module: module(x[:2], INDICES),
         ),
-    }  # fmt: skip
+    }
     for module, _ in modules.values():
         for part in module.modules():
             if hasattr(part, "impl"):
@@ -79,48 +83,49 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _copied(given: bool, how: str) -> dict[str, dict[str, bool]]:
-    """On a rank: what holds of each module's copy."""
-    group = dist.new_group() if given else None
+def _copied(with_group: bool, method: str) -> dict[str, dict[str, bool]]:
+    """Copy each module on this rank, and check by name the properties of the copy."""
+    group = dist.new_group() if with_group else None
     outcomes = {}
     for name, (module, call) in _modules(group).items():
         call(module).sum().backward()  # a copy is also made of a module that has been trained
         module.zero_grad()
-        copied = COPIES[how](module)
-        found = copied.module if isinstance(copied, AveragedModel) else copied
+        copied = COPIES[method](module)
+        inner = copied.module if isinstance(copied, AveragedModel) else copied
         state = {key: value.clone() for key, value in module.state_dict().items()}
         before = call(module).detach().clone()
         call(copied).sum().backward()
         changed = call(module).detach()
-        found.load_state_dict(state)
-        attributes = type(found)._group_attributes
+        inner.load_state_dict(state)
+        attributes = type(inner)._group_attributes
         outcomes[name] = {
             "result": torch.equal(call(copied).detach(), before),
             "original unchanged": torch.equal(changed, before),
             "gradients": any(p.grad is not None for p in copied.parameters()) or name == "bags",
-            "state": found.state_dict().keys() == state.keys(),
+            "state": inner.state_dict().keys() == state.keys(),
             "own parameters": not {id(p) for p in module.parameters()}
             & {id(p) for p in copied.parameters()},
             "same groups": all(
-                getattr(found, each) is getattr(module, each) for each in attributes
+                getattr(inner, attribute) is getattr(module, attribute) for attribute in attributes
             ),
         }
     return outcomes
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("given", [False, True])
-def test_a_copy_works_like_the_original(ranks: Any, given: bool, how: str) -> None:
-    """On the default process group and on another one; forward and backward; the original is not
-    touched.
+@pytest.mark.parametrize("method", COPIES)
+@pytest.mark.parametrize("with_group", [False, True])
+def test_a_copy_works_like_the_original(ranks: Any, with_group: bool, method: str) -> None:
+    """A copy works on the default process group and on another one.
+
+    The original is unchanged.
     """
-    for outcomes in ranks(2).run(_copied, given, how):
+    for outcomes in ranks(2).run(_copied, with_group, method):
         assert len(outcomes) == 5
         assert all(all(holds.values()) for holds in outcomes.values()), outcomes
 
 
 def _average_of_steps() -> list[float]:
-    """On a rank: differences between averaged parameters and the average of parameters."""
+    """Return the differences between averaged parameters and the average of parameters."""
     layer = RowParallelLinear(SIZE, SIZE)
     layer.impl = "unfused"
     averaged = AveragedModel(layer)
@@ -139,20 +144,20 @@ def test_an_average_of_parameters(ranks: Any) -> None:
 
 
 def _pickled_on_two_ranks() -> dict[str, bytes]:
-    given = {name: pickle.dumps(module) for name, (module, _) in _modules(dist.new_group()).items()}
-    return given | {
+    pickles = {
+        name: pickle.dumps(module) for name, (module, _) in _modules(dist.new_group()).items()
+    }
+    return pickles | {
         f"default {name}": pickle.dumps(module) for name, (module, _) in _modules(None).items()
     }
 
 
 def _load_elsewhere(pickled: dict[str, bytes]) -> dict[str, Any]:
-    return {name: error_of(pickle.loads, each) for name, each in pickled.items()}
+    return {name: error_of(pickle.loads, value) for name, value in pickled.items()}
 
 
 def test_a_module_without_its_group_says_so(ranks: Any) -> None:
-    """A group of another name is not there, and the default group of one process is not that of
-    two.
-    """
+    """A pickle does not load without a group of its name, nor on another number of ranks."""
     pickled = ranks(2).run(_pickled_on_two_ranks)[1]
     (errors,) = ranks(1).run(_load_elsewhere, pickled)
     for name, error in errors.items():
@@ -168,9 +173,7 @@ def test_a_module_without_its_group_says_so(ranks: Any) -> None:
 
 
 def _functional() -> dict[str, bool]:
-    """On a rank: whether a call with other parameters gives what a module with these parameters
-    does.
-    """
+    """Tell, for each module, if substituted parameters have the effect of its own."""
     outcomes = {}
     for name, (module, call) in _modules(None).items():
         doubled = {key: 2 * value.detach() for key, value in module.named_parameters()}
@@ -178,16 +181,16 @@ def _functional() -> dict[str, bool]:
         def substituted(
             module: nn.Module, call: Any = call, doubled: Any = doubled
         ) -> torch.Tensor:
-            found: torch.Tensor = call(
+            substituted_result: torch.Tensor = call(
                 lambda *args: torch.func.functional_call(module, doubled, args)
             )
-            return found
+            return substituted_result
 
         with torch.no_grad():
-            plain, found = call(module), substituted(module)
+            plain, outcome = call(module), substituted(module)
             for parameter in module.parameters():
                 parameter.mul_(2)
-            outcomes[name] = torch.equal(found, call(module)) and not torch.equal(found, plain)
+            outcomes[name] = torch.equal(outcome, call(module)) and not torch.equal(outcome, plain)
     return outcomes
 
 
@@ -197,7 +200,7 @@ def test_functional_call(ranks: Any) -> None:
 
 
 def _converted() -> dict[str, Any]:
-    """On a rank: results and gradients of linear layers and experts that were moved to bfloat16."""
+    """Return results and gradients of linear layers and experts that were moved to bfloat16."""
     outcomes: dict[str, Any] = {}
     group = dist.group.WORLD
     for name, (module, _) in _modules(group).items():
@@ -244,7 +247,11 @@ print("equal")
 
 
 def test_a_process_on_its_own(tmp_path: Path) -> None:
-    """In a program of its own: the tests' process may have imported Triton without its interpreter."""
+    """A process without a process group can copy and pickle.
+
+    It is a program of its own, because the tests' process may have imported Triton without its
+    interpreter.
+    """
     (tmp_path / "solo.py").write_text(_SOLO)
     ended = run_program(tmp_path / "solo.py", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "equal\n"), ended.stderr

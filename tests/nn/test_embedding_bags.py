@@ -1,6 +1,4 @@
-"""``interlace.nn.ShardedEmbeddingBags`` is ``nn.EmbeddingBag`` for several tables, whoever holds
-them.
-"""
+"""``interlace.nn.ShardedEmbeddingBags`` equals several ``nn.EmbeddingBag`` under any plan."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ FIXED = tuple(
 )
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -62,14 +60,14 @@ def test_where_to_find_what_arrived() -> None:
 
 
 def _error_of(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """In units of what float32 sums of a few rows may lose."""
+    """Return the largest error, in units of the rounding error of a float32 sum of a few rows."""
     assert y.shape == expected.shape
     errors = (y.detach().double() - expected).abs() / (8 * ULP * (1 + expected.abs()))
     return float(errors.max()) if errors.numel() else 0.0
 
 
 def _forward(tables: tuple[EmbeddingTable, ...], options: dict[str, Any]) -> dict[str, Any]:
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     bags = ShardedEmbeddingBags(tables)
     features = Features.draw(tables, 4 * world_size)
     indices, offsets, weights = features.of_rank(rank, world_size)
@@ -83,12 +81,12 @@ def _forward(tables: tuple[EmbeddingTable, ...], options: dict[str, Any]) -> dic
     by_table = torch.cat(list(pooled.tables().values()), 1)
     bags.impl = "unfused"
     unfused = bags(indices, None if fixed else offsets, weights if weighted else None)
-    place = pooled.values.untyped_storage().data_ptr()
+    storage = pooled.values.untyped_storage().data_ptr()
     return {
-        "errors": [_error_of(found, expected) for found in (y, pooled.ordered(), by_table)],
+        "errors": [_error_of(outcome, expected) for outcome in (y, pooled.ordered(), by_table)],
         "unfused": _error_of(unfused, expected),
         "views": sum(
-            table.untyped_storage().data_ptr() == place for table in pooled.tables().values()
+            table.untyped_storage().data_ptr() == storage for table in pooled.tables().values()
         ),
         "names": list(pooled.tables()),
         "plan": str(bags.plan),
@@ -112,15 +110,15 @@ def test_forward(
     ranks: Any, tables: tuple[EmbeddingTable, ...], options: dict[str, Any], world_size: int
 ) -> None:
     outcomes = ranks(world_size).run(_forward, tables, options)
-    for found in outcomes:
-        assert max(found["errors"]) <= 1, found
+    for outcome in outcomes:
+        assert max(outcome["errors"]) <= 1, outcome
         # The unfused operator rounds to the tables' dtype in between.
-        assert found["unfused"] <= max(
+        assert outcome["unfused"] <= max(
             1, max(torch.finfo(table.dtype).eps for table in tables) / (8 * ULP)
-        ), found
-        assert found["names"] == [table.name for table in tables]
-        assert found["plan"] == outcomes[0]["plan"]
-        assert found["views"] >= len(tables) - 1, (
+        ), outcome
+        assert outcome["names"] == [table.name for table in tables]
+        assert outcome["plan"] == outcomes[0]["plan"]
+        assert outcome["views"] >= len(tables) - 1, (
             "only a table whose columns lie apart may be copied"
         )
 
@@ -128,8 +126,8 @@ def test_forward(
 def _distribute(
     cases: list[tuple[list[tuple[int, str, int | None, int]], int, int]],
 ) -> list[float]:
-    """Tables of random kinds and lengths, against every bag summed one by one."""
-    rank, world_size = _place()
+    """Compare tables of random kinds and lengths with every bag summed one by one."""
+    rank, world_size = _rank_and_world_size()
     errors = []
     for described, samples, seed in cases:
         tables = tuple(
@@ -159,13 +157,15 @@ _CASE = st.tuples(st.lists(_TABLE, min_size=1, max_size=5), st.integers(0, 4), s
 @hypothesis.settings(max_examples=3, phases=[hypothesis.Phase.generate])
 @hypothesis.given(cases=st.lists(_CASE, min_size=4, max_size=6))
 def test_any_tables_and_bags(ranks: Any, world_size: int, cases: Any) -> None:
-    """Also no samples at all, fewer tables than ranks, and one table in several pieces on one rank."""
+    """Any tables and bags are right, also with no samples, with fewer tables than ranks, and with
+    one table in several pieces on one rank.
+    """
     for errors in ranks(world_size).run(_distribute, cases):
         assert max(errors) <= 1
 
 
 class _KeyedJaggedTensor:
-    """The part of torchrec's interface that is used, with torchrec's names."""
+    """A stand-in for torchrec's ``KeyedJaggedTensor``, with the methods that are used."""
 
     def __init__(
         self,
@@ -197,10 +197,9 @@ class _KeyedJaggedTensor:
             if self._weights is None
             else torch.cat([self._weights.split(sizes)[i] for i in order])
         )
-        return _KeyedJaggedTensor(
-            [self._keys[i] for i in order], torch.cat([parts[i] for i in order]),
-            lengths[order].flatten(), weights
-        )  # fmt: skip
+        keys = [self._keys[i] for i in order]
+        values = torch.cat([parts[i] for i in order])
+        return _KeyedJaggedTensor(keys, values, lengths[order].flatten(), weights)
 
 
 def _keyed() -> list[Any]:
@@ -208,51 +207,57 @@ def _keyed() -> list[Any]:
     bags.impl = "unfused"
     extra = (SUMS[2], EmbeddingTable("unknown", 9, 8), SUMS[0], SUMS[1])
     features = Features.draw(extra, 2 * dist.get_world_size(), seed=4)
-    indices, offsets, weights = features.of_rank(*_place())
+    indices, offsets, weights = features.of_rank(*_rank_and_world_size())
     y = bags(_KeyedJaggedTensor([table.name for table in extra], indices, offsets.diff(), weights))
     names = [table.name for table in extra]
     order = [names.index(table.name) for table in SUMS]
     picked = Features(SUMS, [features.bags[i] for i in order], [features.weights[i] for i in order])
     expected = own(picked.expected(weights_of(bags), weighted=True))
-    missing = _KeyedJaggedTensor(["user"], indices, offsets.diff(), None)
+    incomplete = _KeyedJaggedTensor(["user"], indices, offsets.diff(), None)
     return [
         _error_of(y, expected),
-        error_of(bags, missing),
-        error_of(bags, missing, offsets),
+        error_of(bags, incomplete),
+        error_of(bags, incomplete, offsets),
         error_of(bags, "user"),
     ]
 
 
 def test_keyed_jagged_tensors(ranks: Any) -> None:
-    """Keys in any order, more of them than tables, with weights."""
-    for error, missing, both, other in ranks(2).run(_keyed):
+    """Keys may be in any order, more of them than tables, and with weights."""
+    for error, absent, both, no_tensor in ranks(2).run(_keyed):
         assert error <= 1
         assert (
             "a KeyedJaggedTensor must have a key for every table; got none for item, word."
-            in missing[1]
+            in absent[1]
         )
         assert "offsets and weights must not be given beside a KeyedJaggedTensor" in both[1]
-        assert "features must be indices or a KeyedJaggedTensor; got str." in other[1]
+        assert "features must be indices or a KeyedJaggedTensor; got str." in no_tensor[1]
 
 
 # Gradients
 
 
 def _gradients(gradient: str, average: bool, impl: str) -> float:
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     bags = ShardedEmbeddingBags(TABLES, gradient=gradient, average_gradients=average)
     bags.impl = impl
     features = Features.draw(TABLES, 4 * world_size, seed=1)
     indices, offsets, _ = features.of_rank(rank, world_size)
-    whole = {name: table.double().requires_grad_() for name, table in weights_of(bags).items()}
-    expected = features.expected(whole)
+    tables_in_float64 = {
+        name: table.double().requires_grad_() for name, table in weights_of(bags).items()
+    }
+    expected = features.expected(tables_in_float64)
     upstream = torch.randn(
         expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
     )
     bags(indices, offsets).backward(own(upstream).float())
     expected.backward(upstream / world_size if average else upstream)
-    found = gradients_of(bags)
-    return max(_error_of(found[name], table.grad) for name, table in whole.items())  # type: ignore[arg-type]
+    gradients = gradients_of(bags)
+    errors = []
+    for name, table in tables_in_float64.items():
+        assert table.grad is not None
+        errors.append(_error_of(gradients[name], table.grad))
+    return max(errors)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -265,18 +270,22 @@ def test_gradients(ranks: Any, gradient: str, average: bool, impl: str, world_si
 
 
 def _learn(gradient: str, impl: str, steps: int) -> dict[str, float]:
-    """Steps of a fused update on all ranks, against float64 on whole tables; a shard's state is of
-    its own columns.
+    """Compare steps of a fused update on all ranks with float64 on full tables.
+
+    A shard's state is of its own columns.
     """
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     rate, epsilon = 0.1, 1e-3
     bags = ShardedEmbeddingBags(SUMS, gradient=gradient, learning_rate=rate, epsilon=epsilon)
     bags.impl = impl
-    whole = {name: table.double() for name, table in weights_of(bags).items()}
-    states = {name: torch.zeros(len(table), dtype=torch.float64) for name, table in whole.items()}
+    tables_in_float64 = {name: table.double() for name, table in weights_of(bags).items()}
+    states = {
+        name: torch.zeros(len(table), dtype=torch.float64)
+        for name, table in tables_in_float64.items()
+    }
     for step in range(steps):
         features = Features.draw(SUMS, 4 * world_size, seed=step)
-        leaves = {name: table.requires_grad_() for name, table in whole.items()}
+        leaves = {name: table.requires_grad_() for name, table in tables_in_float64.items()}
         (features.expected(leaves) ** 2).mean().backward()
         for name, table in leaves.items():
             gradient_of = table.grad
@@ -285,14 +294,14 @@ def _learn(gradient: str, impl: str, steps: int) -> dict[str, float]:
             divisor = (
                 (states[name].sqrt() + epsilon)[:, None] if gradient == "rowwise_adagrad" else 1.0
             )
-            whole[name] = (table - rate * gradient_of / divisor).detach()
+            tables_in_float64[name] = (table - rate * gradient_of / divisor).detach()
         indices, offsets, _ = features.of_rank(rank, world_size)
         bags(indices, offsets).square().mean().backward()
-    found = weights_of(bags)
+    outcome = weights_of(bags)
     assert all(parameter.grad is None for parameter in bags.parameters())
     return {
-        name: float((found[name] - table).abs().max() / table.abs().max())
-        for name, table in whole.items()
+        name: float((outcome[name] - table).abs().max() / table.abs().max())
+        for name, table in tables_in_float64.items()
     }
 
 
@@ -317,7 +326,7 @@ def _save_and_continue() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def _step(bags: ShardedEmbeddingBags) -> None:
     bags.impl = "unfused"
     features = Features.draw(TABLES, 12, seed=3)
-    indices, offsets, _ = features.of_rank(*_place())
+    indices, offsets, _ = features.of_rank(*_rank_and_world_size())
     bags(indices, offsets).square().sum().backward()
 
 
@@ -366,9 +375,9 @@ def test_state_dicts_fit_any_number_of_ranks(ranks: Any, world_size: int, split:
     }
     first, second = word["shards.word:0-4.sum_of_squares"], word["shards.word:4-12.sum_of_squares"]
     assert first.max() > 0
-    for found in ranks(world_size).run(_load, saved, split):
-        assert all(torch.equal(found["weights"][name], weights[name]) for name in weights)
-        states = found["states"]
+    for outcome in ranks(world_size).run(_load, saved, split):
+        assert all(torch.equal(outcome["weights"][name], weights[name]) for name in weights)
+        states = outcome["states"]
         if split:
             assert torch.equal(states["shards.word:0-4.sum_of_squares"], first)
             assert torch.equal(states["shards.word:4-8.sum_of_squares"], second)
@@ -380,7 +389,7 @@ def test_state_dicts_fit_any_number_of_ranks(ranks: Any, world_size: int, split:
         assert torch.equal(
             states["shards.user:0-8.sum_of_squares"], saved["shards.user:0-8.sum_of_squares"]
         )
-        assert ("Missing key(s)" in found["refused"]) == found["holds_word"]
+        assert ("Missing key(s)" in outcome["refused"]) == outcome["holds_word"]
 
 
 def _draw() -> dict[str, torch.Tensor]:
@@ -388,19 +397,19 @@ def _draw() -> dict[str, torch.Tensor]:
 
 
 def test_first_weights_do_not_depend_on_the_plan(ranks: Any) -> None:
-    one, four = ranks(1).run(_draw)[0], ranks(4).run(_draw)[0]
+    one_rank, four_ranks = ranks(1).run(_draw)[0], ranks(4).run(_draw)[0]
     for table in TABLES:
-        assert torch.equal(one[table.name], four[table.name])
+        assert torch.equal(one_rank[table.name], four_ranks[table.name])
         bound = table.rows**-0.5
-        assert 0.5 * bound < one[table.name].abs().max() <= bound
-    assert not torch.equal(one["user"][:5], one["city"])
+        assert 0.5 * bound < one_rank[table.name].abs().max() <= bound
+    assert not torch.equal(one_rank["user"][:5], one_rank["city"])
 
 
 # Refusals
 
 
 def _refused() -> list[Any]:
-    rank, world_size = _place()
+    rank, world_size = _rank_and_world_size()
     # A new group: what was agreed on once, in tests before this one, is not compared again.
     bags = ShardedEmbeddingBags(SUMS, group=dist.new_group())
     indices, offsets, weights = Features.draw(SUMS, 2 * world_size).of_rank(rank, world_size)
@@ -483,7 +492,7 @@ def _late() -> Any:
     group = dist.new_group()
     bags = ShardedEmbeddingBags(SUMS, group=group)
     bags.impl = "unfused"
-    arguments = Features.draw(SUMS, 4).of_rank(*_place())[:2]
+    arguments = Features.draw(SUMS, 4).of_rank(*_rank_and_world_size())[:2]
     bags(*arguments)
     interlace.set_deadline(1.0, group)
     error = error_of(bags, *arguments) if dist.get_rank() == 0 else None

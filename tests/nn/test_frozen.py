@@ -1,6 +1,4 @@
-"""Parameters that are frozen get no gradient, and change no other one; on all ranks or on some
-only.
-"""
+"""Frozen parameters get no gradient and change no other, on all ranks or on some of them."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def _gradients(module: nn.Module, call: Callable[[], torch.Tensor]) -> dict[str,
 
 
 def _layers(impl: str, on: str) -> dict[str, Any]:
-    """On a rank: names of the layers' parameters whose gradients are not as they should be."""
+    """Return, by layer, the names of parameters with wrong gradients."""
     torch.manual_seed(0)
     layers: dict[str, nn.Module] = {
         "column": ColumnParallelLinear(SIZE, SIZE),
@@ -55,10 +53,10 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
 
         def call(layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
             y = layer(x)
-            found: torch.Tensor = y[0] if isinstance(y, tuple) else y
-            return found
+            gradients: torch.Tensor = y[0] if isinstance(y, tuple) else y
+            return gradients
 
-        wanted = _gradients(layer, call)
+        full_gradients = _gradients(layer, call)
         x_grad, x.grad = x.grad, None
         assert x_grad is not None
         frozen = {"w_in"} if name == "experts" else {"weight"}
@@ -66,14 +64,15 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
             frozen = set()
         for parameter in frozen:
             layer.get_parameter(parameter).requires_grad_(False)
-        found = _gradients(layer, call)
+        gradients = _gradients(layer, call)
         assert x.grad is not None
         wrong[name] = [
-            each
-            for each in wanted
-            if each not in frozen and not torch.equal(found[each], wanted[each])
+            parameter_name
+            for parameter_name in full_gradients
+            if parameter_name not in frozen
+            and not torch.equal(gradients[parameter_name], full_gradients[parameter_name])
         ]
-        wrong[name] += [each for each in frozen if each in found]
+        wrong[name] += [parameter_name for parameter_name in frozen if parameter_name in gradients]
         wrong[name] += [] if torch.equal(x.grad, x_grad) else ["x"]
     return wrong
 
@@ -86,8 +85,10 @@ def test_weights(ranks: Any, impl: str, on: str) -> None:
 
 
 def _bags(impl: str, gradient: str, prefix: str = "") -> ShardedEmbeddingBags:
-    """Ranks remember by the tables' names what they train, so tables that are frozen elsewhere have
-    a prefix.
+    """Make bags whose tables have a prefix.
+
+    Ranks remember by the tables' names which of them they train, so bags that are frozen otherwise
+    need other names.
     """
     tables = [dataclasses.replace(table, name=f"{prefix}{table.name}") for table in TABLES]
     bags = ShardedEmbeddingBags(tables, gradient=gradient, learning_rate=0.5)
@@ -96,16 +97,18 @@ def _bags(impl: str, gradient: str, prefix: str = "") -> ShardedEmbeddingBags:
 
 
 def _tables(impl: str, gradient: str, frozen: tuple[str, ...]) -> list[str]:
-    """On a rank: names of the parameters that are not as they should be after a step."""
+    """Return the names of parameters that are wrong after a step."""
     prefix = f"{impl}-{gradient}-{''.join(frozen)}-"
     bags, free = _bags(impl, gradient, prefix), _bags(impl, gradient)
     before = {name: value.detach().clone() for name, value in bags.named_parameters()}
     trained = {}  # parameters of the frozen and the free bags, by the name among the former
-    for (name, parameter), other in zip(bags.named_parameters(), free.parameters(), strict=True):
+    for (name, parameter), free_parameter in zip(
+        bags.named_parameters(), free.parameters(), strict=True
+    ):
         parameter.requires_grad_(not any(f"shards.{prefix}{table}:" in name for table in frozen))
         if parameter.requires_grad:
-            trained[name] = (parameter, other)
-    found = _gradients(bags, lambda: bags(INDICES))
+            trained[name] = (parameter, free_parameter)
+    gradients = _gradients(bags, lambda: bags(INDICES))
     _gradients(free, lambda: free(INDICES))
     wrong = [
         name
@@ -118,11 +121,13 @@ def _tables(impl: str, gradient: str, frozen: tuple[str, ...]) -> list[str]:
             for name, pair in trained.items()
             if not torch.equal(*pair) or torch.equal(pair[0], before[name])
         ]
-    wrong += sorted(set(found) ^ set(trained))
-    return wrong + [
-        name for name,
-        (_, other) in trained.items() if other.grad is None or not torch.equal(found[name], other.grad.to_dense())
-    ]  # fmt: skip
+    wrong += sorted(set(gradients) ^ set(trained))
+    for name, (_, free_parameter) in trained.items():
+        if free_parameter.grad is None or not torch.equal(
+            gradients[name], free_parameter.grad.to_dense()
+        ):
+            wrong.append(name)
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,7 @@ def _tables(impl: str, gradient: str, frozen: tuple[str, ...]) -> list[str]:
 )
 @pytest.mark.parametrize("frozen", [("a",), ("first rank",)])
 def test_tables(ranks: Any, impl: str, gradient: str, frozen: tuple[str, ...]) -> None:
-    """One table, and all tables of one rank."""
+    """One table is frozen, or all tables of one rank."""
     if frozen == ("first rank",):
         bags = ranks(2).run(_tables_of_the_first_rank)[0]
         frozen = tuple(bags)
@@ -151,7 +156,9 @@ def _tables_of_the_first_rank() -> list[str]:
 
 
 def _model() -> dict[str, Any]:
-    """On a rank: a DLRM of which parts are frozen after a step, and thawed again."""
+    """Freeze parts of a DLRM after a step and thaw them again; tell, by part, if the gradients are
+    right.
+    """
     model = DLRM(
         TABLES, dense_features=SIZE, bottom=(4,), top=(4,), gradient="sgd", learning_rate=0.0
     )
@@ -167,24 +174,28 @@ def _model() -> dict[str, Any]:
             if value.grad is not None
         }
 
-    wanted = step()
+    full_gradients = step()
     outcomes = {}
-    frozen = [name for name in wanted if name.startswith("bottom")]
+    frozen = [name for name in full_gradients if name.startswith("bottom")]
     for name, which in (
         ("bottom", frozen),
         ("nothing", []),
-        ("everything", list(wanted)),
+        ("everything", list(full_gradients)),
         ("nothing again", []),
     ):
         for parameter, value in model.dense.named_parameters():
             value.requires_grad_(parameter not in which)
-        found = step()
-        same = all(torch.equal(found[each], wanted[each]) for each in found)
-        outcomes[name] = same and set(found) == set(wanted) - set(which)
+        gradients = step()
+        equal = all(
+            torch.equal(gradients[parameter_name], full_gradients[parameter_name])
+            for parameter_name in gradients
+        )
+        outcomes[name] = equal and set(gradients) == set(full_gradients) - set(which)
     gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, found)
+    dist.all_gather_object(gathered, gradients)
     outcomes["gradients are the same on all ranks"] = all(
-        torch.equal(gathered[0][each], gathered[1][each]) for each in wanted
+        torch.equal(gathered[0][parameter_name], gathered[1][parameter_name])
+        for parameter_name in full_gradients
     )
     return outcomes
 

@@ -16,7 +16,7 @@ HIDDEN, FFN, EXPERTS, TOP_K = 16, 12, 4, 2
 
 
 def _dense(state: dict[str, torch.Tensor], x: torch.Tensor, normalize: bool) -> torch.Tensor:
-    """Every expert for every token, from a state dict of all experts."""
+    """Compute every expert for every token, from a state dict of all experts."""
     weights, experts = torch.softmax(x @ state["router.weight"].T, -1).topk(TOP_K)
     shares = torch.zeros(len(x), EXPERTS).scatter(
         1, experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
@@ -29,7 +29,9 @@ def _dense(state: dict[str, torch.Tensor], x: torch.Tensor, normalize: bool) -> 
 
 
 def _train(normalize: bool, groups: bool) -> Any:
-    """A step of a layer on all ranks: its state dict before, x, y, the loss, and gradients."""
+    """Do a step of a layer on all ranks; return its first state dict, x, y, the loss and the
+    gradients.
+    """
     group = dist.new_group() if groups else None
     layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, normalize=normalize, group=group, seed=5)
     x = torch.randn(
@@ -53,11 +55,13 @@ def _train(normalize: bool, groups: bool) -> Any:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_equals_all_experts_for_all_tokens(ranks: Any, normalize: bool) -> None:
-    """Output and gradients, the router's too, of two ranks; and ranks that begin with one seed hold
-    one layer.
+    """Output and gradients of two ranks, the router's too, are those of all experts for all tokens.
+    Ranks that begin with one seed hold one layer.
     """
     outcomes = ranks(2).run(_train, normalize, not normalize)
-    state = {name: value.requires_grad_() for each, *_ in outcomes for name, value in each.items()}
+    state = {
+        name: value.requires_grad_() for saved, *_ in outcomes for name, value in saved.items()
+    }
     assert len(state) == 1 + 3 * EXPERTS
     alone = MoE(HIDDEN, FFN, EXPERTS, TOP_K, seed=5)
     for name, value in alone.state_dict().items():
@@ -72,14 +76,17 @@ def test_equals_all_experts_for_all_tokens(ranks: Any, normalize: bool) -> None:
     for rank, (*_, w_in, w_out, _) in enumerate(outcomes):
         for i in range(EXPERTS // 2):
             name = f"experts.{rank * EXPERTS // 2 + i}"
-            for mine, key in (
+            for gradient, key in (
                 (w_in[i, :, 0], "w_gate"),
                 (w_in[i, :, 1], "w_up"),
                 (w_out[i], "w_down"),
             ):
-                wanted = state[f"{name}.{key}"].grad
+                expected_gradient = state[f"{name}.{key}"].grad
                 torch.testing.assert_close(
-                    mine, torch.zeros_like(mine) if wanted is None else wanted, rtol=1e-4, atol=1e-4
+                    gradient,
+                    torch.zeros_like(gradient) if expected_gradient is None else expected_gradient,
+                    rtol=1e-4,
+                    atol=1e-4,
                 )
     router = sum(router for *_, router in outcomes)
     alone.router.zero_grad()
@@ -101,11 +108,11 @@ def _load(state: dict[str, torch.Tensor]) -> Any:
 
 
 def test_a_state_dict_loads_on_any_number_of_ranks(ranks: Any) -> None:
-    """Each rank takes its own experts; and both implementations drop the same tokens."""
+    """Each rank takes its own experts, and both implementations drop the same tokens."""
     state = MoE(HIDDEN, FFN, EXPERTS, TOP_K, seed=3).state_dict()
     for world_size in (1, 2):
         outcomes = ranks(world_size).run(_load, state)
-        merged = {name: value for each, *_ in outcomes for name, value in each.items()}
+        merged = {name: value for saved, *_ in outcomes for name, value in saved.items()}
         assert merged.keys() == state.keys()
         for name, value in state.items():
             torch.testing.assert_close(merged[name], value, rtol=0, atol=0)
@@ -122,8 +129,8 @@ def test_a_state_dict_without_an_expert_is_refused() -> None:
 
 
 def test_load_balancing_loss() -> None:
-    """Worked example: of three tokens, two go to expert 0 and one to 1; mean probabilities are 0.6
-    and 0.4.
+    """A worked example: of three tokens, two go to expert 0 and one to expert 1; the mean
+    probabilities are 0.6 and 0.4.
     """
     probabilities = torch.tensor([[0.8, 0.2], [0.7, 0.3], [0.3, 0.7]])
     routing = Routing(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), probabilities)

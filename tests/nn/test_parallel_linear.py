@@ -1,5 +1,5 @@
-"""``ColumnParallelLinear`` and ``RowParallelLinear`` are ``nn.Linear``, sharded: results,
-gradients, state dicts.
+"""``ColumnParallelLinear`` and ``RowParallelLinear`` equal ``nn.Linear``: results, gradients and
+state dicts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ IN, PARTS, OUT = 12, (16, 8), 20
 TOLERANCE = 200**0.5 * torch.finfo(torch.float32).eps
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert found.shape == wanted.shape
-    return float((found.double() - wanted).norm() / wanted.norm())
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    assert result.shape == expected.shape
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 def _mlp(bias: bool) -> tuple[nn.Linear, nn.Linear]:
@@ -33,7 +33,9 @@ def _mlp(bias: bool) -> tuple[nn.Linear, nn.Linear]:
 
 
 def _gated(hidden: torch.Tensor, parts: list[int]) -> torch.Tensor:
-    """The second part, times a sum of the first: something that needs parts in their places."""
+    """Multiply the second part by a sum of the first; the result is right only if parts are in
+    order.
+    """
     gate, up = hidden.split(parts, -1)
     return up * gate.unflatten(-1, (2, -1)).sum(-2)
 
@@ -41,7 +43,7 @@ def _gated(hidden: torch.Tensor, parts: list[int]) -> torch.Tensor:
 def _compare(
     tokens: tuple[int, ...], bias: bool, sequence_parallel: bool, impl: str
 ) -> dict[str, float]:
-    """On a rank: errors of an MLP's outputs and gradients against the full one in float64."""
+    """Return the errors of an MLP's outputs and gradients against the full one in float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     first, second = _mlp(bias)
     up = ColumnParallelLinear.from_linear(first, parts=PARTS, sequence_parallel=sequence_parallel)
@@ -54,26 +56,28 @@ def _compare(
     # its up 4 columns.
     hidden = exact[0](x_exact)
     gate, value = hidden.split(PARTS, -1)
-    pairs = [_gated(torch.cat([g, v], -1), [PARTS[0] // ranks, PARTS[1] // ranks])
-             for g, v in zip(gate.chunk(ranks, -1), value.chunk(ranks, -1), strict=True)]  # fmt: skip
+    pairs = [
+        _gated(torch.cat([g, v], -1), [PARTS[0] // ranks, PARTS[1] // ranks])
+        for g, v in zip(gate.chunk(ranks, -1), value.chunk(ranks, -1), strict=True)
+    ]
     y_exact = exact[1](torch.cat(pairs, -1))
     y_exact.backward(grad.double())
-    mine = (
+    local = (
         slice(rank * tokens[0] // ranks, (rank + 1) * tokens[0] // ranks)
         if sequence_parallel
         else slice(None)
     )
-    x_shard = x[mine].clone().requires_grad_()
+    x_shard = x[local].clone().requires_grad_()
     y = down(_gated(up(x_shard), [part // ranks for part in PARTS]))
-    y.backward(grad[mine])
+    y.backward(grad[local])
     assert x_exact.grad is not None
     assert x_shard.grad is not None
-    errors = {"y": _error(y, y_exact[mine]), "x": _error(x_shard.grad, x_exact.grad[mine])}
+    errors = {"y": _error(y, y_exact[local]), "x": _error(x_shard.grad, x_exact.grad[local])}
     for layer, full in ((up, exact[0]), (down, exact[1])):
         for name, parameter in layer.named_parameters():
-            wanted = getattr(full, name).grad
-            wanted = layer.shard_of(wanted) if name in layer._sharded() else wanted
-            errors[f"{type(layer).__name__} {name}"] = _error(parameter.grad, wanted)
+            expected = getattr(full, name).grad
+            expected = layer.shard_of(expected) if name in layer._sharded() else expected
+            errors[f"{type(layer).__name__} {name}"] = _error(parameter.grad, expected)
     return errors
 
 
@@ -85,13 +89,13 @@ def _compare(
 def test_two_ranks_match_the_full_layers(
     ranks: Any, tokens: Any, bias: bool, sequence_parallel: bool, impl: str
 ) -> None:
-    """Few tokens and many: other operators."""
+    """Few tokens and many run different operators."""
     for errors in ranks(2).run(_compare, tokens, bias, sequence_parallel, impl):
         assert max(errors.values()) < TOLERANCE, errors
 
 
 def _penalty(first: nn.Module, second: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of the squared norm of the gradients of x and of the weights."""
+    """Return the gradients of the squared norm of the gradients of x and of the weights."""
     inputs = [x, first.weight, second.weight]
     gradients = torch.autograd.grad(
         second(first(x).tanh()).square().sum(), inputs, create_graph=True
@@ -100,7 +104,7 @@ def _penalty(first: nn.Module, second: nn.Module, x: torch.Tensor) -> list[torch
 
 
 def _second_derivatives(sequence_parallel: bool, impl: str) -> list[float]:
-    """On a rank: errors of an MLP's second derivatives against the full one in float64."""
+    """Return the errors of an MLP's second derivatives against the full one in float64."""
     rank = dist.get_rank()
     torch.manual_seed(5)
     first, second = nn.Linear(IN, 8), nn.Linear(8, OUT)
@@ -109,10 +113,10 @@ def _second_derivatives(sequence_parallel: bool, impl: str) -> list[float]:
     down = RowParallelLinear.from_linear(second, sequence_parallel=sequence_parallel)
     up.impl = down.impl = impl
     rows = slice(2 * rank, 2 * rank + 2) if sequence_parallel else slice(None)
-    found = _penalty(up, down, x[rows].clone().requires_grad_())
-    wanted = _penalty(first.double(), second.double(), x.double().requires_grad_())
-    wanted = [wanted[0][rows], up.shard_of(wanted[1]), down.shard_of(wanted[2])]
-    return [_error(a, b) for a, b in zip(found, wanted, strict=True)]
+    result = _penalty(up, down, x[rows].clone().requires_grad_())
+    expected = _penalty(first.double(), second.double(), x.double().requires_grad_())
+    expected = [expected[0][rows], up.shard_of(expected[1]), down.shard_of(expected[2])]
+    return [_error(a, b) for a, b in zip(result, expected, strict=True)]
 
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
@@ -158,22 +162,23 @@ def _model(parallel: bool) -> nn.Module:
 
 
 def _save(full: dict[str, torch.Tensor]) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """On a rank: whether the seed gives the full model's shards; the model, whole; and after
-    loading another one, whole again.
+    """Return the full state dict of a sharded model, and again after ``full`` was loaded.
+
+    The first result tells if the rank's own shards load as they are.
     """
     model = _model(parallel=True)
-    # What is not sharded is the parameter itself
-    whole = copy.deepcopy(unsharded_state_dict(model))
-    own = {name: value.clone() for name, value in model.state_dict().items()}
+    # Parameters that are not sharded are in the state dict themselves, so it must be copied.
+    saved = copy.deepcopy(unsharded_state_dict(model))
+    shard = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(full)
     again = copy.deepcopy(unsharded_state_dict(model))
-    model.load_state_dict(own)  # a rank's own shards load as they are
+    model.load_state_dict(shard)  # a rank's own shards load as they are
     return (
         all(
             torch.equal(a, b)
-            for a, b in zip(own.values(), model.state_dict().values(), strict=True)
+            for a, b in zip(shard.values(), model.state_dict().values(), strict=True)
         ),
-        whole,
+        saved,
         again,
     )
 
@@ -183,13 +188,13 @@ def test_state_dicts_are_those_of_full_layers_on_any_number_of_ranks(
     ranks: Any, world_size: int
 ) -> None:
     drawn = _model(parallel=False).state_dict()
-    other = {name: torch.randn_like(value) for name, value in drawn.items()}
-    for same, whole, again in ranks(world_size).run(_save, other):
-        assert same
-        for found, wanted in ((whole, drawn), (again, other)):
-            assert found.keys() == wanted.keys()
-            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-            _model(parallel=False).load_state_dict(found)
+    random_state = {name: torch.randn_like(value) for name, value in drawn.items()}
+    for equal, full, again in ranks(world_size).run(_save, random_state):
+        assert equal
+        for result, expected in ((full, drawn), (again, random_state)):
+            assert result.keys() == expected.keys()
+            assert all(torch.equal(result[name], expected[name]) for name in expected)
+            _model(parallel=False).load_state_dict(result)
 
 
 def _refused() -> list[str]:

@@ -1,4 +1,4 @@
-"""``interlace.nn.RowParallelLinear`` is ``nn.Linear`` with its input features shared out over the
+"""``interlace.nn.RowParallelLinear`` equals ``nn.Linear`` with its input features sharded over
 ranks.
 """
 
@@ -69,14 +69,14 @@ def test_from_linear_keeps_flags_and_copies() -> None:
 
 
 def _compare() -> dict[str, Any]:
-    """Runs on every rank: errors of forward and gradients against the full layer in float64."""
+    """Return the errors of output and gradients against the full layer in float64."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     columns = slice(rank * IN // world_size, (rank + 1) * IN // world_size)
     torch.manual_seed(7)
     full = nn.Linear(IN, OUT)
     torch.manual_seed(7)
     drawn = RowParallelLinear(IN, OUT)
-    found: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "drawn": bool(torch.equal(drawn.weight, full.weight[:, columns])),
         "errors": {},
     }
@@ -102,34 +102,36 @@ def _compare() -> dict[str, Any]:
             "weight": (sharded.weight.grad, exact.weight.grad[:, columns]),  # type: ignore[index]
             "bias": (sharded.bias.grad, exact.bias.grad),
         }
-        for name, (got, wanted) in pairs.items():
+        for name, (got, expected) in pairs.items():
             assert got is not None
-            assert wanted is not None
-            assert got.shape == wanted.shape
-            found["errors"][f"{name} {leading}"] = float((got - wanted).norm() / wanted.norm())
+            assert expected is not None
+            assert got.shape == expected.shape
+            outcome["errors"][f"{name} {leading}"] = float(
+                (got - expected).norm() / expected.norm()
+            )
     sharded.impl = "unfused"
-    found["errors"]["unfused"] = float((sharded(x_shard_k) - y_exact).norm() / y_exact.norm())
-    found["refused"] = []
+    outcome["errors"]["unfused"] = float((sharded(x_shard_k) - y_exact).norm() / y_exact.norm())
+    outcome["refused"] = []
     for attempt in (lambda: RowParallelLinear(IN + 1, OUT), lambda: sharded(x)):
         try:
             attempt()
         except interlace.ArgumentError as error:
-            found["refused"].append(str(error))
-    return found
+            outcome["refused"].append(str(error))
+    return outcome
 
 
 def test_two_ranks_match_the_full_layer(ranks: Any) -> None:
-    for found in ranks(2).run(_compare):
-        assert found["drawn"], "the same seed must give the shards of nn.Linear's weight"
+    for outcome in ranks(2).run(_compare):
+        assert outcome["drawn"], "the same seed must give the shards of nn.Linear's weight"
         # float32 sums of at most 48 products: a few units in the last place.
-        assert max(found["errors"].values()) < 48**0.5 * torch.finfo(torch.float32).eps, found[
+        assert max(outcome["errors"].values()) < 48**0.5 * torch.finfo(torch.float32).eps, outcome[
             "errors"
         ]
-        uneven, whole = found["refused"]
+        uneven, not_sharded = outcome["refused"]
         assert uneven.startswith(
             "RowParallelLinear: in_features must divide evenly over 2 ranks; got 49."
         )
         assert "Pad the layer to 50 input features" in uneven
-        assert whole.startswith(
+        assert not_sharded.startswith(
             "RowParallelLinear: x must be this rank's features, [..., 24], of 48 in all"
         )

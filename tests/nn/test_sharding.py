@@ -1,6 +1,4 @@
-"""Sharding plans: every column once, balanced, within memory, and the same for everyone who makes
-them.
-"""
+"""Sharding plans hold every column once, are balanced, fit, and are equal on every rank."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def _tables(*rows_and_widths: tuple[int, int], **options: Any) -> list[Embedding
 
 
 def test_the_cost_of_a_shard() -> None:
-    """Two ranks, four samples of two lookups, 10 rows of 8 float32; forward alone, then with
-    row-wise Adagrad.
+    """The cost of a shard on two ranks: four samples of two lookups, 10 rows of 8 float32; forward
+    alone, and then with row-wise Adagrad.
     """
     sizes: dict[str, Any] = {
         "rows": 10,
@@ -57,11 +55,11 @@ def test_the_cost_of_a_shard() -> None:
 
 @given(st.lists(TABLE, min_size=1, max_size=12), st.integers(1, 8))
 def test_every_column_has_one_rank_and_loads_are_balanced(
-    found: list[tuple[int, int, str, int]], world_size: int
+    drawn: list[tuple[int, int, str, int]], world_size: int
 ) -> None:
     tables = [
         EmbeddingTable(f"t{i}", rows, width, mode=mode, pooling_factor=lookups)
-        for i, (rows, width, mode, lookups) in enumerate(found)
+        for i, (rows, width, mode, lookups) in enumerate(drawn)
     ]
     plan = make_plan(tables, world_size)
     assert plan == make_plan(list(tables), world_size)
@@ -101,8 +99,8 @@ def test_the_costliest_goes_first_and_to_the_emptiest() -> None:
 
 
 def test_the_links_count_too() -> None:
-    """One lookup a bag: a wide table's pooled rows cost more on slow links than many lookups of a
-    narrow one in memory.
+    """Slow links make a wide table's pooled rows cost more than many lookups of a narrow one in
+    memory.
     """
     tables = [
         EmbeddingTable("wide", 100, 256),
@@ -122,9 +120,8 @@ def test_the_links_count_too() -> None:
 
 def test_tables_are_split_by_columns_where_they_must() -> None:
     wide = make_plan(_tables((10, 5000), (10, 64)), 4)
-    assert [(shard.start, shard.stop) for shard in sorted(wide.shards, key=lambda s: s.start) if shard.table.name == "t0"] == [
-        (0, 1664), (1664, 3332), (3332, 5000),
-    ]  # fmt: skip
+    columns = sorted((s.start, s.stop) for s in wide.shards if s.table.name == "t0")
+    assert columns == [(0, 1664), (1664, 3332), (3332, 5000)]
     large = make_plan(_tables((1000, 64), (1000, 8)), 2, capacity_bytes=160_000)
     assert [shard.label for shard in large.shards] == ["t0[0:32]", "t1", "t0[32:64]"]
     assert not large.stackable

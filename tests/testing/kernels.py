@@ -1,4 +1,4 @@
-"""Kernels with and without mistakes, as small as they can be."""
+"""Kernels with and without mistakes, as small as possible."""
 
 import triton
 import triton.language as tl
@@ -33,11 +33,11 @@ def send(
 
 @triton.jit
 def receive(data, signals, y, epoch, ctx):
-    """Rank 1 waits for rank 0's signal, and copies what came."""
+    """Rank 1 waits for rank 0's signal, and copies the received numbers."""
     group = il.join(ctx)
-    one = tl.arange(0, 1)
+    single = tl.arange(0, 1)
     if il.rank(group) == 1:
-        il.wait(il.pointer(signals, tl.int32) + one, epoch, one, 0, group, one == 0)
+        il.wait(il.pointer(signals, tl.int32) + single, epoch, single, 0, group, single == 0)
         four = tl.arange(0, 4)
         tl.store(y + four, il.get(il.pointer(data, tl.float32) + four, 1, group))
 
@@ -46,12 +46,12 @@ def receive(data, signals, y, epoch, ctx):
 def acknowledge(signals, epoch, ctx):
     """Rank 1 tells rank 0 that it has copied; rank 0 waits for that."""
     group = il.join(ctx)
-    one = tl.arange(0, 1)
+    single = tl.arange(0, 1)
     flag = il.pointer(signals, tl.int32) + 1
     if il.rank(group) == 1:
         il.signal(flag, epoch, 0, group)
     else:
-        il.wait(flag + one, epoch, one + 1, 0, group, one == 0)
+        il.wait(flag + single, epoch, single + 1, 0, group, single == 0)
 
 
 @triton.jit
@@ -59,9 +59,9 @@ def wait_for_each_other(signals, ctx):
     """Each rank waits for the other one before it signals."""
     group = il.join(ctx)
     me = il.rank(group)
-    one = tl.arange(0, 1)
+    single = tl.arange(0, 1)
     flag = il.pointer(signals, tl.int32)
-    il.wait(flag + one, 1, 1 - me + one, 0, group, one == 0)
+    il.wait(flag + single, 1, 1 - me + single, 0, group, single == 0)
     il.signal(flag, 1, 1 - me, group)
 
 
@@ -76,13 +76,13 @@ def put_to_last(data, ctx, WORLD_SIZE: tl.constexpr):
 def put_halves(data, y, signals, ctx):
     """Rank 0 puts eight numbers of two bytes; rank 1 copies them."""
     group = il.join(ctx)
-    eight, one = tl.arange(0, 8), tl.arange(0, 1)
-    here, flag = il.pointer(data, tl.float16) + eight, il.pointer(signals, tl.int32)
+    eight, single = tl.arange(0, 8), tl.arange(0, 1)
+    pointers, flag = il.pointer(data, tl.float16) + eight, il.pointer(signals, tl.int32)
     if il.rank(group) == 0:
-        il.put_signal(here, eight.to(tl.float16), flag, 1, 1, group)
+        il.put_signal(pointers, eight.to(tl.float16), flag, 1, 1, group)
     else:
-        il.wait(flag + one, 1, one, 0, group, one == 0)
-        tl.store(y + eight, il.get(here, 1, group))
+        il.wait(flag + single, 1, single, 0, group, single == 0)
+        tl.store(y + eight, il.get(pointers, 1, group))
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def put_words(words, value, epoch, ctx):
 
 @triton.jit
 def get_words(words, y, epoch, ctx):
-    """Rank 1 waits for them."""
+    """Rank 1 waits for the packed words, and copies them."""
     group = il.join(ctx)
     four = tl.arange(0, 4)[None, :]
     if il.rank(group) == 1:

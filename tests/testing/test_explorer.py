@@ -1,6 +1,4 @@
-"""The explorer finds what is wrong in small kernels, says nothing of right ones, and repeats what
-it has found.
-"""
+"""The explorer finds mistakes in small kernels and none in right ones, and repeats failures."""
 
 from __future__ import annotations
 
@@ -100,8 +98,8 @@ def _failing(rank: Rank, error: type[Exception]) -> None:
 
 
 def _copying(rank: Rank, through: str) -> None:
-    """PyTorch's own operators on symmetric memory; peers meet in an exchange on the host, or do
-    not.
+    """Copy by PyTorch's operators on symmetric memory; with ``through="exchange"`` peers meet on
+    the host.
     """
     sym = interlace.empty_symmetric(4, dtype=torch.float32)
     sym.peers[1 - rank.rank].copy_(torch.full((4,), 1.0 + rank.rank))
@@ -126,7 +124,7 @@ def _exploring(program: Any, schedules: int = 50, replay: str | None = None) -> 
     ],
 )
 def test_right_kernels(ranks: Any, program: Any) -> None:
-    """Nothing is found; ranks run once, whatever the number of schedules."""
+    """No schedule of a right kernel fails; ranks run once, whatever the number of schedules."""
     [report] = ranks(1).run(_exploring, program)
     report.raise_if_failed()
     assert report.schedules > 1
@@ -159,7 +157,8 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
         (
             _waiting,
             "deadlock",
-            r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, kernels.py:\d+ .*; rank 1",
+            r"rank 0 waits for \[1\], and sees \[0\], program 0 of wait_for_each_other, "
+            r"kernels.py:\d+ .*; rank 1",
         ),
         (
             _putting,
@@ -180,7 +179,7 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
     ],
 )
 def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
-    """Each is found, by its kind and its place; the same schedule finds it again."""
+    """Each mistake is found, with its kind and its line; the same schedule finds it again."""
     [report] = ranks(1).run(_exploring, program)
     assert report.failure is not None
     assert re.fullmatch(kind, report.failure.kind)
@@ -202,7 +201,7 @@ def test_the_same_seed_tries_the_same_schedules(ranks: Any) -> None:
 
 
 def _refusals() -> list[str]:
-    found = []
+    messages = []
     for options in (
         {"ranks": 1},
         {"schedules": 0},
@@ -212,8 +211,8 @@ def _refusals() -> list[str]:
     ):
         with pytest.raises(interlace.ArgumentError) as error:
             explore(_sending, **options)
-        found.append(str(error.value))
-    return found
+        messages.append(str(error.value))
+    return messages
 
 
 def test_refusals(ranks: Any) -> None:

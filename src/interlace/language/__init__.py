@@ -1,36 +1,24 @@
-"""GPU-initiated put, signal and wait inside any Triton kernel: ``import interlace.language as il``.
+"""GPU-initiated communication inside any Triton kernel: ``import interlace.language as il``.
+
+Put, get, signal and wait between the ranks of a group, for every ``@triton.jit`` kernel. The memory
+model is in ``README.md``.
 """
 
+from interlace.language.addresses import join, peer_pointer, pointer, rank, world_size
 from interlace.language.counting import arrive_last, count
-from interlace.language.primitives import (
+from interlace.language.deadlines import clock_ns, fill_nan, nan_unless, report_miscount
+from interlace.language.epochs import (
     advance_epoch,
-    barrier,
     clear_old,
-    clock_ns,
-    fence,
-    fill_nan,
     following_epoch,
-    get,
-    get_packed,
     in_turn,
-    join,
     mark,
-    nan_unless,
     next_epoch,
-    peer_pointer,
-    pointer,
     previous_epoch,
-    put,
-    put_packed,
-    put_signal,
-    rank,
-    report_miscount,
-    signal,
-    sum_packed,
     unmarked,
-    wait,
-    world_size,
 )
+from interlace.language.packed import get_packed, put_packed, sum_packed
+from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [

@@ -1,5 +1,5 @@
-"""What the primitives are made of on a GPU; ``_interpreted`` has the same names for the CPU
-backend.
+"""Instructions of GPUs that the primitives consist of; ``_interpreted`` has the same names for the
+CPU backend.
 """
 
 import triton
@@ -13,17 +13,20 @@ _PAUSE_NS = 20
 
 @core.extern
 def is_cuda(_semantic=None):
+    """Tell if the kernel is compiled for an NVIDIA GPU (constexpr bool)."""
     return core.constexpr(_semantic.builder.options.backend_name == "cuda")
 
 
 @core.extern
 def num_threads(_semantic=None):
+    """Return the number of threads of a program (constexpr int)."""
     options = _semantic.builder.options
     return core.constexpr(options.num_warps * getattr(options, "warp_size", 32))
 
 
 @core.extern
 def _ticks(lanes, _semantic=None):
+    """Read each thread's clock, in ticks, as an int64 tile of the shape of ``lanes``."""
     if _semantic.builder.options.backend_name == "cuda":
         asm, constraints = "mov.u64 $0, %globaltimer;", "=l,r"
     else:
@@ -35,18 +38,20 @@ def _ticks(lanes, _semantic=None):
 
 @core.extern
 def _ns_per_tick(_semantic=None):
+    """Return the number of nanoseconds per tick of the clock (constexpr int)."""
     # gfx942 counts at 100 MHz (CDNA3 instruction set architecture, s_memrealtime).
     return core.constexpr(1 if _semantic.builder.options.backend_name == "cuda" else 10)
 
 
 @triton.jit
 def clock_ns(lanes):
-    """Each thread's clock, in the shape of the int32 tile ``lanes``."""
+    """Read each thread's clock in ns, as an int64 tile of the shape of the int32 tile ``lanes``."""
     return _ticks(lanes) * _ns_per_tick()
 
 
 @core.extern
 def _fence_every_thread(_semantic=None):
+    """Order each thread's own stores: acquire-release, system scope."""
     core.inline_asm_elementwise(
         "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1,
         _semantic=_semantic
@@ -55,18 +60,27 @@ def _fence_every_thread(_semantic=None):
 
 @triton.jit
 def fence_system(scratch):
+    """Order this program's stores before its later ones: acquire-release, system scope.
+
+    Args:
+        scratch: pointer to an int32 of this rank that nothing reads.
+    """
     if is_cuda():
         _fence_every_thread()
     else:
-        # No portable fence: a release by one thread, after a barrier that makes the others' stores
-        # its own past.
+        # Triton has no fence for every backend. Instead one thread stores with release order, after
+        # a barrier that brings the other threads' stores into its past.
         tl.debug_barrier()
         tl.atomic_xchg(scratch, 0, sem="release", scope="sys")
 
 
 @core.extern
 def _load_acquire_cuda(ptr, mask, _semantic=None):
-    asm = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.acquire.sys.global.b32 $0, [$1]; }"
+    """Load int32 values with acquire order at system scope; 0 where the int32 ``mask`` is 0."""
+    asm = (
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; "
+        "@p ld.acquire.sys.global.b32 $0, [$1]; }"
+    )
     return core.inline_asm_elementwise(
         asm, "=r,l,r", [ptr, mask], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
     )
@@ -74,8 +88,11 @@ def _load_acquire_cuda(ptr, mask, _semantic=None):
 
 @triton.jit
 def load_acquire(ptr, mask):
-    """Load int32 signals; what was released before they were set is visible to the loading thread.
-    0 outside the mask.
+    """Load int32 signals; stores that were released before them are visible to the loading thread.
+
+    Args:
+        ptr: tile of int32 pointers.
+        mask: bool tile; signals outside it are 0.
     """
     if is_cuda():
         return _load_acquire_cuda(ptr, mask.to(tl.int32))
@@ -85,30 +102,42 @@ def load_acquire(ptr, mask):
 
 @triton.jit
 def store_to_peer(ptr, value, peer, rank, mask):
+    """Store a tile at pointers into the memory of ``peer``; relaxed.
+
+    ``peer`` and ``rank`` are for the interpreter, which counts the traffic.
+    """
+    # Written through to the system, so that no cache of this GPU holds the data back.
     tl.store(ptr, value, mask=mask, cache_modifier=".wt")
 
 
 @triton.jit
 def signal_peer(ptr, epoch, peer, rank, mask, ORDER: tl.constexpr):
-    tl.static_assert(ORDER == "release" or ORDER == "relaxed", "signal: order must be release or relaxed")
+    """Set int32 signals in the memory of ``peer`` to ``epoch``, with order ``ORDER``."""
+    tl.static_assert(
+        ORDER == "release" or ORDER == "relaxed", "signal: order must be release or relaxed"
+    )
     if ORDER == "release":
-        # Triton puts no barrier between a tile's stores and a release: other warps' stores would
-        # not be covered.
+        # Triton puts no barrier between a tile's stores and a release, which one thread makes:
+        # without this barrier the stores of other warps would not be covered.
         tl.debug_barrier()
     tl.atomic_xchg(ptr, epoch, mask=mask, sem=ORDER, scope="sys")
 
 
 @core.extern
 def _sleep(_semantic=None):
+    """Let the thread sleep: 20 ns, or 128 cycles on gfx942."""
     if _semantic.builder.options.backend_name == "cuda":
         asm = f"nanosleep.u32 {_PAUSE_NS}; mov.u32 $0, 0;"
         constraints = "=r"
     else:
-        asm, constraints = "s_sleep 2\nv_mov_b32 $0, 0", "=v"  # 128 cycles
-    core.inline_asm_elementwise(asm, constraints, [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic)
+        # s_sleep counts in units of 64 cycles.
+        asm, constraints = "s_sleep 2\nv_mov_b32 $0, 0", "=v"
+    core.inline_asm_elementwise(
+        asm, constraints, [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
 
 
 @triton.jit
 def pause():
-    """Between two looks at a signal: leave the memory system to the programs that still compute."""
+    """Pause between two looks at a signal: leave the memory system to programs that compute."""
     _sleep()

@@ -1,7 +1,8 @@
-"""What the primitives are made of in Triton's interpreter: plain Python, called while a kernel
-runs.
+"""Operations of Triton's interpreter that the primitives consist of: plain Python, called while a
+kernel runs.
 
 Every store to a peer goes through ``cpu_faults.deliver``, which counts it and may hold it back.
+``_device`` has the same names for GPUs, with their shapes and dtypes.
 """
 
 import functools
@@ -18,62 +19,77 @@ _PAUSE_S = 5e-4
 
 
 def is_cuda():
+    """Tell that the kernel does not run on an NVIDIA GPU."""
     return False
 
 
 def num_threads():
+    """Return the number of threads of a program: one."""
     return 1
 
 
 def clock_ns(lanes):
+    """Read the clock in ns, as an int64 tile of the shape of ``lanes``."""
     return tl.full(lanes.shape, time.monotonic_ns(), tl.int64)
 
 
 def fence_system(scratch):
+    """Deliver every store that is held back; ``scratch`` is for GPUs."""
     cpu_faults.flush()
 
 
 def pause():
-    """Between two looks at a signal: let the network deliver, and other ranks use the core."""
+    """Pause between two looks at a signal: let stores be delivered, and other ranks compute."""
     cpu_faults.progress()
     time.sleep(_PAUSE_S)
 
 
 def load_acquire(ptr, mask):
+    """Load int32 signals; stores that were released before them are visible. 0 outside ``mask``."""
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
 def store_to_peer(ptr, value, peer, rank, mask):
-    addresses, values, taken = _store_arguments(ptr, value, mask)
+    """Store a tile at pointers into the memory of ``peer``; it may be delivered late."""
+    addresses, values, selected = _store_arguments(ptr, value, mask)
     world = cpu_faults.world()
+    # Under the explorer, memory is simulated, and stores are steps of a schedule.
     if world is not None:
-        world.send(addresses[taken], values[taken], "put")
+        world.send(addresses[selected], values[selected], "put")
     else:
-        _deliver(addresses, values, taken, peer, rank, ordered=False, count=_count_put)
+        _deliver(addresses, values, selected, peer, rank, ordered=False, count=_count_put)
 
 
 def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
-    if _plain(ORDER) not in ("release", "relaxed"):
+    """Set int32 signals in the memory of ``peer`` to ``epoch``.
+
+    Raises:
+        ValueError: ``ORDER`` is neither ``"release"`` nor ``"relaxed"``.
+    """
+    order = _plain(ORDER)
+    if order not in ("release", "relaxed"):
         raise ValueError("signal: order must be release or relaxed")
-    addresses, values, taken = _store_arguments(ptr, epoch, mask)
+    addresses, values, selected = _store_arguments(ptr, epoch, mask)
     world = cpu_faults.world()
     if world is not None:
-        world.send(addresses[taken], values[taken], _plain(ORDER))
+        world.send(addresses[selected], values[selected], order)
     else:
-        _deliver(addresses, values, taken, peer, rank, ordered=_plain(ORDER) == "release", count=_count_signal)
+        ordered = order == "release"
+        _deliver(addresses, values, selected, peer, rank, ordered=ordered, count=_count_signal)
 
 
-def _deliver(addresses, values, taken, peer, rank, *, ordered, count):
-    """One message a peer: a tile whose elements go to several peers leaves as several messages."""
-    here = np.asarray(_plain(rank)).item()
+def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
+    """Send one message per peer: a tile for several peers leaves as several messages."""
+    me = np.asarray(_plain(rank)).item()
     peers = np.broadcast_to(np.asarray(_plain(peer)), addresses.shape)
-    for destination in np.unique(peers[taken]).tolist():
-        chosen = taken & (peers == destination)
-        store = functools.partial(interpreter.store, addresses, values, chosen)
-        if destination == here:
+    for destination in np.unique(peers[selected]).tolist():
+        part = selected & (peers == destination)
+        store = functools.partial(interpreter.store, addresses, values, part)
+        # A store to the rank's own memory crosses no link: it is neither counted nor held back.
+        if destination == me:
             store()
             continue
-        count(destination, int(chosen.sum()) * values.dtype.itemsize)
+        count(destination, int(part.sum()) * values.dtype.itemsize)
         cpu_faults.deliver(store, ordered=ordered)
 
 
@@ -86,19 +102,24 @@ def _count_signal(peer, nbytes):
 
 
 def _store_arguments(ptr, value, mask):
+    """Return the numpy arrays of a store, of one shape: addresses, values and the mask."""
     if not isinstance(value, tl.tensor):
         value = tl.full([], _plain(value), ptr.dtype.element_ty)
     value = value.to(ptr.dtype.element_ty)
     addresses = np.asarray(ptr.handle.data)
     mask = _plain(mask)
-    taken = np.asarray(True if mask is None else mask)
-    shape = np.broadcast_shapes(addresses.shape, value.handle.data.shape, taken.shape)
-    # Copies: a broadcast array may not be written to, which Triton 3.6 asks of what it only reads.
-    return tuple(np.array(np.broadcast_to(each, shape), order="C") for each in (addresses, value.handle.data, taken.astype(bool)))
+    selected = np.asarray(True if mask is None else mask)
+    shape = np.broadcast_shapes(addresses.shape, value.handle.data.shape, selected.shape)
+    # Copies, because Triton 3.6 asks for arrays that may be written to, even where it only reads
+    # them; a broadcast array may not be.
+    return tuple(
+        np.array(np.broadcast_to(array, shape), order="C")
+        for array in (addresses, value.handle.data, selected.astype(bool))
+    )
 
 
 def _plain(x):
-    """A tensor's numpy array, a constexpr's value, or ``x`` itself."""
+    """Return a tensor's numpy array, a constexpr's value, or ``x`` itself."""
     if isinstance(x, tl.tensor):
         return x.handle.data
     return getattr(x, "value", x)

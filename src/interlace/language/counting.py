@@ -1,5 +1,4 @@
-"""Local counters: which program of a launch comes last, and how many tiles of an output are there.
-"""
+"""Local counters: they find the last program of a launch, and count the tiles of an output."""
 
 import triton
 import triton.language as tl
@@ -11,21 +10,23 @@ _UNITS = tl.constexpr(MAX_PROGRAMS)
 
 @triton.jit
 def arrive_last(counter, member, members):
-    """Count this program in; true for the last of ``members`` programs that do (bool scalar).
+    """Count this program in, and tell if it is the last of ``members`` programs (bool scalar).
 
-    What any of them put or stored before it arrived is in the past of the last one
+    Puts and stores that any member made before it arrived are in the past of the last one
     (acquire-release, system scope), which may then signal on behalf of all.
 
-    Nothing is reset: the members share out the same number of units in every round, so the counter
-    stands at a multiple of that number between rounds, however many members the next one has.
-
     Args:
-        counter: int32 in this rank's memory, zero at first, used by nothing else.
-        member: this program's number among the members, from 0.
-        members: how many there are in this round, at most ``MAX_PROGRAMS``.
+        counter: pointer to one int32 of this rank, zero at first, used by nothing else.
+        member: int32 scalar: this program's number among the members, from 0.
+        members: int32 scalar: number of members in this round, at most ``MAX_PROGRAMS``.
     """
+    # The counter is never reset. The members share out the same number of units in every round, so
+    # between rounds it stands at a multiple of that number, whatever number of members comes next.
     share = (_UNITS - member + members - 1) // members
-    tl.debug_barrier()  # an atomic by one thread does not cover the other threads' stores
+    # One thread makes the atomic operation, which does not cover the other threads' stores: hence
+    # the barrier before it. After the second barrier, every thread may load the data that the one
+    # thread has acquired.
+    tl.debug_barrier()
     before = tl.atomic_add(counter, share, sem="acq_rel", scope="sys")
     tl.debug_barrier()
     return ((before + share) & (_UNITS - 1)) == 0
@@ -33,15 +34,16 @@ def arrive_last(counter, member, members):
 
 @triton.jit
 def count(counter):
-    """Add 1 to a counter of this rank: whoever sees it sees what this program has stored before
-    (release, system scope).
+    """Add 1 to a counter of this rank, with release order at system scope.
 
-    What copy engines wait for, once a tile of :class:`interlace.mapped.TriggeredTransfers` is
-    complete. Tiles that were stored through a descriptor must be complete (:func:`complete_tiles`)
-    before they are counted.
+    A reader that sees the new value sees everything that this program has stored before. Copy
+    engines wait for such counters (:class:`interlace.mapped.TriggeredTransfers`). Tiles that were
+    stored through a descriptor must be complete (:func:`complete_tiles`) before they are counted.
 
     Args:
         counter: pointer to one int32, plain memory of this rank.
     """
-    tl.debug_barrier()  # an atomic by one thread does not cover the other threads' stores
+    # One thread makes the atomic operation; the barrier brings the other threads' stores into its
+    # past.
+    tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="sys")

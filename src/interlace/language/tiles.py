@@ -1,5 +1,6 @@
-"""Asynchronous tile stores to peers, through a tensor descriptor of the group's memory. Compiled
-kernels only.
+"""Asynchronous tile stores to peers, through a tensor descriptor of the group's memory.
+
+They exist in kernels that are compiled for NVIDIA GPUs only.
 """
 
 import triton
@@ -11,6 +12,7 @@ from interlace.comm.interpreter import interpreting
 if interpreting():
 
     def is_cuda():
+        """Tell that the kernel does not run on an NVIDIA GPU."""
         return False
 
 else:
@@ -19,8 +21,12 @@ else:
 
 @core.extern
 def _complete(_semantic=None):
-    # Waiting for reads alone, as Triton does between stores, frees the shared memory but says
-    # nothing of arrival.
+    """Wait until the bulk copies of this program have written, and order later stores after them.
+    """
+    # Triton itself waits between stores only until the copies have read their source. That frees
+    # the shared memory, but does not tell that the data have arrived, so this waits for the writes.
+    # Copies go through another proxy than plain stores; the fence joins the two, so that a signal
+    # covers both.
     core.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, 0;",
         "=r", [], dtype=core.int32, is_pure=False, pack=1, _semantic=_semantic,
@@ -29,19 +35,23 @@ def _complete(_semantic=None):
 
 @triton.jit
 def put_tile(descriptor, place, value):
-    """Store a tile at ``place`` of a descriptor over the group's memory (its first dimension is the
-    peer).
+    """Store a tile at ``place`` of a descriptor over the group's memory.
 
-    The copy runs by itself, out of shared memory, while the program goes on; what lies outside the
-    descriptor's shape is left out. Order it by :func:`complete_tiles`.
+    The copy runs by itself, out of shared memory, while the program goes on. :func:`complete_tiles`
+    orders it.
+
+    Args:
+        descriptor: tensor descriptor whose first dimension is the peer.
+        place: list of int32 scalars: the tile's first element in each dimension.
+        value: tile of the descriptor's block shape; elements outside the descriptor's shape are
+            left out.
     """
     descriptor.store(place, value)
 
 
 @triton.jit
 def complete_tiles():
-    """Wait until this program's tiles have arrived: a later :func:`signal` covers them like other
-    puts.
+    """Wait until this program's tiles have arrived: a later :func:`signal` covers them like puts.
     """
     if is_cuda():
         _complete()
@@ -49,6 +59,7 @@ def complete_tiles():
 
 @core.extern
 def _accept(_semantic=None):
+    """Order later loads through descriptors after this thread's earlier operations."""
     core.inline_asm_elementwise(
         "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=core.int32, is_pure=False, pack=1,
         _semantic=_semantic
@@ -57,8 +68,10 @@ def _accept(_semantic=None):
 
 @triton.jit
 def accept_tiles():
-    """After a :func:`wait`: what peers have stored may be loaded through a tensor descriptor, too,
-    from here on.
+    """Allow loads through a tensor descriptor of data that a :func:`wait` has announced.
+
+    Call it after the wait: descriptors read by another proxy than plain loads, to which the wait
+    alone promises nothing.
     """
     if is_cuda():
         _accept()

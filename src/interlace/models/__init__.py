@@ -1,4 +1,4 @@
-"""Models built of the fused operators, and what it takes to train them."""
+"""Models made of the fused operators, with their training, metrics and checkpoints."""
 
 from interlace.models.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from interlace.models.dlrm import DLRM

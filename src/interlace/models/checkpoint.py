@@ -4,18 +4,18 @@ ranks.
 ::
 
     FOLDER/step-00000100/
-        checkpoint.json       step, ranks, and what the caller adds
+        checkpoint.json       step, number of ranks, and the caller's ``extra``
         dense.pt              the data-parallel part and its optimizer, from rank 0
-        embeddings-0.pt ...   each rank's shards, under names that say which columns of which table they are
+        embeddings-0.pt ...   each rank's shards, named by table and columns
 
-A checkpoint that exists under its name is whole. All ranks write into ``.step-00000100.partial``
+A checkpoint that exists under its name is complete. All ranks write into ``.step-00000100.partial``
 and force their files to disk; rank 0 gives the folder its name when every rank has succeeded. If a
 rank fails, every rank raises an error that names it, the partial folder is removed, and a
 checkpoint that stood under the same name is still there. A process that is killed leaves the
 partial folder behind; the next save of that step replaces it.
 
-PyTorch's distributed checkpoint would do, but its metadata is a pickle that is executed when it is
-read. These files are read with ``weights_only=True`` and ``json``.
+PyTorch's distributed checkpoint is not used, because its metadata is a pickle that is executed when
+it is read. These files are read with ``weights_only=True`` and ``json``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from interlace.errors import DataError
 from interlace.models.dlrm import DLRM
 
 DEADLINE_S = 3600.0
-"""Seconds that the fastest rank waits for the slowest one in each phase of a checkpoint, unless
-told otherwise.
+"""Default time, in seconds, that the fastest rank waits for the slowest one in each phase of a
+checkpoint.
 
 Ranks hold tables of different sizes and write to disks of different speeds, so this has nothing to
 do with the group's deadline, which bounds how long a kernel may wait for a peer.
@@ -53,28 +53,33 @@ def save_checkpoint(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Path:
-    """Write ``folder/step-<step>``; it appears under that name when it is complete. Collective.
+    """Write the checkpoint ``folder/step-<step>``. Collective.
+
+    The checkpoint appears under that name when it is complete.
 
     Args:
-        folder: on a file system that all ranks see; made if it is not there.
-        model: its tables' optimizer states go along.
-        optimizer: of ``model.dense``.
-        step: steps done.
-        extra: JSON that :func:`load_checkpoint` gives back.
-        deadline_s: Seconds that a rank which has written its files waits for the others.
+        folder: folder on a file system that all ranks see; made if it does not exist.
+        model: model to save, with its tables' optimizer states.
+        optimizer: optimizer of ``model.dense``.
+        step: number of steps that the model has been trained for.
+        extra: values for JSON; :func:`load_checkpoint` returns them.
+        deadline_s: time, in seconds, that a rank waits for the others once it has written its own
+            files.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        DataError: on every rank, if one cannot write; it names that rank. What was in the folder
-            before is unchanged.
+        DataError: a rank cannot write. It is raised on every rank and names that rank; earlier
+            checkpoints in the folder are unchanged.
         PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
     target = folder / f"step-{step:08d}"
     partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
 
+    # Three phases, with an agreement of all ranks after each: rank 0 makes the folder before anyone
+    # writes into it, and renames it after everyone has written.
     def prepare() -> None:
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -99,7 +104,9 @@ def save_checkpoint(
             shutil.rmtree(replaced, ignore_errors=True)
             exists = target.exists()
             if exists:
-                # No folder can be renamed onto another one that has files in it
+                # A folder cannot be renamed onto one that has files in it, so the earlier
+                # checkpoint of this step steps aside, and comes back if the new one cannot take its
+                # name.
                 target.rename(replaced)
             try:
                 partial.rename(target)
@@ -114,7 +121,7 @@ def save_checkpoint(
         for action in (prepare, write, finish):
             _on_all_ranks(group, "save_checkpoint", action, deadline_s)
     except DataError:
-        # Every rank has come to the end of its action, so nobody is writing any more.
+        # Every rank has come to the end of its phase, so no rank is still writing into the folder.
         if group.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -128,22 +135,23 @@ def load_checkpoint(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> dict[str, Any]:
-    """Load ``path`` into a model of the same tables, on any number of ranks. Collective.
+    """Load a checkpoint into a model of the same tables, on any number of ranks. Collective.
 
-    Each rank reads of all ranks' files what its own shards need (they are mapped, not read whole).
+    Each rank reads the parts of all ranks' files that its own shards need; the files are mapped
+    into memory, not read completely.
 
     Args:
-        path: What :func:`save_checkpoint` returned.
-        model: The model to load into.
-        optimizer: The optimizer of ``model.dense``; None leaves the saved one out.
-        deadline_s: Seconds that a rank which has read its files waits for the others.
+        path: the checkpoint's folder, as :func:`save_checkpoint` returned it.
+        model: model to load into.
+        optimizer: optimizer of ``model.dense``; None ignores the saved optimizer.
+        deadline_s: time, in seconds, that a rank waits for the others once it has read its files.
 
     Returns:
         ``{"step": ..., "world_size": ..., "extra": ...}`` as saved.
 
     Raises:
-        DataError: on every rank, if one cannot read it, or it is not of such a model; it names that
-            rank. If a file cannot be read, no rank's model has changed.
+        DataError: a rank cannot read the checkpoint, or it is of another model. It is raised on
+            every rank and names that rank. If a file cannot be read, no rank's model has changed.
         PeerTimeoutError: a rank did not finish within ``deadline_s``. The group is broken then.
     """
     group = model.embeddings.group
@@ -169,20 +177,27 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of most steps in ``folder``; None if there is none."""
+    """Return the complete checkpoint with the most steps in ``folder``; None if there is none."""
     return max((file.parent for file in folder.glob(f"step-*/{_INDEX}")), default=None)
 
 
 def _read(file: Path) -> dict[str, Any]:
-    found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(found, dict):
+    """Read a file of tensors, by name.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    contents = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(contents, dict):
         raise DataError(f"{file} must be a part of a checkpoint; it is not.")
-    return found
+    return contents
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file's data, or the names in a folder, are on the disk: a rename must not get
-    there before them.
+    """Wait until a file's data, or a folder's names, are on the disk.
+
+    Otherwise a rename could reach the disk first, and a machine that loses power then would have an
+    incomplete checkpoint under the name of a complete one.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -191,24 +206,33 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _on_all_ranks(group: Group, what: str, action: Callable[[], None], deadline_s: float) -> None:
-    """Run ``action`` and wait for the others; if it fails on one rank, every rank raises.
+def _on_all_ranks(
+    group: Group, operation: str, action: Callable[[], None], deadline_s: float
+) -> None:
+    """Run ``action`` and wait for the other ranks; if it fails on one rank, every rank raises.
+
+    Args:
+        group: the ranks.
+        operation: name of the public function, for errors.
+        action: this rank's part.
+        deadline_s: time, in seconds, that a rank waits for the others once its action has ended.
 
     Raises:
         DataError: the action failed on a rank, which the message names.
-        PeerTimeoutError: a rank did not come to the end of it within ``deadline_s`` of this one.
+        PeerTimeoutError: a rank did not end its action within ``deadline_s`` of this rank.
     """
     problem = ""
     try:
         action()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+    # Any exception: the other ranks are about to wait for this one and must learn of it.
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     failed = [
         (rank, text)
-        for rank, text in enumerate(group.exchange(what, problem, deadline_s=deadline_s))
+        for rank, text in enumerate(group.exchange(operation, problem, deadline_s=deadline_s))
         if text
     ]
     if failed:
         raise DataError(
-            f"{what} must succeed on every rank; got on rank {failed[0][0]}: {failed[0][1]}"
+            f"{operation} must succeed on every rank; got on rank {failed[0][0]}: {failed[0][1]}"
         )

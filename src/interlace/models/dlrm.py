@@ -1,9 +1,9 @@
-"""``DLRM``: the deep learning recommendation model of Naumov et al. (arXiv:1906.00091), its tables
-shared out over ranks.
+"""``DLRM``: the deep learning recommendation model of Naumov et al. (arXiv:1906.00091), with tables
+sharded over ranks.
 """
 
-# No `from __future__ import annotations` here: DDP looks at the annotations of a communication
-# hook.
+# Without `from __future__ import annotations`, because DDP checks the annotations of a
+# communication hook, and does not understand strings.
 
 import datetime
 import itertools
@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
-from interlace.nn.embedding_bags import scale_gradient
 from interlace.nn.group_member import GroupMember
+from interlace.nn.scaled_gradient import scale_gradient
 
 
 class DLRM(GroupMember, nn.Module):
-    """Click prediction from dense and categorical features, data-parallel but for its tables.
+    """Click prediction from dense and categorical features; data-parallel except for its tables.
 
     Dimensions: n samples of this rank, R ranks, F dense features, T tables of width D.
 
@@ -34,42 +34,43 @@ class DLRM(GroupMember, nn.Module):
         z [n, T(T+1)/2] = dot products of all pairs of x, e_1 .. e_T
         logit [n]       = top MLP of (x, z)
 
-    Linear layers are followed by ReLU, but for the last. Each rank has the MLPs (``dense``) and its
-    share of the tables (``embeddings``).
+    Linear layers are followed by ReLU, except for the last. Each rank has the MLPs (``dense``) and
+    its shards of the tables (``embeddings``).
 
     **Gradients.** Each rank's loss is the mean over its own samples, as with
     ``DistributedDataParallel``, and every parameter gets the gradient of the mean over all samples.
     The division by R happens once, on the n logits, rather than on every gradient; the MLPs'
-    gradients are then *added* over ranks (a communication hook of DDP), and so are the tables',
-    within the embeddings' backward kernel.
+    gradients are then *added* over ranks (a communication hook of DDP), and so are the gradients of
+    the tables, within the embeddings' backward kernel.
 
     ``state_dict()`` has the same keys on every rank under ``dense.``, and this rank's shards under
-    ``embeddings.``; no ``module.`` of DDP's. See :class:`interlace.nn.ShardedEmbeddingBags` for
-    what may be loaded.
+    ``embeddings.``; DDP's ``module.`` is not in the keys. See
+    :class:`interlace.nn.ShardedEmbeddingBags` for the state dicts that may be loaded.
 
     Args:
-        tables: all of one width.
+        tables: tables of one width D.
         dense_features: F.
-        bottom: widths of the bottom MLP's hidden layers; it ends in D.
-        top: widths of the top MLP's hidden layers; it ends in 1.
-        group: of the ranks; default: the default process group, or this process on its own.
-        device: default: the current CUDA device, or the CPU if there is none.
-        seed: of all first weights.
+        bottom: widths of the bottom MLP's hidden layers; its output has width D.
+        top: widths of the top MLP's hidden layers; its output has width 1.
+        group: process group; default: the default process group, or this process alone.
+        device: device; default: the current CUDA device, or the CPU if there is none.
+        seed: seed of all first weights.
         options: further arguments of :class:`ShardedEmbeddingBags`: ``gradient``,
             ``learning_rate``, ``plan`` ...
 
     Attributes:
-        dense: the MLPs and the interaction; its parameters are for an optimizer of torch's.
+        dense: the MLPs and the interaction; its parameters are for one of torch's optimizers.
         embeddings: the tables.
 
     Raises:
-        ArgumentError: tables of different widths; whatever :class:`ShardedEmbeddingBags` refuses.
+        ArgumentError: tables have different widths, or :class:`ShardedEmbeddingBags` refuses an
+            argument.
 
     Example:
         >>> tables = [EmbeddingTable(f"C{t + 1}", 10_000, 64, bag_length=1) for t in range(26)]
         >>> model = DLRM(tables, gradient="rowwise_adagrad", learning_rate=0.02)
         >>> logits = model(batch.dense, batch.indices)
-        >>> binary_cross_entropy(logits, batch.labels).backward()    # the tables are updated by then
+        >>> binary_cross_entropy(logits, batch.labels).backward()    # this updates the tables
     """
 
     _group_attributes = ("process_group",)
@@ -117,17 +118,21 @@ class DLRM(GroupMember, nn.Module):
         offsets: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[n]``. Collective, on the current stream.
+        """Compute the logits ``[n]``. Collective, on the current stream.
 
         Args:
-            dense: ``[n, F]``.
-            features, offsets, weights: as :meth:`ShardedEmbeddingBags.forward` takes them.
+            dense: dense features ``[n, F]``.
+            features, offsets, weights: arguments of :meth:`ShardedEmbeddingBags.forward`.
         """
         return self.logits(dense, self.embeddings.pool(features, offsets, weights).stacked())
 
     def logits(self, dense: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-        """The data-parallel part: from dense features ``[n, F]`` and embeddings ``[n, T, D]`` to
-        logits ``[n]``.
+        """Compute the logits ``[n]`` from dense features ``[n, F]`` and embeddings ``[n, T, D]``.
+
+        It is the data-parallel part of :meth:`forward`.
+
+        Raises:
+            ArgumentError: dense features and embeddings are of different numbers of samples.
         """
         if len(dense) != len(stack):
             raise ArgumentError(
@@ -137,12 +142,12 @@ class DLRM(GroupMember, nn.Module):
         module = (
             self._data_parallel.of(self) if ranks > 1 and torch.is_grad_enabled() else self.dense
         )
-        found: torch.Tensor = module(dense, stack)
-        return scale_gradient(found, 1 / ranks) if ranks > 1 else found
+        logits: torch.Tensor = module(dense, stack)
+        return scale_gradient(logits, 1 / ranks) if ranks > 1 else logits
 
 
 class _Dense(nn.Module):
-    """The MLPs and the interaction."""
+    """The MLPs, and the dot products between them."""
 
     def __init__(
         self,
@@ -157,23 +162,24 @@ class _Dense(nn.Module):
         super().__init__()
         self.bottom = _mlp([features, *bottom, width], device)
         self.top = _mlp([width + tables * (tables + 1) // 2, *top, 1], device)
-        self.pairs = _pairs(order, device)  # no buffer: DDP would broadcast it in every step
+        # Not a buffer, because DDP would broadcast it in every step.
+        self.pairs = _pairs(order, device)
 
     def forward(self, dense: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-        """``[n, F]`` and ``[n, T, D]`` -> ``[n]``."""
+        """Compute logits ``[n]`` from dense features ``[n, F]`` and embeddings ``[n, T, D]``."""
         x = self.bottom(dense)
-        # Row t: e_t times x, e_1, e_2 ...: nothing of the embeddings is copied to put x beside
-        # them.
+        # Row t holds the products of e_t with x, e_1, e_2 ... Two batched products avoid a copy of
+        # all embeddings that would put x beside them.
         products = torch.cat([torch.bmm(stack, x[:, :, None]), torch.bmm(stack, stack.mT)], 2)
-        found: torch.Tensor = self.top(
-            torch.cat([x, products.flatten(1).index_select(1, self.pairs)], 1)
-        )
-        return found.squeeze(1)
+        interactions = products.flatten(1).index_select(1, self.pairs)
+        logits: torch.Tensor = self.top(torch.cat([x, interactions], 1))
+        return logits.squeeze(1)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """As the reference: weights normal with variance ``2 / (inputs + outputs)``, biases with
-        ``1 / outputs``.
+        """Draw the parameters from normal distributions, as the paper's implementation does.
+
+        Weights have variance ``2 / (inputs + outputs)``, biases ``1 / outputs``.
         """
         device = self.pairs.device
         generator = torch.Generator(device).manual_seed(seed)
@@ -184,11 +190,11 @@ class _Dense(nn.Module):
 
 
 class _DataParallel:
-    """The wrapper that adds up the gradients of a model's dense part; no submodule, so parameters
-    keep one name each.
+    """Holder of the DDP wrapper that adds up the gradients of a model's dense part.
 
-    It is made by the first forward pass that needs it, and again when parameters were frozen,
-    thawed or moved since. Copies of a model start without one.
+    It is not a submodule, so every parameter keeps one name. The first forward pass that needs the
+    wrapper makes it, and a later one makes it again if parameters were frozen, thawed or moved
+    since. Copies of a model start without a wrapper.
     """
 
     def __init__(self) -> None:
@@ -202,26 +208,31 @@ class _DataParallel:
         return _DataParallel, ()
 
     def of(self, model: DLRM) -> nn.Module:
-        """The wrapper of ``model.dense``, or that itself where none of its parameters is trained.
-        Collective.
+        """Return the wrapper of ``model.dense``. Collective.
+
+        If no parameter of ``model.dense`` is trained, return ``model.dense`` itself.
         """
         parameters = [
-            (id(each), each.dtype, each.device, each.requires_grad)
-            for each in model.dense.parameters()
+            (id(parameter), parameter.dtype, parameter.device, parameter.requires_grad)
+            for parameter in model.dense.parameters()
         ]
+        # DDP remembers which parameters it reduces. A wrapper that was made before some were frozen
+        # would wait for gradients that never come, so it is replaced.
         if parameters != self._parameters:
             if self._module is not None:
                 self._module._remove_autograd_hooks()
             self._module, self._parameters = None, parameters
-            if any(each.requires_grad for each in model.dense.parameters()):
+            # DDP refuses a module without a parameter that is trained.
+            if any(parameter.requires_grad for parameter in model.dense.parameters()):
                 self._module = DistributedDataParallel(
                     model.dense, process_group=model.process_group, gradient_as_bucket_view=True
-                )  # fmt: skip
+                )
                 self._module.register_comm_hook(model, _add_over_ranks)
         return model.dense if self._module is None else self._module
 
 
 def _mlp(widths: Sequence[int], device: torch.device | str) -> nn.Sequential:
+    """Make linear layers of these widths, with a ReLU between two of them."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU()]
@@ -229,28 +240,37 @@ def _mlp(widths: Sequence[int], device: torch.device | str) -> nn.Sequential:
 
 
 def _pairs(order: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """Where the lower triangle of all pairs lies in ``products [T, 1 + T]``, in the order of the
-    model's tables.
+    """Return the indices of all pairs' lower triangle in the flattened ``products [T, 1 + T]``.
 
     Args:
-        order: ``order[p]`` is the table whose embeddings are at place p of the stack.
-        device: of the result.
+        order: ``order[p]`` is the table whose embeddings are at position p of the stack.
+        device: device of the result.
+
+    Returns:
+        int64 ``[T (T + 1) / 2]``, pairs in the order of the model's tables.
 
     Example:
-        Two tables, stored in the order 1, 0. Products: ``[e_1 x, e_1 e_1, e_1 e_0], [e_0 x, e_0
-        e_1, e_0 e_0]``. Wanted: ``e_0 x, e_1 x, e_1 e_0``, which are at ``[3, 0, 2]``.
+        Two tables, stored in the order 1, 0. The products are ``e_1 x, e_1 e_1, e_1 e_0`` and
+        ``e_0 x, e_0 e_1, e_0 e_0``. The triangle is ``e_0 x, e_1 x, e_1 e_0``, at ``[3, 0, 2]``.
     """
-    place = {table: p for p, table in enumerate(order)}
-    row = 1 + len(order)
-    found = []
+    positions = {table: position for position, table in enumerate(order)}
+    row_length = 1 + len(order)
+    indices = []
     for table in range(len(order)):
-        found.append(place[table] * row)
-        found += [place[table] * row + 1 + place[other] for other in range(table)]
-    return torch.tensor(found, dtype=torch.int64, device=device)
+        row_start = positions[table] * row_length
+        indices.append(row_start)
+        indices += [row_start + 1 + positions[earlier] for earlier in range(table)]
+    return torch.tensor(indices, dtype=torch.int64, device=device)
 
 
 def _add_over_ranks(model: DLRM, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: the sum over ranks, where DDP itself would take the mean."""
+    """Sum a bucket of gradients over the ranks: a communication hook of DDP.
+
+    DDP itself would take the mean; the model has divided by the number of ranks already.
+
+    Raises:
+        PeerTimeoutError: on the CPU backend, a rank did not join before the deadline.
+    """
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
     assert work is not None

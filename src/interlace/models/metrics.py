@@ -1,6 +1,4 @@
-"""How good a click model is: binary cross entropy, and the area under the ROC curve, exact and over
-all ranks.
-"""
+"""Quality of a click model over all ranks: cross entropy and the area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -12,22 +10,21 @@ from interlace.errors import ArgumentError
 
 
 def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean of ``-log p(label)`` with ``p(1) = sigmoid(logit)``: a scalar, in nats.
+    """Return the mean of ``-log p(label)`` with ``p(1) = sigmoid(logit)``: a scalar, in nats.
 
     Args:
-        logits: ``[n]``.
-        labels: ``[n]``, 0 or 1.
+        logits: ``[n]``, of a floating-point dtype.
+        labels: ``[n]``, 0 or 1, of the dtype of ``logits``.
     """
     return F.binary_cross_entropy_with_logits(logits, labels)
 
 
 def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """The probability that a positive sample has a higher score than a negative one, equal scores
-    counting one half.
+    """Return the probability that a positive sample's score is above a negative sample's.
 
-    Exact, in ``n log n``: ``(sum of the positives' ranks - P (P + 1) / 2) / (P N)`` with P
-    positives and N negatives, where equal scores share the mean of their ranks (Mann and Whitney's
-    U). NaN if there are only positives or only negatives.
+    Equal scores count one half. The result is exact, in ``n log n``: ``(sum of the positives' ranks
+    - P (P + 1) / 2) / (P N)`` with P positives and N negatives, where equal scores share the mean
+    of their ranks (Mann and Whitney's U). NaN if there are only positives or only negatives.
 
     Args:
         scores: ``[n]``, of any real dtype; higher means likelier.
@@ -60,8 +57,14 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All ranks' ``values [n_r, ...]``, in rank order, on every rank; ranks may have different
-    numbers of rows. Collective.
+    """Gather all ranks' rows, in rank order, on every rank. Collective.
+
+    Args:
+        values: ``[n_r, ...]``; ranks may have different numbers of rows.
+        group: process group; default: the default one.
+
+    Returns:
+        ``[sum of n_r, ...]``.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return values
@@ -69,6 +72,7 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(ranks)]
     dist.all_gather(counts, torch.tensor([len(values)], device=values.device), group=group)
     sizes = [int(count) for count in counts]
+    # All-gather takes tensors of one shape, so every rank's rows are padded to the most rows.
     padded = values.new_zeros(max(sizes), *values.shape[1:])
     padded[: len(values)] = values
     gathered = [torch.empty_like(padded) for _ in range(ranks)]

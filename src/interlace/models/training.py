@@ -1,4 +1,4 @@
-"""Training a :class:`DLRM`: one step, an evaluation, and where a step's time goes."""
+"""Training a :class:`DLRM`: one step, an evaluation, and the times of a step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from interlace.models.metrics import area_under_roc, binary_cross_entropy, gathe
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Over all ranks' valid samples.
+    """Quality of a model over all ranks' valid samples.
 
     Attributes:
         loss: mean binary cross entropy, nats.
         auc: area under the ROC curve.
-        samples: how many.
+        samples: number of samples.
     """
 
     loss: float
@@ -37,15 +37,18 @@ class Evaluation:
 
 
 class Trainer:
-    """A model, the optimizer of its dense part, and how many steps it has done.
+    """A model, the optimizer of its dense part, and the number of steps done.
 
     Args:
-        model: whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or
+        model: model whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or
             ``"rowwise_adagrad"``).
-        optimizer: of ``model.dense.parameters()``.
+        optimizer: optimizer of ``model.dense.parameters()``.
+
+    Attributes:
+        steps: number of steps done.
 
     Raises:
-        ArgumentError: a model that leaves the tables' gradients to an optimizer.
+        ArgumentError: the model leaves the tables' gradients to an optimizer.
 
     Example:
         >>> trainer = Trainer(model, torch.optim.SGD(model.dense.parameters(), 0.1))
@@ -64,11 +67,16 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.model.embeddings.group.device
 
     def step(self, batch: Batch) -> torch.Tensor:
-        """Forward, backward, update. Collective; the host waits for nothing if all bags have a
-        fixed length.
+        """Do one step: forward pass, backward pass and update. Collective.
+
+        The host waits for nothing if all bags have a fixed length.
+
+        Args:
+            batch: this rank's samples, on the model's device.
 
         Returns:
             This rank's mean loss, detached, on the device.
@@ -83,7 +91,11 @@ class Trainer:
         return loss.detach()
 
     def mean_over_ranks(self, losses: list[torch.Tensor]) -> list[float]:
-        """Each of the ranks' losses averaged over them. Collective; waits for the device."""
+        """Average each of the losses over the ranks. Collective; waits for the device.
+
+        Args:
+            losses: scalars, as many on every rank.
+        """
         if not losses:
             return []
         values = torch.stack(losses).double()
@@ -91,14 +103,16 @@ class Trainer:
         if group.world_size > 1:
             dist.all_reduce(values, group=self.model.process_group)
         group.synchronize()
-        found: list[float] = (values / group.world_size).tolist()
-        return found
+        means: list[float] = (values / group.world_size).tolist()
+        return means
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Loss and area under the ROC curve over all ranks' batches, those samples left out that
-        only fill up. Collective.
+        """Compute loss and area under the ROC curve over all ranks' batches. Collective.
+
+        Samples that only fill a batch up are left out.
         """
+        # Scores stay on the device until the end, so that the host never waits for a batch.
         scores, labels = [], []
         for batch in batches:
             moved = batch.to(self.device)
@@ -118,13 +132,13 @@ class Trainer:
         )
 
     def save(self, folder: Path, *, deadline_s: float = DEADLINE_S, **extra: Any) -> Path:
-        """:func:`save_checkpoint` of everything. Collective."""
+        """Save model, optimizer and steps; return the checkpoint's folder. Collective."""
         return save_checkpoint(
             folder, self.model, self.optimizer, self.steps, extra, deadline_s=deadline_s
         )
 
     def load(self, path: Path, *, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """:func:`load_checkpoint` of everything; what ``save`` was given as ``extra``. Collective."""
+        """Load model, optimizer and steps; return the ``extra`` of :meth:`save`. Collective."""
         index = load_checkpoint(path, self.model, self.optimizer, deadline_s=deadline_s)
         self.steps = int(index["step"])
         extra: dict[str, Any] = index["extra"]
@@ -133,13 +147,13 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Where a step's time goes: medians of the slowest rank, milliseconds.
+    """Times of a step: medians of the slowest rank, in milliseconds.
 
     Attributes:
-        step_ms: the whole step.
-        compute_ms: the same work without any peer: this rank's tables pooled and updated for the
-            whole batch into its own memory, the MLPs forward and backward, the optimizer.
-        meaningful: False on the CPU, whose interpreter says nothing about speed.
+        step_ms: time of the complete step.
+        compute_ms: time of the same work without any peer: this rank's tables pooled and updated
+            for the whole batch into its own memory, the MLPs forward and backward, the optimizer.
+        meaningful: False on the CPU, where the interpreter's times say nothing about a GPU's.
     """
 
     step_ms: float
@@ -148,20 +162,22 @@ class StepTimes:
 
     @property
     def exposed_ms(self) -> float:
-        """Communication that is not hidden behind computation: what the step takes longer than
-        computing alone.
+        """Time of communication that is not hidden behind computation, in ms.
+
+        It is the difference between the step and computing alone.
         """
         return max(0.0, self.step_ms - self.compute_ms)
 
 
 def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes:
-    """Time steps with and without communication, on CUDA with events, and leave the model as it
-    was. Collective.
+    """Measure steps with and without communication, and leave the model as it was. Collective.
+
+    On CUDA, events measure the time.
 
     Args:
-        trainer: whose model, optimizer and ``impl`` are measured.
-        batch: on the device.
-        repeats: of each; the median counts.
+        trainer: trainer whose model, optimizer and ``impl`` are measured.
+        batch: this rank's samples, on the model's device.
+        repeats: number of measurements of each; the median counts.
     """
     with _restored(trainer):
         step = _slowest_median(trainer, lambda: trainer.step(batch), repeats)
@@ -171,7 +187,7 @@ def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes
 
 
 def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
-    """A step of this rank's work whose results go nowhere."""
+    """Return a function that does this rank's work of a step and sends nothing. Collective."""
     model = trainer.model
     bags = model.embeddings.distribution(batch.indices, batch.offsets)
     alone = None
@@ -181,7 +197,8 @@ def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
         stack = model.embeddings.look_up(bags).stacked().clone().requires_grad_()
 
     def step() -> None:
-        # In the order of a step: embeddings, MLPs forward and backward, embeddings' backward.
+        # The order of a step: embeddings, MLPs forward and backward, embeddings' backward. The MLPs
+        # read embeddings that were pooled before, because the peers' part of them does not come.
         outputs = model.embeddings.look_up_alone(bags, alone)
         loss = binary_cross_entropy(model.dense(batch.dense, stack), batch.labels)
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -194,6 +211,8 @@ def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
 
 
 def _slowest_median(trainer: Trainer, step: Callable[[], object], repeats: int) -> float:
+    """Return the median, in ms, of the slowest rank's time in each repetition. Collective."""
+    # The first calls compile kernels and allocate memory.
     for _ in range(2):
         step()
     group = trainer.model.embeddings.group
@@ -211,6 +230,7 @@ def _slowest_median(trainer: Trainer, step: Callable[[], object], repeats: int) 
 
 
 def _time_ms(device: torch.device, step: Callable[[], object]) -> float:
+    """Measure one step, in ms."""
     if device.type != "cuda":
         start = time.perf_counter()
         step()
@@ -225,8 +245,9 @@ def _time_ms(device: torch.device, step: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def _restored(trainer: Trainer) -> Iterator[None]:
-    """Whatever happens to the model meanwhile is undone. Tables are not copied: they learn at a
-    rate of 0.
+    """Undo every change of the model that is made within.
+
+    Tables are not copied, as they may fill the memory: they learn at a rate of 0 instead.
     """
     model, steps, rate = trainer.model, trainer.steps, trainer.model.embeddings.learning_rate
     saved = copy.deepcopy((model.dense.state_dict(), trainer.optimizer.state_dict()))

@@ -1,4 +1,4 @@
-"""Autocast for layers whose products are operators of Interlace."""
+"""Autocast for layers whose matrix products are operators of Interlace."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from interlace.gemm.operands import FLOATS
 
 
 def operands(
-    layer: str, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None
+    layer: str, x: torch.Tensor, weight: torch.Tensor, *parameters: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    """What a layer multiplies: its arguments, in autocast's dtype where autocast is enabled, as
-    ``F.linear`` does it.
+    """Convert a layer's operands to autocast's dtype if autocast is enabled, as ``F.linear`` does.
 
     The conversions are part of the graph, so each tensor gets its gradient in its own dtype.
 
     Args:
-        layer: The layer's name, for errors.
-        x: The input.
-        weight: The parameter that x is multiplied with.
-        others: Further parameters; None for one that the layer does not have.
+        layer: name of the layer, for errors.
+        x: input.
+        weight: parameter that x is multiplied with.
+        parameters: further parameters; None for a parameter that the layer does not have.
 
     Returns:
-        x, weight and the others.
+        x, weight and the further parameters.
 
     Raises:
-        ArgumentError: x has another dtype than the weight.
+        ArgumentError: the dtype of x is not that of the weight.
     """
+    # Autocast converts the arguments of torch's own operators only, so a layer that calls
+    # Interlace's must convert its operands itself.
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        x, weight, *others = (  # type: ignore[assignment]
+        x, weight, *parameters = (  # type: ignore[assignment]
             tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor
-            for tensor in (x, weight, *others)
+            for tensor in (x, weight, *parameters)
         )
     if x.dtype != weight.dtype:
         raise ArgumentError(
             f"{layer}: x must have the weight's dtype, {weight.dtype}; got {x.dtype}. Convert x, "
             "or use torch.autocast."
         )
-    return x, weight, *others
+    return x, weight, *parameters

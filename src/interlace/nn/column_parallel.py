@@ -19,10 +19,10 @@ from interlace.operators.all_gather_gemm import all_gather_gemm
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """``y = x @ weight.T + bias`` with N output features cut into R equal shards, one a rank.
+    """``y = x @ weight.T + bias`` with N output features cut into R equal shards, one per rank.
 
     The first layer of a tensor-parallel MLP, or attention's projection to queries, keys and values;
-    what follows it works on this rank's features, up to a :class:`RowParallelLinear`.
+    the layers after it work on this rank's features, up to a :class:`RowParallelLinear`.
 
     Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions
     (tokens).
@@ -34,12 +34,12 @@ class ColumnParallelLinear(ParallelLinear):
 
     Backward::
 
-        grad_x [..., K]              = sum over ranks r of grad_y_shard_n(r) @ weight_shard_n(r)      the same on every rank
+        grad_x [..., K]              = sum over ranks r of grad_y_shard_n(r) @ weight_shard_n(r)
         grad_weight_shard_n [N/R, K] = grad_y_shard_n.T @ x          (leading dimensions flattened)
         grad_bias_shard_n [N/R]      = sum over leading dimensions of grad_y_shard_n
 
-    of which the first is :func:`interlace.gemm_all_reduce`: multiplication and sum overlap in one
-    kernel.
+    ``grad_x`` is the same on every rank. It comes from :func:`interlace.gemm_all_reduce`, where
+    multiplication and sum overlap in one kernel.
 
     With ``sequence_parallel``, each rank has its share of the first dimension (the sequence, S) of
     x instead of all of it::
@@ -50,22 +50,22 @@ class ColumnParallelLinear(ParallelLinear):
     :func:`interlace.gemm_reduce_scatter`. Parameters that come before, such as a normalisation's
     weight, then see this rank's tokens only: sum their gradients over the ranks.
 
-    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes that, or a full layer's, of
-    which it keeps its shard. To start from a full layer, use :meth:`from_linear`; for a state dict
-    of full layers, :func:`unsharded_state_dict`.
+    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes this rank's shard, or a full
+    layer's tensors and keeps its shard of them. To start from a full layer, use
+    :meth:`from_linear`; for a state dict of full layers, :func:`unsharded_state_dict`.
 
     Args:
         in_features: K.
         out_features: N, of the full layer.
-        bias: whether there is one; every rank holds its N/R.
+        bias: if True, the layer has a bias, of which every rank holds its N/R.
         parts: output features of several projections whose weights are stacked, gate and up or
-            queries, keys and values; they sum to N. Each is sharded, so that a rank has its share
-            of each: ``y.split([part // R for part in parts], -1)``. Default: one, N. R must divide
-            each.
-        sequence_parallel: whether x is sharded along its first dimension, on all ranks alike.
+            queries, keys and values; they sum to N, and R must divide every part. Parts are
+            sharded one by one: ``y.split([part // R for part in parts], -1)``. Default: one part,
+                N.
+        sequence_parallel: if True, x is sharded along its first dimension, on all ranks alike.
         group: the ranks that share the layer; default: the default process group, or this process
-            on its own.
-        device, dtype: of the parameters; float16, bfloat16 or float32.
+            alone.
+        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N/R, K]``: of each part, rows ``rank * part/R`` to ``(rank + 1) * part/R``.
@@ -78,8 +78,10 @@ class ColumnParallelLinear(ParallelLinear):
             in forward: x does not end in K.
 
     Example:
-        >>> up = interlace.nn.ColumnParallelLinear(4096, 14336, bias=False)   # 4 ranks: weight [3584, 4096]
-        >>> hidden_shard_n = up(x)                                            # [2, 7, 4096] -> [2, 7, 3584]
+        >>> up = interlace.nn.ColumnParallelLinear(4096, 14336, bias=False)
+        >>> up.weight.shape                 # on 4 ranks
+        torch.Size([3584, 4096])
+        >>> hidden_shard_n = up(x)          # [2, 7, 4096] -> [2, 7, 3584]
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053); sequence parallelism: Korthikanti et al.
     (arXiv:2205.05198).
@@ -106,9 +108,15 @@ class ColumnParallelLinear(ParallelLinear):
                 f"{out_features}; got {parts}."
             )
         super().__init__(
-            in_features, out_features, bias, parts,
-            sequence_parallel=sequence_parallel, group=group, device=device, dtype=dtype,
-        )  # fmt: skip
+            in_features,
+            out_features,
+            bias,
+            parts,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
 
     @classmethod
     def from_linear(
@@ -119,19 +127,25 @@ class ColumnParallelLinear(ParallelLinear):
         parts: Sequence[int] | None = None,
         sequence_parallel: bool = False,
     ) -> ColumnParallelLinear:
-        """This rank's shard of a full layer, which every rank holds. The parameters are copies.
+        """Make this rank's shard of a full layer, which every rank holds; parameters are copies.
 
         Raises:
             ArgumentError: R does not divide the layer's output features, or a part of them.
         """
         return cls(
-            linear.in_features, linear.out_features, linear.bias is not None,
-            parts=parts, sequence_parallel=sequence_parallel, group=group, device="meta",
-        )._copy(linear)  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            parts=parts,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device="meta",
+        )._copy(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective. On the current
-        stream.
+        """Compute ``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective.
+
+        Both run on the current stream.
 
         Raises:
             ArgumentError: x does not end in K, or its dtype or device is not the weight's.
@@ -144,18 +158,24 @@ class ColumnParallelLinear(ParallelLinear):
                 f"{list(x.shape)}."
             )
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
+        # Gathering x is part of the operator: products of rows that have arrived begin at once.
         if self.sequence_parallel:
             y = all_gather_gemm(x.flatten(0, -2), weight, bias, group=self.group, impl=self.impl)
             return y.reshape(x.shape[0] * self.world_size, *x.shape[1:-1], y.shape[-1])
-        how = default_name(self.group), self.impl
-        y_shard_n: torch.Tensor = _Replicated.apply(x, weight, bias, *how)  # type: ignore[no-untyped-call]
-        return y_shard_n
+        return _linear_of_replicated(x, weight, bias, default_name(self.group), self.impl)
+
+
+def _linear_of_replicated(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str
+) -> torch.Tensor:
+    """Compute ``F.linear`` of an x that every rank holds; see :class:`_Replicated`."""
+    apply: Any = _Replicated.apply
+    y: torch.Tensor = apply(x, weight, bias, group_name, impl)
+    return y
 
 
 class _Replicated(torch.autograd.Function):
-    """``F.linear`` of an x that every rank has, whose gradient is the sum over ranks of each one's
-    part.
-    """
+    """``F.linear`` of an x that every rank holds: the gradient of x is summed over the ranks."""
 
     @staticmethod
     def forward(
@@ -173,7 +193,8 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, w = ctx.saved_tensors
-        # Each rank's weight is another, so a second derivative is a sum over the ranks
+        # Ranks hold different shards of the weight, so the gradient of this gradient with respect
+        # to x is a sum over the ranks, too.
         if torch.is_grad_enabled():
             x = replicated(x, ctx.group_name)
         rows = grads[0].reshape(-1, w.shape[0])

@@ -17,16 +17,17 @@ class GroupMember:
     """Base of modules that hold a process group, which can be neither copied nor pickled itself.
 
     ``copy.deepcopy`` shares the group with the original, on this rank alone. ``pickle``, and so
-    ``torch.save(module)``, keeps the group's name and this rank's place in it. The process that
-    loads the module must have a group of that name and size, and the same rank in it. Loading a
-    module with sharded embeddings is collective if its group has not been used there before.
+    ``torch.save(module)``, keeps the group's name and size and this process's rank in it. The
+    process that loads the module must have a group of that name and size, and the same rank in it.
+    Loading a module with sharded embeddings is collective if the loading process has not used the
+    group before.
     """
 
     _group_attributes: ClassVar[tuple[str, ...]]
-    """Names of the attributes that hold a process group, None for the default one, or a ``Group``.
-    """
+    """Names of attributes that hold a ``Group``, a process group, or None for the default one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Objects in the memo count as copied already, so the copy refers to the original's group.
         for name in self._group_attributes:
             group = getattr(self, name)
             memo[id(group)] = group
@@ -44,19 +45,20 @@ class GroupMember:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = {name: state[name].resolve(type(self).__name__) for name in self._group_attributes}
+        # nn.Module has a __setstate__ of its own, which adds attributes that older pickles lack.
         restore = getattr(super(), "__setstate__", self.__dict__.update)
         restore(state | groups)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """What a pickle holds of a group.
+    """The part of a group that a pickle holds.
 
     Attributes:
-        name: The process group's name; ``""`` for the default one.
-        rank: This process's rank in the group.
-        world_size: The number of ranks in the group.
-        device: Where a ``Group`` runs its kernels; None for a process group.
+        name: name of the process group; ``""`` for the default one.
+        rank: this process's rank in the group.
+        world_size: number of ranks in the group.
+        device: device on which a ``Group`` runs its kernels; None for a process group.
     """
 
     name: str
@@ -66,16 +68,17 @@ class _Reference:
 
     @classmethod
     def to(cls, group: Group | dist.ProcessGroup | None) -> _Reference:
+        """Make a reference to a group; None is the default process group."""
         if isinstance(group, Group):
             return cls(group.name, group.rank, group.world_size, group.device)
         return cls(default_name(group), *rank_and_size(group), None)
 
     def resolve(self, module: str) -> Group | dist.ProcessGroup | None:
-        """The group of that name in this process, for a module that is being loaded.
+        """Find the group of that name in this process, for a module that is being loaded.
 
         Raises:
-            GroupError: There is no such group, it has another size, or this process has another
-                rank in it.
+            GroupError: there is no such group, its size is another one, or this process's rank in
+                it is another one.
         """
         advice = "Make the same groups in the same order, or load a state dict into a new module."
         try:

@@ -1,4 +1,6 @@
-"""From each rank's samples of all tables to all ranks' samples of each rank's tables.
+"""``InputDistribution``: it sends the indices of bags to the ranks that hold their tables.
+
+Before, each rank has its samples' bags of all tables; after, all samples' bags of its own tables.
 
 Dimensions: T tables, n samples of this rank, R ranks, B = n R samples of the global batch, S shards
 of this rank (a shard is a table, or some columns of one; every shard of a table needs all its
@@ -25,12 +27,13 @@ _NAME = "ShardedEmbeddingBags"
 
 @dataclasses.dataclass(frozen=True)
 class Bags:
-    """The global batch's bags of this rank's shards of one kind: the operator's arguments.
+    """The global batch's bags for this rank's shards of one kind: arguments of the operator.
 
     Attributes:
-        indices: 1-D: shard by shard, and within a shard sample by sample of the global batch.
-        offsets: int64 ``[S * B + 1]``.
-        per_sample_weights: like ``indices``, or None.
+        indices: 1-D, int32 or int64: shard by shard, and within a shard sample by sample of the
+            global batch.
+        offsets: int64 ``[S * B + 1]``: the first index of each bag.
+        per_sample_weights: one weight per index, or None.
         batch: B.
     """
 
@@ -42,7 +45,13 @@ class Bags:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """What depends on the plan and the batch alone where every bag's length is fixed."""
+    """Bags of fixed lengths: the results that depend on the plan and the batch size alone.
+
+    Attributes:
+        positions: the value of :func:`_positions`; None with one rank.
+        offsets: int64 ``[S * B + 1]``.
+        sizes: number of indices of each of this rank's shards.
+    """
 
     positions: torch.Tensor | None
     offsets: torch.Tensor
@@ -50,11 +59,11 @@ class _Layout:
 
 
 class InputDistribution(GroupMember):
-    """Sends indices to the ranks whose tables they belong to.
+    """Sends indices to the ranks that hold their tables.
 
-    Where every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation
-    with the host. Otherwise lengths go first; the host must then read how much is coming (on CUDA
-    it waits for the GPU there) before indices can follow.
+    If every table has a ``bag_length``, all sizes are known: one all-to-all, no synchronisation
+    with the host. Otherwise the lengths go first, and the host must read the sizes of the messages
+    (on CUDA it waits for the GPU then) before the indices can follow.
     """
 
     _group_attributes = ("group", "process_group")
@@ -68,7 +77,7 @@ class InputDistribution(GroupMember):
             [order[shard.table.name] for shard in plan.of_rank(rank)]
             for rank in range(plan.world_size)
         ]
-        self._own = plan.of_rank(group.rank)
+        self._local_shards = plan.of_rank(group.rank)
         lengths = [table.bag_length for table in plan.tables]
         self.fixed: list[int] | None = (
             None if None in lengths else [length or 0 for length in lengths]
@@ -82,16 +91,16 @@ class InputDistribution(GroupMember):
         offsets: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> list[Bags]:
-        """The bags of each of the plan's kinds. Collective.
+        """Return the bags of each of the plan's kinds. Collective.
 
         Args:
-            indices: 1-D, table-major: bags of table 0, of table 1 ...
-            offsets: ``[T * n + 1]``; None where every table has a ``bag_length``.
-            per_sample_weights: like ``indices``.
+            indices: 1-D, int32 or int64, table-major: bags of table 0, then bags of table 1 ...
+            offsets: ``[T * n + 1]``; None if every table has a ``bag_length``.
+            per_sample_weights: one weight per index, or None.
 
         Raises:
-            ArgumentError: shapes that do not fit.
-            RankMismatchError: ranks differ in their number of samples, say.
+            ArgumentError: shapes or dtypes do not fit.
+            RankMismatchError: ranks differ in their number of samples, or in dtypes.
             PeerTimeoutError: a rank did not join within the group's deadline (on the CPU backend).
         """
         samples = self._samples(indices, offsets)
@@ -101,6 +110,8 @@ class InputDistribution(GroupMember):
                 f"{list(per_sample_weights.shape)} for "
                 f"{list(indices.shape)}."
             )
+        # Sizes of messages are computed from this rank's own arguments, so ranks must agree on them
+        # before the exchange.
         self.group.agree(
             _NAME,
             samples=samples,
@@ -115,6 +126,12 @@ class InputDistribution(GroupMember):
         return self._distribute(indices, offsets, per_sample_weights, samples)
 
     def _samples(self, indices: torch.Tensor, offsets: torch.Tensor | None) -> int:
+        """Return n, the number of this rank's samples, after checking indices and offsets.
+
+        Raises:
+            ArgumentError: shapes, dtypes or devices do not fit, or (on the CPU) offsets do not rise
+                or do not agree with the tables' ``bag_length``.
+        """
         tables = len(self.plan.tables)
         if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise ArgumentError(
@@ -122,8 +139,8 @@ class InputDistribution(GroupMember):
                 f"{indices.dtype}."
             )
         if self.fixed is not None:
-            samples, rest = divmod(indices.numel(), sum(self.fixed))
-            if rest:
+            samples, remainder = divmod(indices.numel(), sum(self.fixed))
+            if remainder:
                 raise ArgumentError(
                     f"{_NAME}: indices must be {sum(self.fixed)} a sample, by the tables' "
                     f"bag_length; got {indices.numel()}."
@@ -137,8 +154,8 @@ class InputDistribution(GroupMember):
                     f"got {list(offsets.shape)}."
                 )
             if offsets is not None and offsets.device.type == "cpu":
-                wanted = torch.tensor(self.fixed).repeat_interleave(samples)
-                if not torch.equal(offsets.diff().long(), wanted):
+                lengths = torch.tensor(self.fixed).repeat_interleave(samples)
+                if not torch.equal(offsets.diff().long(), lengths):
                     raise ArgumentError(
                         f"{_NAME}: bags must have the tables' bag_length; offsets say otherwise. "
                         "Set it to None."
@@ -148,8 +165,8 @@ class InputDistribution(GroupMember):
             raise ArgumentError(
                 f"{_NAME}: offsets must be given unless every table has a bag_length; got None."
             )
-        samples, rest = divmod(offsets.numel() - 1, tables)
-        if offsets.dim() != 1 or rest or samples < 0:
+        samples, remainder = divmod(offsets.numel() - 1, tables)
+        if offsets.dim() != 1 or remainder or samples < 0:
             raise ArgumentError(
                 f"{_NAME}: offsets must be [{tables} * samples + 1] for {tables} tables; got "
                 f"{list(offsets.shape)}."
@@ -159,6 +176,7 @@ class InputDistribution(GroupMember):
                 f"{_NAME}: offsets must be on the device of indices, {indices.device}; got "
                 f"{offsets.device}."
             )
+        # On a GPU this check would synchronise the host with it.
         if offsets.device.type == "cpu":
             lengths = offsets.diff()
             if (
@@ -179,6 +197,7 @@ class InputDistribution(GroupMember):
     def _distribute_fixed(
         self, indices: torch.Tensor, weights: torch.Tensor | None, samples: int, lengths: list[int]
     ) -> list[Bags]:
+        """Exchange bags whose lengths are ``lengths``, by table; no lengths are sent."""
         begins = [samples * begin for begin in itertools.accumulate(lengths, initial=0)]
         send_sizes = [
             samples * sum(lengths[table] for table in tables) for tables in self._sent_tables
@@ -190,18 +209,23 @@ class InputDistribution(GroupMember):
             received = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
             return received if layout.positions is None else received[layout.positions]
 
-        batch = samples * self.group.world_size
-        found = exchange(indices), layout.offsets, None if weights is None else exchange(weights)
-        return self._by_kind(batch, *found, layout.sizes)
+        return self._by_kind(
+            samples * self.group.world_size,
+            exchange(indices),
+            layout.offsets,
+            None if weights is None else exchange(weights),
+            layout.sizes,
+        )
 
     def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
+        """Return the layout for a number of samples; it is computed once."""
         key = samples, device
         if key not in self._layouts:
-            own = torch.tensor(
+            local = torch.tensor(
                 [lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64
             )
-            sizes = (samples * own).expand(self.group.world_size, -1)
-            bags = own.repeat_interleave(samples * self.group.world_size)
+            sizes = (samples * local).expand(self.group.world_size, -1)
+            bags = local.repeat_interleave(samples * self.group.world_size)
             self._layouts[key] = _Layout(
                 positions=_positions(sizes.to(device), int(sizes.sum()))
                 if self.group.world_size > 1
@@ -220,7 +244,8 @@ class InputDistribution(GroupMember):
         weights: torch.Tensor | None,
         samples: int,
     ) -> list[Bags]:
-        ranks, shards = self.group.world_size, len(self._own)
+        """Exchange bags of any lengths: their lengths first, and then the indices."""
+        ranks, shards = self.group.world_size, len(self._local_shards)
         lengths = offsets.diff().long().view(len(self.plan.tables), samples)
         received = self._all_to_all(
             self._lengths_by_rank(lengths),
@@ -228,7 +253,8 @@ class InputDistribution(GroupMember):
             [samples * shards] * ranks,
         ).view(ranks, shards, samples)
         sizes = received.sum(2)
-        # The one synchronisation: what leaves by table, what comes by source and shard.
+        # The one synchronisation with the host, which must know the sizes of all messages: those
+        # that leave, by table, and those that come, by source and shard.
         on_host = torch.cat([lengths.sum(1), sizes.flatten()]).tolist()
         leaving, coming = on_host[: len(lengths)], on_host[len(lengths) :]
         begins = list(itertools.accumulate(leaving, initial=0))
@@ -242,20 +268,25 @@ class InputDistribution(GroupMember):
 
         by_shard = [sum(coming[shard::shards]) for shard in range(shards)]
         bags = _offsets(received.transpose(0, 1).flatten())
-        found = exchange(indices), bags, None if weights is None else exchange(weights)
-        return self._by_kind(samples * ranks, *found, by_shard)
+        exchanged = exchange(indices)
+        exchanged_weights = None if weights is None else exchange(weights)
+        return self._by_kind(samples * ranks, exchanged, bags, exchanged_weights, by_shard)
 
-    # Both
+    # Bags of fixed and of any lengths
 
     def _by_rank(self, values: torch.Tensor, begins: list[int]) -> torch.Tensor:
-        """Each shard's table, rank by rank; without a copy if that is the order of the tables."""
+        """Put values in the order of sending: each shard's table, rank by rank.
+
+        They are not copied if that is the order of the tables.
+        """
+        # A table with several shards is sent once per shard, so it may occur several times.
         order = [table for tables in self._sent_tables for table in tables]
         if order == list(range(len(begins) - 1)):
             return values
         return torch.cat([values[begins[table] : begins[table + 1]] for table in order])
 
     def _lengths_by_rank(self, lengths: torch.Tensor) -> torch.Tensor:
-        """``[T, n]`` to the lengths of each shard, rank by rank."""
+        """Put lengths ``[T, n]`` in the order of sending: each shard's, rank by rank, 1-D."""
         if lengths.device not in self._orders:
             order = [table for tables in self._sent_tables for table in tables]
             self._orders[lengths.device] = torch.tensor(
@@ -266,6 +297,11 @@ class InputDistribution(GroupMember):
     def _all_to_all(
         self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
     ) -> torch.Tensor:
+        """Exchange values: ``send_sizes`` and ``receive_sizes`` are elements per rank.
+
+        Raises:
+            PeerTimeoutError: on the CPU backend, a rank did not join before the deadline.
+        """
         if self.group.world_size == 1:
             return values
         received = values.new_empty(sum(receive_sizes))
@@ -279,8 +315,8 @@ class InputDistribution(GroupMember):
                 group=self.process_group,
                 async_op=True,
             )
-            # A time limit makes NCCL's wait block the host; there, the kernels that follow have
-            # deadlines of their own.
+            # With a time limit, NCCL's wait would block the host. On a GPU the kernels that follow
+            # have deadlines of their own.
             if on_host:
                 work.wait(datetime.timedelta(seconds=self.group.deadline_s))
             else:
@@ -301,16 +337,24 @@ class InputDistribution(GroupMember):
         weights: torch.Tensor | None,
         sizes: list[int],
     ) -> list[Bags]:
-        """``sizes``: indices of each of this rank's shards."""
+        """Cut the bags of all local shards into one :class:`Bags` per kind.
+
+        Args:
+            batch: B.
+            indices: 1-D, shard by shard.
+            offsets: ``[S * B + 1]``.
+            weights: one weight per index, or None.
+            sizes: number of indices of each local shard.
+        """
         if len(self.plan.kinds) == 1:
             return [Bags(indices, offsets, weights, batch)]
-        found = []
+        by_kind = []
         shard = index = 0
         for kind in self.plan.kinds:
-            count = sum(each.kind == kind for each in self._own)
+            count = sum(local.kind == kind for local in self._local_shards)
             stop = index + sum(sizes[shard : shard + count])
             within = offsets[shard * batch : (shard + count) * batch + 1]
-            found.append(
+            by_kind.append(
                 Bags(
                     indices[index:stop],
                     within - within[0],
@@ -319,28 +363,36 @@ class InputDistribution(GroupMember):
                 )
             )
             shard, index = shard + count, stop
-        return found
+        return by_kind
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """Return the offsets of bags of these lengths: ``[number of bags + 1]``, from 0."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _positions(sizes: torch.Tensor, total: int) -> torch.Tensor:
-    """Where to find, in what arrived source by source, each element of the same shard by shard.
+    """Return the indices that put received elements in the order of shards.
+
+    Elements arrive source by source, and within a source shard by shard.
 
     Args:
-        sizes: ``[R, S]``: elements of each shard from each source.
-        total: their sum, known on the host.
+        sizes: ``[R, S]``: number of elements of each shard from each source.
+        total: sum of ``sizes``, known on the host.
+
+    Returns:
+        int64 ``[total]``: ``received[positions]`` is shard by shard.
 
     Example:
-        Two sources and two shards of sizes ``[[1, 2], [3, 1]]``: a | b b | c c c | d  ->  a | c c c
-        | b b | d, so positions are ``[0, 3, 4, 5, 1, 2, 6]``.
+        Two sources and two shards of sizes ``[[1, 2], [3, 1]]``: ``a | b b | c c c | d`` becomes
+        ``a | c c c | b b | d``, so positions are ``[0, 3, 4, 5, 1, 2, 6]``.
     """
     flat = sizes.flatten()
-    there = (flat.cumsum(0) - flat).view(sizes.shape).t().flatten()
+    # The distance of each block's first element from its place in the result is that of all its
+    # elements.
+    received_starts = (flat.cumsum(0) - flat).view(sizes.shape).t().flatten()
     flat = sizes.t().flatten()
-    shift = there - (flat.cumsum(0) - flat)
+    shift = received_starts - (flat.cumsum(0) - flat)
     return torch.arange(total, device=sizes.device) + shift.repeat_interleave(
         flat, output_size=total
     )

@@ -1,4 +1,4 @@
-"""``MoE``: a mixture of experts whose experts are shared out over the ranks."""
+"""``MoE``: a mixture of experts whose experts are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, capacity_of
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which experts a router chose for T tokens.
+    """A router's choice of k of E experts for T tokens.
 
     Attributes:
-        experts: int64 ``[T, k]``.
-        weights: float32 ``[T, k]``.
-        probabilities: float32 ``[T, E]``, of all experts.
+        experts: int64 ``[T, k]``: the chosen experts.
+        weights: float32 ``[T, k]``: the weights of their results.
+        probabilities: float32 ``[T, E]``: the probabilities of all experts.
     """
 
     experts: torch.Tensor
@@ -33,10 +33,10 @@ class Routing:
     probabilities: torch.Tensor
 
     def load_balancing_loss(self) -> torch.Tensor:
-        """``E * sum over e of f_e * p_e``, a float32 scalar: 1 if all experts are equally wanted, E
-        if one is.
+        """Return ``E * sum over e of f_e * p_e``, a float32 scalar.
 
-        f_e is the share of the slots that went to e (before any were dropped), p_e the mean
+        It is 1 if the tokens are spread evenly over the experts, and E if all go to one expert. f_e
+        is the share of the slots that went to expert e (before any were dropped), p_e the mean
         probability of e, over this rank's tokens. Its gradient reaches the router through p_e.
         Source: Fedus et al., Switch Transformers, arXiv:2101.03961, 2.2.
         """
@@ -47,46 +47,47 @@ class Routing:
 
 
 class MoE(GroupMember, nn.Module):
-    """A router, and E experts of which each of R ranks holds E/R; every rank brings its own tokens.
+    """A router, and E experts that are sharded over R ranks; every rank brings its own tokens.
 
-    Dimensions: hidden H, F the experts' inner width, k experts a token, ``...`` any leading
-    dimensions of x (tokens).
+    Dimensions: H hidden width, F inner width of the experts, k experts per token, ``...`` any
+    leading dimensions of x (tokens). Each rank holds E/R experts.
 
     Forward::
 
-        probabilities [..., E] = softmax(x @ router.weight.T)                 float32
-        weights, experts [..., k] = the k largest, divided by their sum if ``normalize`` y [..., H]
-        = sum over j of weights[..., j] * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e =
-        experts[..., j]
+        probabilities [..., E]    = softmax(x @ router.weight.T)              float32
+        weights, experts [..., k] = the k largest, divided by their sum if ``normalize``
+        y [..., H] = sum over j of weights[..., j]
+                     * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e = experts[..., j]
 
     This is the layer of Mixtral (``normalize=True``) and, but for shared experts, of DeepSeekMoE.
-    The experts are :func:`interlace.mixture_of_experts`: tokens travel while the first product
-    works, results while the second does.
+    The experts are :func:`interlace.mixture_of_experts`: tokens travel during the first matrix
+    product, and results during the second.
 
-    **Gradients.** Those of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens: leave them
-    out of data-parallel reduction, and divide by R if each rank's loss is the mean over its own
-    tokens. The router is the same on every rank: its gradient is this rank's, to be reduced as
-    other replicated parameters' are. The backward pass is collective.
+    **Gradients.** The gradients of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens:
+    leave them out of data-parallel reduction, and divide them by R if each rank's loss is the mean
+    over its own tokens. The router is the same on every rank, and its gradient is of this rank's
+    tokens: reduce it as the gradients of other replicated parameters. The backward pass is
+    collective.
 
     **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate``
     and ``.w_up`` [F, H], ``.w_down`` [H, F] with e counted over all ranks, and ``router.weight``
-    [E, H]. ``load_state_dict`` takes the experts that this rank has and ignores others: merge the
-    dictionaries of all ranks that saved, and any number of ranks can load it.
+    [E, H]. ``load_state_dict`` takes the experts that this rank holds and ignores others: merge
+    the dictionaries of all ranks that saved, and any number of ranks can load the result.
 
     Args:
         hidden: H.
         ffn: F.
         experts: E, of all ranks; R must divide it.
         top_k: k, from 1 to 8.
-        capacity_factor: None: no token is dropped. Else an expert takes at most
-            ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens, the first ones; this bounds
-            memory, which is otherwise for all tokens at one rank.
-        normalize: whether the k weights of a token add up to 1.
+        capacity_factor: None: no token is dropped. A number: an expert takes at most the first
+            ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens. That bounds memory; without
+            a factor there must be memory for all tokens on one rank.
+        normalize: if True, the k weights of a token add up to 1.
         group: the ranks that share the experts; default: the default process group, or this process
-            on its own.
-        device, dtype: of the parameters; float16, bfloat16 or float32.
-        seed: of the first weights, as ``nn.Linear`` draws them; they do not depend on the number of
-            ranks.
+            alone.
+        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
+        seed: seed of the first weights, as ``nn.Linear`` draws them; they do not depend on the
+            number of ranks.
 
     Attributes:
         router: ``nn.Linear(H, E, bias=False)``.
@@ -100,8 +101,10 @@ class MoE(GroupMember, nn.Module):
         ArgumentError: R does not divide E, a size is not positive; in forward: x does not end in H.
 
     Example:
-        >>> layer = interlace.nn.MoE(4096, 14336, experts=8, top_k=2, dtype=torch.bfloat16)  # 4 ranks: 2 experts each
-        >>> y, routing = layer(x)                                                            # [2, 2048, 4096] -> the same
+        >>> layer = interlace.nn.MoE(4096, 14336, experts=8, top_k=2, dtype=torch.bfloat16)
+        >>> len(layer.w_in)                  # on 4 ranks
+        2
+        >>> y, routing = layer(x)            # [2, 2048, 4096] -> [2, 2048, 4096]
         >>> loss = criterion(y) + 0.01 * routing.load_balancing_loss()
     """
 
@@ -150,6 +153,8 @@ class MoE(GroupMember, nn.Module):
         self.capacity_factor, self.normalize, self.group = capacity_factor, normalize, group
         self.impl = "auto"
         local = experts // self.world_size
+        # Gate and up lie side by side, so that one tile of the first product holds both and the
+        # kernel can activate it before it leaves the registers.
         self.router = nn.Linear(hidden, experts, bias=False, device=device, dtype=dtype)
         self.w_in = nn.Parameter(torch.empty(local, ffn, 2, hidden, device=device, dtype=dtype))
         self.w_out = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
@@ -159,12 +164,11 @@ class MoE(GroupMember, nn.Module):
         self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw the weights anew, as ``nn.Linear`` does: uniform within ``1 / sqrt(input
-        features)``.
+        """Draw the weights anew as ``nn.Linear`` does: uniform within ``1 / sqrt(features)``.
 
-        Each expert has a generator of its own: on one kind of device the same ``seed`` gives the
-        same layer on any number of ranks.
+        On one kind of device, the same ``seed`` gives the same layer on any number of ranks.
         """
+        # Each expert is drawn from a seed of its own, so it does not matter which rank draws it.
         with torch.no_grad():
             generator = torch.Generator(self.w_in.device).manual_seed(seed)
             bound = self.hidden**-0.5
@@ -175,7 +179,7 @@ class MoE(GroupMember, nn.Module):
                 self.w_out[i].uniform_(-(self.ffn**-0.5), self.ffn**-0.5, generator=generator)
 
     def route(self, x: torch.Tensor) -> Routing:
-        """The router's choice for tokens ``[T, H]``; softmax and weights in float32."""
+        """Choose experts for tokens ``[T, H]``; softmax and weights are in float32."""
         probabilities = torch.softmax(self.router(x).float(), -1)
         weights, experts = probabilities.topk(self.top_k)
         if self.normalize:
@@ -183,8 +187,9 @@ class MoE(GroupMember, nn.Module):
         return Routing(experts, weights, probabilities)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-        """``x [..., H] -> y [..., H]``, and the routing of its tokens. Collective; on the current
-        stream, without synchronising the host.
+        """Compute ``x [..., H] -> y [..., H]``, and return y with the routing of its tokens.
+
+        Collective, on the current stream, without synchronising the host.
 
         Raises:
             ArgumentError: x does not end in H, or its dtype or device is not the weights'.
@@ -192,6 +197,7 @@ class MoE(GroupMember, nn.Module):
         """
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
+        # The router is one of torch's layers, which autocast converts by itself.
         tokens = x.reshape(-1, self.hidden)
         rows, w_in, w_out = operands("MoE", tokens, self.w_in, self.w_out)
         routing = self.route(tokens)
@@ -199,9 +205,15 @@ class MoE(GroupMember, nn.Module):
         if self.capacity_factor is not None:
             capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
-            rows, routing.experts, routing.weights, w_in, w_out,
-            capacity=capacity, group=self.group, impl=self.impl,
-        )  # fmt: skip
+            rows,
+            routing.experts,
+            routing.weights,
+            w_in,
+            w_out,
+            capacity=capacity,
+            group=self.group,
+            impl=self.impl,
+        )
         return y.view(x.shape), routing
 
     def extra_repr(self) -> str:
@@ -214,7 +226,7 @@ class MoE(GroupMember, nn.Module):
 
 
 def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """After saving: experts by their numbers among all ranks'."""
+    """Name every saved expert by its number among all ranks' experts, after saving."""
     w_in, w_out = state.pop(f"{prefix}w_in"), state.pop(f"{prefix}w_out")
     for i in range(len(w_in)):
         name = f"{prefix}experts.{module.rank * len(w_in) + i}"
@@ -226,14 +238,16 @@ def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -
 
 
 def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before loading: put the experts that ``module`` has together, and drop the others."""
+    """Stack the experts that ``module`` holds, and drop all others, before loading."""
     local = len(module.w_in)
-    mine = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
-    found = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}experts.")}
-    if all(f"{name}.{field}" in found for name in mine for field in ("w_gate", "w_up", "w_down")):
-        both = [torch.stack([found[f"{name}.w_gate"], found[f"{name}.w_up"]], 1) for name in mine]
+    names = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
+    saved = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}experts.")}
+    # Without all of this rank's experts nothing is stacked: loading then reports w_in and w_out as
+    # missing.
+    if all(f"{name}.{field}" in saved for name in names for field in ("w_gate", "w_up", "w_down")):
+        both = [torch.stack([saved[f"{name}.w_gate"], saved[f"{name}.w_up"]], 1) for name in names]
         state[f"{prefix}w_in"] = torch.stack(both)
-        state[f"{prefix}w_out"] = torch.stack([found[f"{name}.w_down"] for name in mine])
+        state[f"{prefix}w_out"] = torch.stack([saved[f"{name}.w_down"] for name in names])
 
 
 __all__ = ["MoE", "Routing"]

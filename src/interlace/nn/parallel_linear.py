@@ -1,5 +1,5 @@
-"""What linear layers whose weight is sharded over ranks have in common, and how their state dicts
-become whole again.
+"""``ParallelLinear``, the base of linear layers whose weight is sharded over ranks, and state dicts
+of the full layers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ class ParallelLinear(GroupMember, nn.Module):
     """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
 
     Attributes:
-        weight: this rank's shard of the full ``[N, K]``.
-        bias: ``[N]`` or this rank's shard of it; None without one.
-        sequence_parallel: whether what is not sharded by features is sharded by tokens instead.
+        weight: this rank's shard of the full weight ``[N, K]``.
+        bias: ``[N]``, or this rank's shard of it; None if the layer has no bias.
+        sequence_parallel: True if activations that are not sharded by features are sharded by
+            tokens.
         impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
             ranks alike.
     """
 
     _group_attributes = ("group",)
 
-    # Which axis of weight is cut, whether bias is cut with it, and what the cut features are
-    # called.
+    # The axis of the weight that is cut, True if the bias is cut with it, and the word for the cut
+    # features in errors ("in" or "out").
     _axis: ClassVar[int]
     _cuts_bias: ClassVar[bool]
     _cut_name: ClassVar[str]
@@ -91,8 +92,9 @@ class ParallelLinear(GroupMember, nn.Module):
         self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
 
     def _copy(self, linear: nn.Linear) -> Self:
-        """Take this rank's shard of ``linear`` and its flags; the parameters are copies."""
+        """Copy this rank's shard of ``linear``, and its flags; return this layer."""
         with torch.no_grad():
+            # This layer is on the meta device. Its copies have the full layer's dtype and device.
             self.weight = nn.Parameter(
                 self.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad
             )
@@ -102,13 +104,14 @@ class ParallelLinear(GroupMember, nn.Module):
         return self.train(linear.training)
 
     def reset_parameters(self) -> None:
-        """Initialise as ``nn.Linear(in_features, out_features)``: uniform within ``1 /
-        sqrt(in_features)``.
+        """Draw the parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(in_features)``.
 
-        Draws the full layer and keeps this rank's shard: ranks with the same seed (as they must
-        have, for what is not sharded to agree) get the shards of the very layer that ``nn.Linear``
-        gives with that seed.
+        Ranks must have the same seed, also because parameters that are not sharded must be equal.
+        They then get the shards of the layer that ``nn.Linear(in_features, out_features)`` draws
+        with that seed.
         """
+        # The full layer is drawn, and this rank's shard of it kept: the random numbers of a shard
+        # depend on all that were drawn before it.
         with torch.no_grad():
             full = self.weight.new_empty(self.out_features, self.in_features)
             nn.init.kaiming_uniform_(full, a=math.sqrt(5))
@@ -120,13 +123,15 @@ class ParallelLinear(GroupMember, nn.Module):
                 self.bias.copy_(self.shard_of(full) if self._cuts_bias else full)
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that is cut as the weight, or the bias, is: of a gradient or
-        an optimizer's state, say.
+        """Return this rank's part of a full tensor that is cut as the weight or the bias is.
+
+        It serves for gradients and optimizer states, too.
 
         Args:
-            full: ``[N, K]``, or ``[N]`` where the bias is sharded.
+            full: ``[N, K]``, or ``[N]`` if the bias is sharded.
         """
         axis = self._axis if full.dim() > 1 else 0
+        # Each part is cut by itself, so that a rank has its share of every stacked projection.
         pieces = [
             part.chunk(self.world_size, axis)[self.rank]
             for part in full.split(list(self.parts), axis)
@@ -134,14 +139,17 @@ class ParallelLinear(GroupMember, nn.Module):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
     def whole(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The full tensor from every rank's shard, in rank order: the inverse of :meth:`shard_of`."""
+        """Assemble the full tensor from all ranks' shards, in rank order.
+
+        It is the inverse of :meth:`shard_of`.
+        """
         axis = self._axis if shards[0].dim() > 1 else 0
         sizes = [part // self.world_size for part in self.parts]
         by_part = zip(*(shard.split(sizes, axis) for shard in shards), strict=True)
         return torch.cat([piece for pieces in by_part for piece in pieces], axis)
 
     def _sharded(self) -> list[str]:
-        """Names of the parameters of which this rank has a part."""
+        """Return the names of the parameters of which this rank holds a shard."""
         return ["weight", "bias"] if self._cuts_bias and self.bias is not None else ["weight"]
 
     def extra_repr(self) -> str:
@@ -153,9 +161,9 @@ class ParallelLinear(GroupMember, nn.Module):
 
 
 def _take_own_shard(
-    module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *rest: object
+    module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Before loading: of a full layer's tensors, this rank's part."""
+    """Replace a full layer's tensors by this rank's shards, before a state dict is loaded."""
     full = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
     for name in module._sharded():
         value = state_dict.get(prefix + name)
@@ -164,11 +172,11 @@ def _take_own_shard(
 
 
 def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` with the full weights of its parallel linear layers, on every rank;
-    collective.
+    """Return ``module.state_dict()`` with the full weights of its parallel linear layers.
 
-    It is the state dict of the model before its ``nn.Linear`` layers were sharded, and loads there,
-    or into shards on any number of ranks. A whole layer must fit beside the model on each rank.
+    Collective; every rank gets the full weights. It is the state dict of the model before its
+    ``nn.Linear`` layers were sharded, and loads into that model, or into shards on any number of
+    ranks. A full layer must fit into memory beside the model on every rank.
 
     Raises:
         GroupError: this rank is not a member of a layer's group.
@@ -176,12 +184,14 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
     Example:
         >>> state = interlace.nn.unsharded_state_dict(model)  # on every rank
         >>> if dist.get_rank() == 0: torch.save(state, "model.pt")
-        >>> model.load_state_dict(torch.load("model.pt", weights_only=True))  # on any number of ranks
+        >>> state = torch.load("model.pt", weights_only=True)
+        >>> model.load_state_dict(state)  # on any number of ranks
     """
     state: dict[str, Any] = module.state_dict()
     for prefix, layer in module.named_modules():
         if not isinstance(layer, ParallelLinear) or layer.world_size == 1:
             continue
+        # Only sharded parameters are gathered; a row-parallel layer's bias is the same everywhere.
         for name in layer._sharded():
             key = f"{prefix}.{name}" if prefix else name
             shards = [torch.empty_like(state[key]) for _ in range(layer.world_size)]

@@ -16,10 +16,10 @@ from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 
 
 class RowParallelLinear(ParallelLinear):
-    """``y = x @ weight.T + bias`` with K input features cut into R equal shards, one a rank.
+    """``y = x @ weight.T + bias`` with K input features cut into R equal shards, one per rank.
 
-    It takes a column-parallel layer's output as that layer leaves it, each rank its own features:
-    the second layer of a tensor-parallel MLP, or attention's output projection.
+    Its input is the output of a column-parallel layer, of which each rank holds its own features.
+    It is the second layer of a tensor-parallel MLP, or attention's output projection.
 
     Dimensions: N output features, K input features, R ranks, ``...`` any leading dimensions
     (tokens).
@@ -27,9 +27,10 @@ class RowParallelLinear(ParallelLinear):
     Forward::
 
         x_shard_k [..., K/R],  weight_shard_k [N, K/R],  bias [N]
-        y [..., N] = sum over ranks r of x_shard_k(r) @ weight_shard_k(r).T, + bias once      the same on every rank
+        y [..., N] = sum over ranks r of x_shard_k(r) @ weight_shard_k(r).T + bias
 
-    Backward, without communication, because ``grad_y`` is the same on every rank::
+    ``y`` is the same on every rank, and the bias is added once. Backward, without communication,
+    because ``grad_y`` is the same on every rank::
 
         grad_x_shard_k [..., K/R]    = grad_y @ weight_shard_k
         grad_weight_shard_k [N, K/R] = grad_y.T @ x_shard_k          (leading dimensions flattened)
@@ -38,8 +39,10 @@ class RowParallelLinear(ParallelLinear):
     With ``sequence_parallel``, each rank gets its share of the first dimension (the sequence, S) of
     y instead of all of it::
 
-        x_shard_k [S, ..., K/R]  ->  y_shard_s [S/R, ..., N] grad_y [S, ..., N] is gathered from all
-        ranks while grad_x_shard_k is computed; the rest as above
+        x_shard_k [S, ..., K/R]  ->  y_shard_s [S/R, ..., N]
+
+    In its backward pass, ``grad_y [S, ..., N]`` is gathered from all ranks while ``grad_x_shard_k``
+    is computed; the gradients are those above.
 
     The sum over ranks is float32 in rank order; multiplication and communication overlap in one
     kernel, which is :func:`interlace.gemv_all_reduce` for few tokens (below 128),
@@ -47,18 +50,18 @@ class RowParallelLinear(ParallelLinear):
     ``sequence_parallel``.
 
     The module's parameters are ``weight``, which is ``weight_shard_k``, and ``bias``, so
-    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes that, or a full layer's, of
-    which it keeps its shard. To start from a full layer, use :meth:`from_linear`; for a state dict
-    of full layers, :func:`unsharded_state_dict`.
+    ``state_dict`` holds this rank's shard. ``load_state_dict`` takes this rank's shard, or a full
+    layer's tensors and keeps its shard of them. To start from a full layer, use
+    :meth:`from_linear`; for a state dict of full layers, :func:`unsharded_state_dict`.
 
     Args:
         in_features: K, of the full layer; R must divide it.
         out_features: N.
-        bias: whether there is one; every rank holds all of it.
-        sequence_parallel: whether y is sharded along its first dimension, which R must divide.
+        bias: if True, the layer has a bias, of which every rank holds a copy.
+        sequence_parallel: if True, y is sharded along its first dimension, which R must divide.
         group: the ranks that share the layer; default: the default process group, or this process
-            on its own.
-        device, dtype: of the parameters; float16, bfloat16 or float32.
+            alone.
+        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N, K/R]``, columns ``rank * K/R`` to ``(rank + 1) * K/R`` of the full weight.
@@ -71,8 +74,10 @@ class RowParallelLinear(ParallelLinear):
             does not end in K/R, or R does not divide its first dimension.
 
     Example:
-        >>> down = interlace.nn.RowParallelLinear(14336, 4096, bias=False)   # 4 ranks: weight [4096, 3584]
-        >>> y = down(hidden_shard_k)                                         # [2, 7, 3584] -> [2, 7, 4096]
+        >>> down = interlace.nn.RowParallelLinear(14336, 4096, bias=False)
+        >>> down.weight.shape               # on 4 ranks
+        torch.Size([4096, 3584])
+        >>> y = down(hidden_shard_k)        # [2, 7, 3584] -> [2, 7, 4096]
     """
 
     _axis, _cuts_bias, _cut_name = 1, False, "in"
@@ -89,9 +94,15 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, bias, [in_features],
-            sequence_parallel=sequence_parallel, group=group, device=device, dtype=dtype,
-        )  # fmt: skip
+            in_features,
+            out_features,
+            bias,
+            [in_features],
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
 
     @classmethod
     def from_linear(
@@ -101,19 +112,24 @@ class RowParallelLinear(ParallelLinear):
         *,
         sequence_parallel: bool = False,
     ) -> RowParallelLinear:
-        """This rank's shard of a full layer, which every rank holds. The parameters are copies.
+        """Make this rank's shard of a full layer, which every rank holds; parameters are copies.
 
         Raises:
             ArgumentError: R does not divide the layer's input features.
         """
         return cls(
-            linear.in_features, linear.out_features, linear.bias is not None,
-            sequence_parallel=sequence_parallel, group=group, device="meta",
-        )._copy(linear)  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            sequence_parallel=sequence_parallel,
+            group=group,
+            device="meta",
+        )._copy(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x_shard_k [..., K/R] -> y [..., N]``; collective. On the current stream, without
-        synchronising the host.
+        """Compute ``x_shard_k [..., K/R] -> y [..., N]``; collective.
+
+        It runs on the current stream, and does not synchronise the host.
 
         Raises:
             ArgumentError: x does not end in K/R, or its dtype or device is not the weight's.
@@ -127,14 +143,21 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.sequence_parallel:
             return self._scattered(x)
+        # The operators take 2-D inputs; the GEMV's also a single token.
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         flat = x if x.dim() <= 2 else x.flatten(0, -2)
-        few = flat.dim() == 1 or flat.shape[0] < FEW_TOKENS
-        operator = gemv_all_reduce if few else gemm_all_reduce
+        # Few tokens are bound by memory and by latency, which the GEMV's protocols are made for.
+        few_tokens = flat.dim() == 1 or flat.shape[0] < FEW_TOKENS
+        operator = gemv_all_reduce if few_tokens else gemm_all_reduce
         y = operator(flat, weight, bias, group=self.group, impl=self.impl)
         return y if x.dim() <= 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute ``x_shard_k [S, ..., K/R] -> y_shard_s [S/R, ..., N]``, for sequence parallelism.
+
+        Raises:
+            ArgumentError: R does not divide S.
+        """
         if x.dim() < 2 or x.shape[0] % self.world_size:
             raise ArgumentError(
                 "RowParallelLinear: the first dimension of x must be the sequence and divide "

@@ -1,47 +1,42 @@
-"""Which rank holds which table: the plan, and how it is made."""
+"""Sharding plans: embedding tables, their shards, and the rank that holds each of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from interlace.costs.machine import H200_NODE, Machine
-from interlace.costs.sharding import NOTHING, ShardCost, shard_cost
+from interlace.costs.sharding import NOTHING, ShardCost
 from interlace.errors import ArgumentError
-from interlace.units import ceil_div, format_bytes, format_ns
+from interlace.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MAX_WIDTH = 2048
-"""Columns that the operator takes; a wider table is split."""
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_VECTOR = 4  # columns: widths that are multiples of it run at full speed
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingTable:
-    """One table, as a model describes it.
+    """Description of one embedding table of a model.
 
     Attributes:
-        name: unique; the feature's name in a ``KeyedJaggedTensor``. No dots or colons.
-        rows: embeddings.
-        width: D, elements of an embedding.
-        mode: ``"sum"`` or ``"mean"`` of a bag.
-        dtype: of the table: float32, float16 or bfloat16. Sums are float32.
-        bag_length: lookups of every bag, where that is fixed (1 for one-hot features); None where
+        name: unique name; the feature's name in a ``KeyedJaggedTensor``. No dots or colons.
+        rows: number of embeddings.
+        width: D, number of elements of an embedding.
+        mode: pooling of a bag, ``"sum"`` or ``"mean"``.
+        dtype: dtype of the table: float32, float16 or bfloat16. Sums are float32.
+        bag_length: number of lookups of every bag if it is fixed (1 for one-hot features); None if
             it varies.
-        pooling_factor: lookups of a bag on average, for balancing; default: ``bag_length``, or 1.
-        column_shards: split the columns into so many shards at least.
+        pooling_factor: average number of lookups per bag, for balancing; default: ``bag_length``,
+            or 1.
+        column_shards: minimum number of shards that the columns are split into.
 
     Raises:
-        ArgumentError: a name, size, mode or dtype that cannot be.
+        ArgumentError: a name, size, mode or dtype is not allowed.
     """
 
     name: str
@@ -54,31 +49,34 @@ class EmbeddingTable:
     column_shards: int = 1
 
     def __post_init__(self) -> None:
-        what = f"EmbeddingTable {self.name!r}"
+        subject = f"EmbeddingTable {self.name!r}"
+        # Dots separate the parts of a state dict's keys, colons the columns in a shard's name.
         if not self.name or set(self.name) & {".", ":"}:
-            raise ArgumentError(f"{what}: name must not be empty and have neither dots nor colons.")
+            raise ArgumentError(
+                f"{subject}: name must not be empty and have neither dots nor colons."
+            )
         if self.rows < 1 or self.width < 1:
             raise ArgumentError(
-                f"{what}: rows and width must be positive; got {self.rows} and {self.width}."
+                f"{subject}: rows and width must be positive; got {self.rows} and {self.width}."
             )
         if self.mode not in ("sum", "mean"):
-            raise ArgumentError(f"{what}: mode must be sum or mean; got {self.mode!r}.")
+            raise ArgumentError(f"{subject}: mode must be sum or mean; got {self.mode!r}.")
         if self.dtype not in _DTYPES:
             raise ArgumentError(
-                f"{what}: dtype must be float32, float16 or bfloat16; got {self.dtype}."
+                f"{subject}: dtype must be float32, float16 or bfloat16; got {self.dtype}."
             )
         if self.bag_length is not None and self.bag_length < 1:
             raise ArgumentError(
-                f"{what}: bag_length must be positive or None; got {self.bag_length}."
+                f"{subject}: bag_length must be positive or None; got {self.bag_length}."
             )
         if not 1 <= self.column_shards <= self.width:
             raise ArgumentError(
-                f"{what}: column_shards must be 1 to {self.width}; got {self.column_shards}."
+                f"{subject}: column_shards must be 1 to {self.width}; got {self.column_shards}."
             )
 
     @property
     def lookups(self) -> float:
-        """Of a bag, on average."""
+        """The average number of lookups per bag."""
         if self.pooling_factor is not None:
             return self.pooling_factor
         return 1.0 if self.bag_length is None else float(self.bag_length)
@@ -86,7 +84,14 @@ class EmbeddingTable:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Columns ``start`` to ``stop`` of a table, all its rows, and who holds them."""
+    """Columns ``start`` to ``stop`` of a table, with all its rows, and the rank that holds them.
+
+    Attributes:
+        table: the table.
+        start, stop: the first column, and the first column after the shard.
+        rank: the rank that holds the shard.
+        cost: bytes that the shard stores, and moves per step.
+    """
 
     table: EmbeddingTable
     start: int
@@ -96,12 +101,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """``"user:0-64"``: unique in a plan, and all that a state dict need know."""
+        """The shard's name in state dicts, unique in a plan: ``"user:0-64"``."""
         return f"{self.table.name}:{self.start}-{self.stop}"
 
     @property
     def label(self) -> str:
-        """The table's name, with the columns if they are not all."""
+        """The table's name, with the columns if the table is split: ``"user[0:64]"``."""
         return (
             self.table.name
             if self.width == self.table.width
@@ -110,23 +115,25 @@ class Shard:
 
     @property
     def width(self) -> int:
+        """The number of columns."""
         return self.stop - self.start
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
-        """Shards of one kind, mode and dtype, are pooled by one call of the operator."""
+        """The table's mode and dtype: one call of the operator pools all shards of one kind."""
         return self.table.mode, self.table.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """Every shard and its rank; the same on every rank, as it is made from the same numbers.
+    """The shards of a model's tables and the rank of each; the same plan on every rank.
 
     Attributes:
-        tables: in the order of the model.
-        shards: by rank, then by kind, then by table and column: a rank's part is the order of its
-            operator calls.
-        world_size: ranks.
+        tables: the tables in the order of the model.
+        shards: the shards by rank, then by kind, then by table and column, which is the order of
+            each rank's operator calls.
+        world_size: number of ranks.
+        machine: machine whose memory and links give the floors.
     """
 
     tables: tuple[EmbeddingTable, ...]
@@ -136,22 +143,21 @@ class ShardingPlan:
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Modes and dtypes that occur, one operator call each, in the order of the tables."""
+        """The kinds (mode and dtype) of all tables, in their order; each is one operator call."""
         return tuple(dict.fromkeys((table.mode, table.dtype) for table in self.tables))
 
     def of_rank(self, rank: int, kind: tuple[str, torch.dtype] | None = None) -> list[Shard]:
-        """A rank's shards in the order of their calls; of one kind if that is given."""
+        """Return a rank's shards in the order of its operator calls; with ``kind``, those of it."""
         return [shard for shard in self.shards if shard.rank == rank and kind in (None, shard.kind)]
 
     def in_output_order(self) -> list[Shard]:
-        """Shards as the operators' outputs have them from left to right: kind by kind, and within
-        one rank by rank.
-        """
+        """Return the shards in the order of the outputs' columns: by kind, and then by rank."""
         return [shard for kind in self.kinds for shard in self.shards if shard.kind == kind]
 
     def stack_order(self) -> list[int]:
-        """Which table each shard of the output is, where they can be stacked: all whole and equally
-        wide; else 0, 1, 2 ...
+        """Return the index of the table at each position of the stacked output ``[n, T, D]``.
+
+        Without a stackable output it is ``[0, 1, 2, ...]``, the order of the model.
         """
         if not self.stackable:
             return list(range(len(self.tables)))
@@ -160,20 +166,18 @@ class ShardingPlan:
 
     @functools.cached_property
     def stackable(self) -> bool:
-        """Whether the operator's output is ``[n, T, D]`` as it is: no table is split, and all have
-        the same width.
-        """
+        """True if a view of the output is ``[n, T, D]``: all tables unsplit, and of one width."""
         return (
             len(self.shards) == len(self.tables)
             and len({table.width for table in self.tables}) == 1
         )
 
     def cost(self, rank: int) -> ShardCost:
-        """What a step costs a rank."""
+        """Return the bytes that a rank stores, and moves in one step."""
         return sum((shard.cost for shard in self.of_rank(rank)), NOTHING)
 
     def floor_ns(self, rank: int) -> float:
-        """The least time of a rank's part of a step on ``machine``."""
+        """Return the least time of a rank's part of a step on ``machine``, in ns."""
         cost = self.cost(rank)
         return self.machine.floor_ns(cost.memory_bytes, cost.link_bytes)
 
@@ -189,7 +193,8 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def __rich__(self) -> Table:
-        """A row a shard, for ``rich.print``."""
+        """Return a table with one row per shard, for ``rich.print``."""
+        # Imported here, because only a program that prints a plan needs it.
         from rich import box
         from rich.table import Table
 
@@ -218,171 +223,4 @@ class ShardingPlan:
         return table
 
 
-def make_plan(
-    tables: Sequence[EmbeddingTable],
-    world_size: int,
-    *,
-    batch: int = 8192,
-    capacity_bytes: int | None = None,
-    state_bytes_per_row: int = 0,
-    copies: int = 1,
-    machine: Machine = H200_NODE,
-) -> ShardingPlan:
-    """Give every table to a rank, so that the slowest rank's floor is low.
-
-    Tables stay whole, but for three reasons to split columns: the table is wider than the operator
-    takes; it does not fit on a rank; or there are fewer tables than ranks. Then greedily: the
-    costliest shard first, each to the rank that is fastest with it (of those with room; of equally
-    fast ones the one with the least memory traffic, then the lowest).
-
-    Args:
-        tables: with different names.
-        world_size: ranks.
-        batch: samples of the global batch, roughly; only ratios matter.
-        capacity_bytes: for tables and optimizer states on each rank; default: no limit.
-        state_bytes_per_row: of the optimizer, for each shard.
-        copies: of a shard that a rank holds: 2 where there are dense gradients.
-        machine: whose memory and links are weighed against each other.
-
-    Raises:
-        ArgumentError: no tables, two of one name, or tables that do not fit.
-    """
-    names = [table.name for table in tables]
-    if not names or len(set(names)) != len(names):
-        raise ArgumentError(
-            f"ShardingPlan: there must be tables, each of another name; got {names}."
-        )
-    limit = _Limits(world_size, batch, capacity_bytes, state_bytes_per_row, copies, machine)
-    parts = {table.name: _least_parts(table, limit) for table in tables}
-    while sum(parts.values()) < world_size:
-        splittable = [
-            table for table in tables if parts[table.name] < ceil_div(table.width, _VECTOR)
-        ]
-        if not splittable:
-            break
-        costliest = max(
-            splittable,
-            key=lambda table: limit.time(limit.cost(table, table.width)) / parts[table.name],
-        )
-        parts[costliest.name] += 1
-    pieces = [(table, *columns) for table in tables for columns in _cut(table, parts[table.name])]
-    shards = _place(pieces, limit)
-    order = {table.name: i for i, table in enumerate(tables)}
-    kinds = list(dict.fromkeys((table.mode, table.dtype) for table in tables))
-    shards.sort(key=lambda s: (s.rank, kinds.index(s.kind), order[s.table.name], s.start))
-    return ShardingPlan(tuple(tables), tuple(shards), world_size, machine)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Limits:
-    """What :func:`make_plan` weighs."""
-
-    world_size: int
-    batch: int
-    capacity_bytes: int | None
-    state_bytes_per_row: int
-    copies: int
-    machine: Machine
-
-    def cost(self, table: EmbeddingTable, width: int) -> ShardCost:
-        return shard_cost(
-            rows=table.rows,
-            width=width,
-            itemsize=table.dtype.itemsize,
-            pooling_factor=table.lookups,
-            batch=self.batch,
-            world_size=self.world_size,
-            state_bytes_per_row=self.state_bytes_per_row,
-            copies=self.copies,
-        )
-
-    def time(self, cost: ShardCost) -> float:
-        return self.machine.floor_ns(cost.memory_bytes, cost.link_bytes)
-
-    def fits(self, cost: ShardCost) -> bool:
-        return self.capacity_bytes is None or cost.storage_bytes <= self.capacity_bytes
-
-
-def _least_parts(table: EmbeddingTable, limit: _Limits) -> int:
-    """The fewest column shards that the operator takes and a rank can hold."""
-    parts = max(table.column_shards, ceil_div(table.width, MAX_WIDTH))
-    while not limit.fits(
-        limit.cost(table, max(stop - start for start, stop in _cut(table, parts)))
-    ):
-        if parts >= ceil_div(table.width, _VECTOR):
-            raise _too_large(
-                f"table {table.name!r} of {table.rows} rows and {table.width} columns", limit, table
-            )
-        parts += 1
-    return parts
-
-
-def _cut(table: EmbeddingTable, parts: int) -> list[tuple[int, int]]:
-    """``parts`` ranges of columns, of multiples of 4 where the width allows, at most one column
-    group apart in size.
-    """
-    unit = _VECTOR if table.width >= parts * _VECTOR else 1
-    groups = ceil_div(table.width, unit)
-    edges = [min(table.width, unit * (groups * i // parts)) for i in range(parts + 1)]
-    return list(itertools.pairwise(edges))
-
-
-def _place(pieces: list[tuple[EmbeddingTable, int, int]], limit: _Limits) -> list[Shard]:
-    loads = [NOTHING] * limit.world_size
-    costs = [limit.cost(table, stop - start) for table, start, stop in pieces]
-    shards = []
-    for i in sorted(
-        range(len(pieces)), key=lambda i: (-limit.time(costs[i]), -costs[i].storage_bytes, i)
-    ):
-        with_it = [load + costs[i] for load in loads]
-        fitting = [rank for rank in range(limit.world_size) if limit.fits(with_it[rank])]
-        table, start, stop = pieces[i]
-        if not fitting:
-            raise _too_large(
-                f"columns {start}-{stop} of table {table.name!r}", limit, table, costs, loads
-            )
-        rank = min(
-            fitting, key=lambda rank: (limit.time(with_it[rank]), with_it[rank].memory_bytes, rank)
-        )
-        loads[rank] = with_it[rank]
-        shards.append(Shard(table, start, stop, rank, costs[i]))
-    return shards
-
-
-def _too_large(
-    what: str,
-    limit: _Limits,
-    table: EmbeddingTable,
-    costs: Sequence[ShardCost] = (),
-    loads: Sequence[ShardCost] = (),
-) -> ArgumentError:
-    assert limit.capacity_bytes is not None
-    if loads:
-        held = ", ".join(format_bytes(load.storage_bytes) for load in loads)
-        total = format_bytes(sum(cost.storage_bytes for cost in costs))
-        need = f"all tables need {total}, and ranks hold {held} already"
-    else:
-        need = f"it needs {format_bytes(limit.cost(table, table.width).storage_bytes)}, and its columns cannot be split further"
-    ranks = "1 rank has" if limit.world_size == 1 else f"{limit.world_size} ranks have"
-    return ArgumentError(
-        f"ShardingPlan: {what} must fit; got {ranks} room for "
-        f"{format_bytes(limit.capacity_bytes)} each, while {need}. "
-        f"Use more ranks, fewer rows, or a smaller dtype."
-    )
-
-
-def free_bytes(device: torch.device, ranks_on_machine: int) -> int:
-    """What can still be allocated for one rank; on the CPU, its share of the machine's available
-    memory.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024 // ranks_on_machine
-    except (OSError, KeyError, ValueError):
-        return 1 << 62  # no way to tell: the allocation itself will
-
-
-__all__ = ["MAX_WIDTH", "EmbeddingTable", "Shard", "ShardingPlan", "free_bytes", "make_plan"]
+__all__ = ["EmbeddingTable", "Shard", "ShardingPlan"]

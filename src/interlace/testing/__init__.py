@@ -2,11 +2,12 @@
 
 :func:`explore` tries many interleavings of several ranks' kernels in one process;
 ``docs/explorer.md`` shows how to use it. :mod:`interlace.testing.cases` has calls of every operator
-whose results are known, and :mod:`interlace.testing.soak` makes such calls at random; see
+with known results, and :mod:`interlace.testing.soak` makes such calls at random; see
 ``docs/reliability.md``.
 """
 
-from interlace.testing.explorer import Failure, Report, explore
+from interlace.testing.explorer import explore
 from interlace.testing.ranks import Rank
+from interlace.testing.report import Failure, Report
 
 __all__ = ["Failure", "Rank", "Report", "explore"]

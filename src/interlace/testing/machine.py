@@ -1,12 +1,13 @@
-"""Simulated memory of several ranks, and what operations do to it: values, stores under way, and
-what happened before what.
+"""Simulated memory of several ranks: values, stores under way, and the order of operations.
 
-Order is kept by vector clocks, one for each program of each rank. A release publishes what a
-program knows in the cells it stores to, a wait takes it over. Every ordinary load must come after
-the store that it sees, every store after the loads and stores of other ranks that it follows;
-anything else is a race, whichever way it went in this schedule. Packed words need no order of their
-own: who has seen one knows only that the store, and what its program had awaited before it, is
-over.
+Order is kept by vector clocks, one for each program of each rank. A release publishes a program's
+knowledge in the cells that it stores to, and a wait takes the knowledge over. Every ordinary load
+must come after the store that it sees, and every store after the loads and stores of other ranks
+that it follows. Anything else is a race, even if no wrong value was loaded in this schedule. Packed
+words need no order of their own: a program that has seen one knows only that this store is over,
+and everything that its program had awaited before it.
+
+In the terms of this module, a *thread* is a program of a rank, or the rank's host.
 """
 
 from __future__ import annotations
@@ -15,41 +16,52 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from interlace.testing.clocks import Clocks, Knowledge
 from interlace.testing.memory import CellTable
 from interlace.testing.operations import Cells, Kind, Operation, Words
+from interlace.testing.violations import (
+    describe_wait,
+    early_load,
+    early_store,
+    unordered_stores,
+)
 
-PROGRAMS = 32  # of a rank that are told apart; beyond them, numbers are used again
+# Programs of a rank that have a clock each. A launch of more programs uses clocks again, and then a
+# mistake between two programs of one clock is not seen.
+PROGRAMS = 32
+# The bits of all programs.
 _EVERYTHING = -1
+# Cells for which arrays have room before they must grow.
 _SPARE = 64
+# Attributes that a copy of a machine must copy, too. Tuples and arrays within the lists are never
+# changed, only replaced.
 _ARRAYS = ("_data", "_write_thread", "_write_clock", "_sync", "_read_thread", "_read_clock")
 _LISTS = (
-    "_published", "_released", "_observed", "_fenced", "_clock", "_seen", "_covers", "_thread",
-    "_posted", "_launched", "_launch", "at",
-)  # fmt: skip
-_ALWAYS = np.iinfo(np.int64).max
-
-Clocks = npt.NDArray[np.int64]
-
-
-class Violation(Exception):
-    """A rule of the memory model is broken."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+    "_published",
+    "_fenced",
+    "_covers",
+    "_thread",
+    "_posted",
+    "_launched",
+    "_launch",
+    "at",
+)
 
 
 class _Store(NamedTuple):
     """A store that has left its program.
 
     Attributes:
-        clock: of its program when it left.
-        released, seen: what had been released to its program then, and that with what it had
-            observed; with all of its own rank.
-        published: by whom it is seen: what was released, or None, and what was observed.
+        thread: the program that made it.
+        clock: the program's clock when the store left.
+        released, seen: the knowledge that had been released to the program by then, and that
+            together with the observed knowledge; both include all of its own rank.
+        published: the knowledge for those who see the store: the released (or None) and the
+            observed part.
+        cells, values: the cells that it writes, and the values.
         program: a bit for the program that must order it; all bits once its launch has ended.
+        node: the operation, for messages.
     """
 
     thread: int
@@ -67,8 +79,11 @@ class Machine:
     """The state between two steps of a schedule.
 
     Attributes:
+        ranks: number of ranks.
         at: the operation that each rank does next.
-        under_way: by rank, stores that have left and not arrived.
+        under_way: by rank, the stores that have left and not arrived.
+        eager: True if stores arrive when they leave.
+        trace: by cell, the line of the last store to it; None if no lines are kept.
     """
 
     def __init__(
@@ -90,13 +105,10 @@ class Machine:
         self._read_thread = np.zeros((ranks, cells), np.intp)
         self._read_clock = np.zeros((ranks, cells), np.int64)
         self._sync = np.zeros(cells, np.intp)
-        nothing = np.zeros(self._threads, np.int64)
+        self._knowledge = Knowledge(self._slices, self._threads)
+        nothing = self._knowledge.nothing
         self._published: list[tuple[Clocks | None, Clocks]] = [(None, nothing)]
-        self._released = [nothing] * self._threads
-        self._observed = [nothing] * self._threads
         self._fenced: list[Clocks | None] = [None] * self._threads
-        self._clock = [1] * self._threads
-        self._seen: list[tuple[Clocks, Clocks] | None] = [None] * self._threads
         self._covers = [0] * self._threads
         self._covered_at: list[dict[int, int]] = [{} for _ in range(ranks)]
         self._launched: list[tuple[int, ...]] = [()] * ranks
@@ -109,38 +121,43 @@ class Machine:
         self.trace: dict[int, str] | None = None
 
     def copy(self) -> Machine:
-        """The same state, for another schedule."""
+        """Return a copy of the state, for another schedule."""
         new = object.__new__(Machine)
         new.__dict__.update(self.__dict__)
         for name in _ARRAYS:
             setattr(new, name, getattr(self, name).copy())
         for name in _LISTS:
             setattr(new, name, list(getattr(self, name)))
-        new._covered_at = [dict(each) for each in self._covered_at]
-        new.under_way = [list(each) for each in self.under_way]
+        new._knowledge = self._knowledge.copy()
+        new._covered_at = [dict(covered) for covered in self._covered_at]
+        new.under_way = [list(stores) for stores in self.under_way]
         new.make_room()
         return new
 
     def make_room(self) -> None:
-        """Have arrays for all the cells that there are now, and some more."""
+        """Let the arrays grow to hold all cells of the table, and some more."""
         if self._table.count < len(self._data):
             return
         for name in _ARRAYS:
-            old = getattr(self, name)
-            new = np.zeros((*old.shape[:-1], self._table.count + _SPARE), old.dtype)
-            new[..., : old.shape[-1]] = old
-            setattr(self, name, new)
+            array = getattr(self, name)
+            larger = np.zeros((*array.shape[:-1], self._table.count + _SPARE), array.dtype)
+            larger[..., : array.shape[-1]] = array
+            setattr(self, name, larger)
 
     # Steps
 
     def enabled(self, rank: int, judge: Callable[[Operation, Words], bool]) -> bool:
-        """Whether a rank's next operation may take place; ``judge`` says whether a wait is over, by
-        what it would see.
+        """Tell if a rank's next operation can take place.
+
+        Args:
+            rank: the rank.
+            judge: tells if a wait is over, from the operation and the values that it would see.
         """
         node = self.at[rank]
         kind = node.kind
         if kind == Kind.WAIT or kind == Kind.WORDS:
             seen = self._data[node.cells]
+            # The judge runs a kernel, so its answer is kept with the operation.
             key = seen.tobytes()
             holds = node.known.get(key)
             if holds is None:
@@ -151,7 +168,7 @@ class Machine:
         return kind not in (Kind.READY, Kind.END)
 
     def step(self, rank: int) -> None:
-        """Do a rank's next operation, and then those that no other rank can tell from it."""
+        """Do a rank's next operation, and those after it that no other rank can notice."""
         self._do(rank, self.at[rank])
         node = self.at[rank]
         while node.kind < Kind.RELEASE:
@@ -176,44 +193,46 @@ class Machine:
         self._follow(rank, node, key, response)
 
     def effect(self, rank: int, node: Operation) -> tuple[bytes | None, Any]:
-        """What an operation does, and returns: as bytes, which tell returns apart, and as it is."""
+        """Do an operation.
+
+        Returns:
+            Its result twice: as bytes, by which the tree tells results apart, and as it is for the
+            program. None and None for kinds without a result.
+        """
         thread, kind, cells = self._thread[rank], node.kind, node.cells
         if kind == Kind.PUT or kind == Kind.RELAXED:
             assert node.values is not None
-            clock, knowledge = self._clock[thread], self._knowledge(thread, rank)
+            clock, knowledge = self._knowledge.clock[thread], self._knowledge.of(thread, rank)
+            # A relaxed signal releases what the last fence has ordered; a plain put releases
+            # nothing.
             published = (
                 self._fenced[thread] if kind == Kind.RELAXED else None,
-                self._publish(thread)[1],
+                self._knowledge.publish(thread)[1],
             )
-            store = _Store(
-                thread,
-                clock,
-                *knowledge,
-                published,
-                cells,
-                node.values,
-                self._own_bit(rank, thread),
-                node,
-            )
+            bit = self._own_bit(rank, thread)
+            store = _Store(thread, clock, *knowledge, published, cells, node.values, bit, node)
+            # Stores to the rank's own memory are never under way.
             if node.detail or self.eager:
                 self._arrive(rank, store)
             else:
                 self.under_way[rank].append(store)
         elif kind == Kind.LOAD:
-            released = self._knowledge(thread, rank)[0]
+            released = self._knowledge.of(thread, rank)[0]
             writers = self._write_thread[cells]
             early = self._write_clock[cells] > released[writers]
             if early.any():
-                self._report_load(rank, node, cells[early])
+                raise early_load(rank, node, self._writer(cells[early]))
+            # Remembered for stores: they must come after the last load of each rank.
             self._read_thread[rank, cells] = thread
-            self._read_clock[rank, cells] = self._clock[thread]
+            self._read_clock[rank, cells] = self._knowledge.clock[thread]
             response = self._data[cells].tobytes()
             return response, response
         elif kind == Kind.RELEASE:
             assert node.values is not None
+            # Everything that the release covers arrives before the signal does.
             self._order(rank, self._covers_of(rank, thread))
-            clock, knowledge = self._clock[thread], self._knowledge(thread, rank)
-            published = self._publish(thread)
+            clock, knowledge = self._knowledge.clock[thread], self._knowledge.of(thread, rank)
+            published = self._knowledge.publish(thread)
             self._arrive(
                 rank, _Store(thread, clock, *knowledge, published, cells, node.values, 0, node)
             )
@@ -228,43 +247,51 @@ class Machine:
             return response, response
         elif kind == Kind.FENCE:
             self._order(rank, self._covers_of(rank, thread))
-            self._fenced[thread] = self._publish(thread)[0]
+            self._fenced[thread] = self._knowledge.publish(thread)[0]
         elif kind == Kind.PROGRAM:
             self._begin_program(rank, thread, node.detail)
         elif kind == Kind.RETURN:
             self._end_launch(rank)
         elif kind == Kind.POST:
             self._order(rank, _EVERYTHING)
-            self._posted[rank] = (*self._posted[rank], (node.detail, *self._publish(thread)))
+            self._posted[rank] = (
+                *self._posted[rank],
+                (node.detail, *self._knowledge.publish(thread)),
+            )
         elif kind == Kind.COLLECT:
             parts = [posted[node.detail] for posted in self._posted]
             for _, released, observed in parts:
-                self._join(thread, released, observed)
+                self._knowledge.join(thread, released, observed)
             values = [value for value, _, _ in parts]
             return repr(values).encode(), values
         return None, None
 
     def _follow(self, rank: int, node: Operation, key: bytes | None, response: Any) -> None:
-        found = node.following.get(key)
-        if found is None:
-            found = self._extend(self, rank, node, key, response)
+        """Go to the next operation of a rank; let the rank run if that is not known yet."""
+        following = node.following.get(key)
+        if following is None:
+            following = self._extend(self, rank, node, key, response)
             self.make_room()
-        self.at[rank] = found
+        self.at[rank] = following
 
     # Stores
 
     def _arrive(self, rank: int, store: _Store) -> None:
+        """Let a store arrive in memory.
+
+        Raises:
+            Violation: the store does not come after another rank's store or load of its cells.
+        """
         cells, seen = store.cells, store.seen
         early = self._write_clock[cells] > seen[self._write_thread[cells]]
         if early.any():
-            self._report_store(rank, store, cells[early], "stored to", None)
-        for other in range(self.ranks):
-            if other != rank:
-                early = (
-                    self._read_clock[other, cells] > store.released[self._read_thread[other, cells]]
-                )
-                if early.any():
-                    self._report_store(rank, store, cells[early], "loaded", other)
+            raise unordered_stores(rank, store.node, self._writer(cells[early]))
+        # Seeing a packed word does not tell that a load is over, so loads need released knowledge.
+        for reader in range(self.ranks):
+            if reader != rank:
+                reads = self._read_clock[reader, cells]
+                if (reads > store.released[self._read_thread[reader, cells]]).any():
+                    raise early_store(rank, store.node, reader)
         self._data[cells] = store.values
         self._write_thread[cells] = store.thread
         self._write_clock[cells] = store.clock
@@ -274,37 +301,42 @@ class Machine:
             self.trace.update(dict.fromkeys(cells.tolist(), f"rank {rank}, {store.node.site}"))
 
     def _order(self, rank: int, programs: int) -> None:
-        """Let all stores arrive that these programs have made."""
+        """Let all stores arrive that these programs (bits) have made."""
         stores = self.under_way[rank]
         if stores:
-            self.under_way[rank] = [each for each in stores if not each.program & programs]
-            for each in stores:
-                if each.program & programs:
-                    self._arrive(rank, each)
+            self.under_way[rank] = [store for store in stores if not store.program & programs]
+            for store in stores:
+                if store.program & programs:
+                    self._arrive(rank, store)
 
     def _own_bit(self, rank: int, thread: int) -> int:
+        """Return the bit of a program; all bits for the host."""
         program = thread - self._slices[rank].start - 1
         return 1 << program if program >= 0 else _EVERYTHING
 
     def _covers_of(self, rank: int, thread: int) -> int:
-        """Bits of the programs whose stores a release by this one covers."""
+        """Return the bits of the programs whose stores a release by this program covers."""
         return self._covers[thread] if thread != self._slices[rank].start else _EVERYTHING
 
     def _atomic(self, rank: int, thread: int, node: Operation) -> bytes:
+        """Do an atomic operation and return the values before it, as bytes."""
         function, dtype, acquires, releases = node.detail
         cells, covered = node.cells, self._covered_at[rank]
         first = int(cells[0])
+        # A program that sees another's count may signal on its behalf: its release then covers the
+        # other program's stores, too (``il.arrive_last``).
         if acquires:
             self._acquire(thread, cells, released=True)
             self._covers[thread] |= covered.get(first, 0)
         before = self._data[cells].tobytes()
         after = function(np.frombuffer(before, dtype)).view(self._data.dtype)
-        clock = self._clock[thread]
-        knowledge = self._knowledge(thread, rank)
-        released, observed = self._publish(thread)
+        clock = self._knowledge.clock[thread]
+        knowledge = self._knowledge.of(thread, rank)
+        released, observed = self._knowledge.publish(thread)
         if releases:
             covered[first] = covered.get(first, 0) | self._covers[thread]
-        # A read-modify-write goes on with what was released there before.
+        # A read-modify-write continues a release sequence: whoever acquires its value acquires the
+        # knowledge that was released there before, too.
         earlier, _ = self._published[self._sync[first]]
         kept = released if releases else None
         if earlier is not None:
@@ -314,101 +346,48 @@ class Machine:
         )
         return before
 
-    # Clocks
-
-    def _publish(self, thread: int) -> tuple[Clocks, Clocks]:
-        """What a program knows now; what it does next is later."""
-        released, observed = self._released[thread].copy(), self._observed[thread].copy()
-        released[thread] = observed[thread] = self._clock[thread]
-        self._clock[thread] += 1
-        return released, observed
-
     def _acquire(self, thread: int, cells: Cells, *, released: bool) -> None:
+        """Take over the knowledge that is published in cells; without ``released``, observe it."""
         for number in {*self._sync[cells].tolist()}:
             ordered, observed = self._published[number]
-            self._join(thread, ordered if released else None, observed)
-
-    def _join(self, thread: int, released: Clocks | None, observed: Clocks) -> None:
-        if released is not None:
-            self._released[thread] = np.maximum(self._released[thread], released)
-        self._observed[thread] = np.maximum(self._observed[thread], observed)
-        self._seen[thread] = None
-
-    def _knowledge(self, thread: int, rank: int) -> tuple[Clocks, Clocks]:
-        """What has been released to a program, and what that and observation tell it, with all of
-        its own rank.
-        """
-        found = self._seen[thread]
-        if found is None:
-            released = self._released[thread].copy()
-            released[self._slices[rank]] = _ALWAYS
-            found = self._seen[thread] = released, np.maximum(released, self._observed[thread])
-        return found
+            self._knowledge.join(thread, ordered if released else None, observed)
 
     def _begin_program(self, rank: int, thread: int, program: int) -> None:
+        """Begin the next program of a launch, with the host's knowledge at the launch."""
         host = self._slices[rank].start
         if thread == host:
-            self._launch[rank] = self._publish(host)
+            self._launch[rank] = self._knowledge.publish(host)
         new = host + 1 + program % PROGRAMS
-        self._released[new], self._observed[new] = self._launch[rank]
-        self._seen[new] = self._fenced[new] = None
+        self._knowledge.begin(new, *self._launch[rank])
+        self._fenced[new] = None
         self._covers[new] = self._own_bit(rank, new)
         self._launched[rank] = (*self._launched[rank], new)
         self._thread[rank] = new
 
     def _end_launch(self, rank: int) -> None:
+        """End a launch: the host knows all that its programs knew, and orders all their stores."""
         host = self._slices[rank].start
         for thread in self._launched[rank]:
-            self._join(host, *self._publish(thread))
+            self._knowledge.join(host, *self._knowledge.publish(thread))
         self._launched[rank], self._thread[rank] = (), host
         self._covered_at[rank].clear()
-        self.under_way[rank] = [each._replace(program=_EVERYTHING) for each in self.under_way[rank]]
+        self.under_way[rank] = [
+            store._replace(program=_EVERYTHING) for store in self.under_way[rank]
+        ]
 
     # Reports
 
-    def _report_load(self, rank: int, node: Operation, cells: Cells) -> None:
-        raise Violation("race", f"rank {rank}, {node.site}, loads what may still be written: it does not come after the store by "
-                                f"{self._writer(cells)}")  # fmt: skip
-
-    def _report_store(
-        self, rank: int, store: _Store, cells: Cells, what: str, reader: int | None
-    ) -> None:
-        if reader is None:
-            raise Violation("two writers", f"rank {rank}, {store.node.site}, stores where another rank has stored before, and "
-                                           f"nothing orders the two: {self._writer(cells)}")  # fmt: skip
-        raise Violation("race", f"rank {rank}, {store.node.site}, stores what rank {reader} may still load: nothing says that its "
-                                f"load is over")  # fmt: skip
-
     def _writer(self, cells: Cells) -> str:
+        """Name the rank, and with a trace the line, that stored to the first of these cells."""
         if self.trace is None:
             return f"rank {int(self._write_thread[cells[0]]) // (1 + PROGRAMS)}"
         return self.trace.get(int(cells[0]), "nobody")
 
     def awaiting(self) -> str:
-        """What every rank is waiting for."""
+        """Describe the point at which every rank stands, in one line."""
         lines = []
         for rank, node in enumerate(self.at):
-            if node.kind == Kind.END:
-                lines.append(f"rank {rank} has ended")
-                continue
-            seen = ""
-            if node.kind == Kind.WAIT and node.values is not None:
-                words = self._data[node.cells].view(np.int32)
-                seen = f" for {_epochs(node.values)}, and sees {_epochs(words)}"
-            what = {
-                Kind.WAIT: "waits",
-                Kind.WORDS: "waits for packed words",
-                Kind.COLLECT: "waits in an exchange on the host",
-            }
-            lines.append(f"rank {rank} {what.get(node.kind, 'stands')}{seen}, {node.site}")
+            is_wait = node.kind == Kind.WAIT and node.values is not None
+            seen = self._data[node.cells].view(np.int32) if is_wait else None
+            lines.append(describe_wait(rank, node, seen))
         return "; ".join(lines)
-
-
-def _epochs(words: Words) -> str:
-    """Epochs and their marks, in the order of the signals."""
-    parts = [
-        f"{int(word) & 0xFFFFFF}"
-        + (f" of call {int(word) >> 24 & 0xFF}" if int(word) >> 24 else "")
-        for word in words
-    ]
-    return "[" + ", ".join(parts) + "]"

@@ -1,8 +1,7 @@
-"""Symmetric memory of several ranks in one process: for each rank a view of all ranks' memory,
-which nobody else sees.
+"""Symmetric memory of several ranks in one process: a view of all ranks' memory for each rank.
 
-A view holds what host operations of its rank need to see. What memory *is* at any time, the machine
-knows: a view is only brought up to date where its rank loads.
+A view is private to its rank and exists so that host operations have real memory to load from. The
+machine holds the true contents at any time; a view is brought up to date only where its rank loads.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from interlace.testing.operations import Cells
 from interlace.units import MIB, format_bytes, round_up
 
 PART_BYTES = 64 * MIB
-"""Symmetric memory of one rank. Only what is touched takes memory."""
+"""Size of one rank's symmetric memory. Pages that are not touched take no memory."""
 
 MOST_CELLS = 1 << 18
-"""Cells that a program may touch, of all ranks."""
+"""Most cells that a program may touch, of all ranks together."""
 
 Addresses = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
@@ -47,20 +46,28 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _map(nbytes: int, fd: int, address: int | None = None, offset: int = 0) -> int:
-    """Map part of a file, at ``address`` if one is given."""
+    """Map ``nbytes`` of a file from ``offset`` on, at ``address`` if it is not None.
+
+    Raises:
+        WorkspaceError: the system refuses.
+    """
     flags = mmap.MAP_SHARED | (0 if address is None else _MAP_FIXED)
-    place = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
-    if place is None or place == ctypes.c_void_p(-1).value:
+    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
         raise WorkspaceError(
             f"simulated memory of {format_bytes(nbytes)} cannot be mapped: "
             f"{os.strerror(ctypes.get_errno())}."
         )
-    return int(place)
+    return int(mapped)
 
 
 class FinerGrain(BaseException):
-    """A value is smaller than the cells of simulated memory. No Exception: Triton's interpreter
-    wraps those.
+    """A value is smaller than the cells of simulated memory.
+
+    It is a ``BaseException``, because Triton's interpreter wraps every ``Exception``.
+
+    Attributes:
+        grain: a size of cells that fits, in bytes.
     """
 
     def __init__(self, grain: int) -> None:
@@ -69,8 +76,13 @@ class FinerGrain(BaseException):
 
 
 class CellTable:
-    """Numbers for the cells of all ranks' memory that anybody has touched, in the order in which
-    they were.
+    """Numbers of the cells of all ranks' memory, in the order in which they were first touched.
+
+    Numbering only touched cells keeps the machine's arrays, which every schedule copies, small.
+
+    Attributes:
+        grain: size of a cell, in bytes.
+        count: number of cells so far; number 0 is no cell.
     """
 
     def __init__(self, ranks: int, grain: int) -> None:
@@ -79,7 +91,12 @@ class CellTable:
         self._numbers = np.zeros(ranks * PART_BYTES // grain, np.intp)
 
     def cells_at(self, offsets: Offsets, itemsize: int) -> Cells:
-        """The cells of elements of ``itemsize`` bytes."""
+        """Return the cells of elements of ``itemsize`` bytes at these offsets.
+
+        Raises:
+            FinerGrain: the elements are smaller than cells, or not aligned to them.
+            WorkspaceError: the program touches too much memory.
+        """
         if itemsize % self.grain or (offsets % self.grain).any():
             raise FinerGrain(
                 next(
@@ -105,7 +122,12 @@ class CellTable:
 
 
 class View:
-    """One rank's mapping of all ranks' memory."""
+    """One rank's mapping of all ranks' memory.
+
+    Attributes:
+        nbytes: size of all ranks' memory.
+        base: its address.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.nbytes = ranks * PART_BYTES
@@ -116,7 +138,7 @@ class View:
         self._used = 0
 
     def reset(self) -> None:
-        """Forget everything: memory is zero, nothing is allocated."""
+        """Set the memory to zero, with nothing allocated."""
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, self.nbytes)
         for base, nbytes, pieces in self._aliases:
@@ -125,13 +147,18 @@ class View:
         self._used = 0
 
     def close(self) -> None:
+        """Unmap the memory."""
         self.reset()
         _libc.munmap(self.base, self.nbytes)
         os.close(self._fd)
 
     def take(self, nbytes: int) -> int:
-        """Offset of new memory, the same in every rank's part. Nothing is given back while a
-        program runs.
+        """Allocate memory and return its offset, which is the same in every rank's part.
+
+        Memory is not freed while a program runs.
+
+        Raises:
+            WorkspaceError: the program needs more than ``PART_BYTES``.
         """
         offset, self._used = self._used, self._used + round_up(max(nbytes, 1), mmap.PAGESIZE)
         if self._used > PART_BYTES:
@@ -143,8 +170,8 @@ class View:
         return offset
 
     def alias(self, addresses: Sequence[int], nbytes: int) -> int:
-        """Map pieces once more, one behind the other."""
-        # A range of addresses, whose pages the pieces replace
+        """Map pieces of ``nbytes`` once more, one behind the other; return the first address."""
+        # Reserves a range of addresses, whose pages the pieces then replace.
         base = _map(len(addresses) * nbytes, self._fd)
         for i, address in enumerate(addresses):
             _map(nbytes, self._fd, base + i * nbytes, address - self.base)
@@ -152,28 +179,27 @@ class View:
         return base
 
     def holds(self, addresses: Addresses) -> npt.NDArray[np.bool_]:
-        """Which addresses are of symmetric memory."""
+        """Tell, for every address, if it is of symmetric memory (bool array)."""
         inside: npt.NDArray[np.bool_] = (addresses - np.uint64(self.base)) < self.nbytes
         for base, nbytes, pieces in self._aliases:
             inside = inside | ((addresses - np.uint64(base)) < nbytes * len(pieces))
         return inside
 
     def offsets_of(self, addresses: Addresses) -> Offsets:
-        """Offsets in the memory of all ranks, which all the addresses are of."""
+        """Return the offsets of addresses of symmetric memory in the memory of all ranks."""
         offsets: Offsets = (addresses - np.uint64(self.base)).astype(np.int64)
         for base, nbytes, pieces in self._aliases:
-            place = addresses - np.uint64(base)
-            inside = place < nbytes * len(pieces)
+            distance = addresses - np.uint64(base)
+            inside = distance < nbytes * len(pieces)
             if inside.any():
-                place = np.where(inside, place, 0).astype(np.int64)
-                offsets = np.where(
-                    inside, np.asarray(pieces, np.int64)[place // nbytes] + place % nbytes, offsets
-                )
+                distance = np.where(inside, distance, 0).astype(np.int64)
+                aliased = np.asarray(pieces, np.int64)[distance // nbytes] + distance % nbytes
+                offsets = np.where(inside, aliased, offsets)
         return offsets
 
 
 class ExploredHeap(Heap):
-    """Hands out memory of a view."""
+    """A heap that hands out memory of a view."""
 
     granularity = mmap.PAGESIZE
 
@@ -183,17 +209,19 @@ class ExploredHeap(Heap):
         self._view = view
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate pieces of ``nbytes``, each of whole pages."""
         size = pieces * round_up(max(nbytes, 1), self.granularity)
         return Block(
             self._view.base + self._view.take(size), size, self.stride, self.device, lambda: None
         )
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
+        """Map pieces once more, one behind the other; return the address, and how to undo it."""
         return self._view.alias(addresses, nbytes), lambda: None
 
 
 def element_addresses(tensor: torch.Tensor) -> Addresses:
-    """The address of every element, in the order of indices."""
+    """Return the address of every element of a tensor, in the order of indices (uint64)."""
     steps: Any = np.zeros((), np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps = steps[..., None] + np.arange(size, dtype=np.int64) * (

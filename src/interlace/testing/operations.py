@@ -1,9 +1,9 @@
-"""What a rank does to shared state, and the tree of all that it has been seen to do.
+"""Operations of a rank on shared state, and the tree of all that it has been seen to do.
 
-Between two operations on shared state a rank is a deterministic function of what its operations
-have returned. So the operations of
-a rank form a tree: a node is the next operation, an edge is what it returns. A schedule walks the
-trees of all ranks; only an edge that was never taken needs a rank that really runs.
+Between two operations on shared state a rank is a deterministic function of the results of its
+operations. So the operations of a rank form a tree: a node is the next operation, an edge is its
+result. A schedule walks the trees of all ranks; only an edge that was never taken needs a rank that
+really runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ NO_CELLS: Cells = np.zeros(0, np.intp)
 
 
 class Kind(enum.IntEnum):
-    """Operations. Those from ``RELEASE`` on are points at which a schedule may go on with another
-    rank.
+    """Kinds of operations.
+
+    At those from ``RELEASE`` on, a schedule may go on with another rank. The others cannot be told
+    apart from outside, so nothing would be found by interrupting a rank there.
     """
 
     PUT = 0
@@ -45,13 +47,15 @@ class Operation:
     """A node of a rank's tree.
 
     Attributes:
-        cells: of simulated memory.
-        values: that are stored there, or the epochs that are awaited.
-        detail: depends on the kind: see ``Live``.
-        site: where in the program's source it comes from, for messages.
-        parent, response: the operation before, and what that one returned.
-        following: by what this one returns, as bytes; or, for kinds that return nothing, by None.
-        known: whether the condition of a wait holds, by the bytes of what it would see.
+        kind: kind of the operation.
+        cells: cells of simulated memory that it touches.
+        values: values that are stored there, or epochs that are awaited.
+        detail: more about it, depending on the kind: see :class:`interlace.testing.ranks.Run`.
+        site: line of the program's source that it comes from, for messages.
+        parent, response: the operation before, and the result of that one.
+        following: the next operations, by this one's result as bytes; by None if the kind has no
+            result.
+        known: for a wait, True or False by the bytes that it would see: True if it is over.
     """
 
     __slots__ = (
@@ -69,20 +73,15 @@ class Operation:
     def __init__(
         self, kind: Kind, cells: Cells, values: Words | None, detail: Any, site: str
     ) -> None:
-        self.kind, self.cells, self.values, self.detail, self.site = (
-            kind,
-            cells,
-            values,
-            detail,
-            site,
-        )
+        self.kind, self.cells, self.values = kind, cells, values
+        self.detail, self.site = detail, site
         self.parent: Operation | None = None
         self.response: Any = None
         self.following: dict[bytes | None, Operation] = {}
         self.known: dict[bytes, bool] = {}
 
     def path(self) -> list[Any]:
-        """What the operations before this one have returned, in order."""
+        """Return the results of the operations before this one, in order."""
         responses: list[Any] = []
         node = self
         while node.parent is not None:

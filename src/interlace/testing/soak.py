@@ -1,9 +1,8 @@
-"""What each rank of ``interlace soak`` does: random calls, every result checked on the device.
+"""``interlace soak`` on each rank: random calls, and every result checked on the device.
 
 The calls come in *rounds*. A round prepares some cases, captures some of them in CUDA graphs, and
-then makes calls of them in random order; the results are looked at on the host when the round ends.
-Rounds and calls are a function of the seed alone, and so the same on every rank; delays differ by
-rank.
+then makes calls of them in random order; the host looks at the results when the round ends. Rounds
+and calls are a function of the seed alone, and so the same on every rank; delays differ by rank.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import datetime
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,150 +24,26 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import Faults, group_of, inject
 from interlace.errors import InterlaceError
-from interlace.testing.cases import Case, Prepared, draw_case
+from interlace.testing.soak_calls import MOST_RESULTS, Participant, PreparedRound
+from interlace.testing.soak_rounds import ROUND_CALLS, STREAMS, Plan, Round, Slot, Step, make_round
 
-ROUND_CALLS = {"cpu": 24, "cuda": 50_000}
-"""Calls per round. A soak can begin at any round, so a failure is repeated without the rounds
-before it.
-"""
-
-_CASES = {"cpu": 6, "cuda": 32}  # per round
-_GRAPHS = 10
-_MOST_CALLS_IN_GRAPH = 12
-_REPLAYS = 0.4  # of the steps
-_VARIANTS = 3
-_STREAMS = 3
-_MOST_RESULTS = 8
-_CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 500}  # after which the ranks agree whether to go on
-# Beyond the deadline, for peers to end their own waits before the ranks compare what they saw
+# Calls after which the ranks agree to go on or to end.
+_CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 500}
+# Time beyond the deadline in which peers end their own waits, before the ranks compare results.
 _GRACE_S = 120.0
-
-# Delays: how often, and how long at most.
-_HOST_SLEEPS, _HOST_SLEEP_S = 0.02, 0.002
-_DEVICE_SLEEPS, _DEVICE_SLEEP_CYCLES = 0.05, 1_000_000
-_SLEEPS_IN_GRAPHS, _SLEEP_IN_GRAPH_CYCLES = 0.2, 100_000
+# Longest delay of a put on the CPU backend.
 _CPU_DELAY_S = 0.0002
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to run, the same on every rank.
-
-    Attributes:
-        start: the number of the first call; a multiple of the calls per round.
-        calls: how many calls to make at most; 0 for no limit.
-        seconds: after how many seconds to end; 0 for no limit.
-        operators: the operators to take; empty for all.
-    """
-
-    seed: int
-    start: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-    operators: tuple[str, ...] = ()
-    deadline_s: float = 60.0
-
-
-# A round, by the seed alone
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A case that is prepared once per round: for which of the groups, and on which of the streams
-    its calls run.
-    """
-
-    case: Case
-    group: int
-    stream: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One call of a slot; or the replay of a graph, which makes several calls.
-
-    Attributes:
-        slots: the slot of each call.
-        variants: the variant of the inputs of each call.
-        graph: the graph's index; None for an ordinary call.
-    """
-
-    slots: tuple[int, ...]
-    variants: tuple[int, ...]
-    graph: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Slots, what each graph replays, and the steps; a step's first call is number ``numbers[i]``
-    of the round.
-    """
-
-    slots: list[Slot]
-    graphs: list[Step]
-    steps: list[Step]
-    release: bool
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number within the round of each step's first call."""
-        numbers, next_number = [], 0
-        for step in self.steps:
-            numbers.append(next_number)
-            next_number += len(step.slots)
-        return numbers
-
-
-def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]) -> Round:
-    """Round ``number`` of a soak: the same on every rank, whatever came before."""
-    source = random.Random(f"{plan.seed} {number}")
-    slots = []
-    for _ in range(_CASES[backend]):
-        group = source.randrange(len(group_sizes))
-        case = draw_case(group_sizes[group], source, plan.operators, large=backend == "cuda")
-        slots.append(Slot(case, group, source.randrange(_STREAMS) if backend == "cuda" else 0))
-    graphs = _draw_graphs(slots, source) if backend == "cuda" else []
-    # Every slot is called once before graphs are captured, which cannot allocate memory.
-    steps = [Step((i,), (0,)) for i in range(len(slots))]
-    count = len(slots)
-    while count < ROUND_CALLS[backend]:
-        step = Step((source.randrange(len(slots)),), (source.randrange(_VARIANTS),))
-        if graphs and source.random() < _REPLAYS:
-            replay = source.choice(graphs)
-            if count + len(replay.slots) <= ROUND_CALLS[backend]:
-                step = replay
-        steps.append(step)
-        count += len(step.slots)
-    # Memory that graphs have captured stays theirs until the group releases it.
-    return Round(slots, graphs, steps, release=source.random() < (0.7 if graphs else 0.2))
-
-
-def _draw_graphs(slots: list[Slot], source: random.Random) -> list[Step]:
-    """Graphs of random calls, each of the slots of one group and stream."""
-    places: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
-    for i, slot in enumerate(slots):
-        if slot.case.capturable:
-            places[slot.group, slot.stream].append(i)
-    graphs = []
-    for number in range(_GRAPHS if places else 0):
-        candidates = source.choice(list(places.values()))
-        chosen = source.choices(candidates, k=source.randint(1, _MOST_CALLS_IN_GRAPH))
-        variants = tuple(source.randrange(_VARIANTS) for _ in chosen)
-        graphs.append(Step(tuple(chosen), variants, number))
-    return graphs
-
-
-# On a rank
 
 
 @dataclasses.dataclass
 class Failure:
-    """A call that went wrong on a rank.
+    """A call that failed on a rank.
 
     Attributes:
-        call: its number; for an error, that of the call during which it was noticed.
+        rank: the rank.
+        call: number of the call; for an error, number of the call during which it was noticed.
         kind: ``"wrong"``, ``"timeout"`` or ``"error"``.
-        what: the call, and how many elements are wrong or what was raised.
+        what: the call with its number of wrong elements, or the error.
     """
 
     rank: int
@@ -181,33 +56,44 @@ def run_rank(folder: str, plan: Plan) -> dict[str, Any]:
     """Run the plan on this rank. Collective over the default process group.
 
     Args:
-        folder: where progress is written, as :func:`interlace.cli.ranks.advance` does.
+        folder: folder in which progress is written, as :func:`interlace.cli.ranks.advance` does.
+        plan: the plan, the same on every rank.
 
     Returns:
-        The report, the same on every rank: JSON of the calls made, of each operator and
-            implementation, and of what failed.
+        The report, the same on every rank, for JSON: numbers of calls, by operator and
+            implementation, and the failures.
     """
     return _Soak(Path(folder), plan).run()
 
 
 class _Soak:
+    """One rank's part of a soak."""
+
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder, self.plan = folder, plan
         self.rank = dist.get_rank()
         self.device = group_of().device
         self.backend = group_of().backend
         self.members = _memberships(dist.get_world_size())
-        self.groups = [None, *(dist.new_group(ranks) for ranks in self.members[1:])]
-        # Beside the groups under test, which may break: over it the ranks agree to go on or to end.
+        streams: list[torch.cuda.Stream] = []
+        if self.backend == "cuda":
+            streams = [torch.cuda.Stream(self.device) for _ in range(STREAMS)]
+        self.participant = Participant(
+            self.rank,
+            self.backend,
+            self.device,
+            [None, *(dist.new_group(ranks) for ranks in self.members[1:])],
+            self.members,
+            streams,
+        )
+        # The groups under test may break. The ranks agree to go on or to end over a group that is
+        # not one of them.
         self.control = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=plan.deadline_s + _GRACE_S)
         )
         self.deadline_s = group_of().deadline_s
-        for group in self._own_groups():
+        for group in self.participant.own_groups():
             interlace.set_deadline(plan.deadline_s, group)
-        self.streams: list[torch.cuda.Stream] = []
-        if self.backend == "cuda":
-            self.streams = [torch.cuda.Stream(self.device) for _ in range(_STREAMS)]
         self.started = time.monotonic()
         self.interrupted = False
         self.done = self.shown = 0
@@ -216,21 +102,29 @@ class _Soak:
         self.failures: list[Failure] = []
 
     def run(self) -> dict[str, Any]:
+        """Make all rounds, and return the report."""
         number = self.plan.start // ROUND_CALLS[self.backend]
         with self._stopped_by_interrupt():
             while self._run_round(number):
                 number += 1
-        interlace.set_deadline(self.deadline_s)  # of the default group, which others use too
-        found: list[Any] = [None] * dist.get_world_size()
+        # The process may go on to use the default group.
+        interlace.set_deadline(self.deadline_s)
+        gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            found, [dataclasses.asdict(failure) for failure in self.failures], self.control
+            gathered, [dataclasses.asdict(failure) for failure in self.failures], self.control
         )
         failures = sorted(
-            (each for rank in found for each in rank), key=lambda each: (each["call"], each["rank"])
+            (failure for failures_of_rank in gathered for failure in failures_of_rank),
+            key=lambda failure: (failure["call"], failure["rank"]),
         )
         return self._report(failures)
 
     def _report(self, failures: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the report, with all ranks' failures."""
+
+        def count_calls(kind: str) -> int:
+            return len({failure["call"] for failure in failures if failure["kind"] == kind})
+
         by_operator: dict[str, dict[str, int]] = {}
         for (operator, impl), count in sorted(self.counts.items()):
             by_operator.setdefault(operator, {})[impl] = count
@@ -243,9 +137,9 @@ class _Soak:
             "round_calls": ROUND_CALLS[self.backend],
             "operators": list(self.plan.operators),
             "calls": self.done,
-            "wrong": len({each["call"] for each in failures if each["kind"] == "wrong"}),
-            "timeouts": len({each["call"] for each in failures if each["kind"] == "timeout"}),
-            "errors": len({each["call"] for each in failures if each["kind"] == "error"}),
+            "wrong": count_calls("wrong"),
+            "timeouts": count_calls("timeout"),
+            "errors": count_calls("error"),
             "rounds": self.rounds,
             "replayed_in_graphs": self.replays,
             "with_backward": self.backwards,
@@ -259,19 +153,19 @@ class _Soak:
     # A round
 
     def _run_round(self, number: int) -> bool:
-        """Whether another one follows."""
+        """Make one round, and tell if another one follows. Collective."""
         calls = make_round(number, self.plan, self.backend, [len(ranks) for ranks in self.members])
         first = number * ROUND_CALLS[self.backend]
         wrong = torch.zeros(
-            ROUND_CALLS[self.backend], _MOST_RESULTS, dtype=torch.int64, device=self.device
+            ROUND_CALLS[self.backend], MOST_RESULTS, dtype=torch.int64, device=self.device
         )
         go_on, at = True, first
         made: list[Step] = []
         delays = random.Random(f"{self.plan.seed} {number} {self.rank}")
-        runner: _Round | None = None
+        runner: PreparedRound | None = None
         try:
             with self._late(number):
-                runner = _Round(self, calls, wrong)
+                runner = PreparedRound(self.participant, calls, wrong)
                 for i, (step, offset) in enumerate(zip(calls.steps, calls.numbers, strict=True)):
                     at = first + offset
                     runner.make(step, offset, delays)
@@ -286,11 +180,12 @@ class _Soak:
         except InterlaceError as error:
             kind = "timeout" if isinstance(error, interlace.PeerTimeoutError) else "error"
             self.failures.append(Failure(self.rank, at, kind, f"{type(error).__name__}: {error}"))
+        # After an error the results are not complete: wrong ones would say nothing.
         if not self.failures:
             self._look(wrong, calls, made, first)
         self.rounds += 1
-        # Ranks that were told to end have compared already, and a rank that failed has taken part
-        # in that by this very call.
+        # Ranks that agreed to end within the round do not agree again. A rank that failed within it
+        # takes part in that agreement here.
         go_on = go_on and self._agree_to_go_on(failed=bool(self.failures))
         if runner is not None and not self.failures:
             runner.close(calls.release and go_on)
@@ -302,11 +197,13 @@ class _Soak:
         for step, offset in zip(made, calls.numbers, strict=False):
             for i, slot in enumerate(step.slots):
                 if counts[offset + i]:
-                    where = "in a graph" if step.graph is not None else "alone"
-                    what = f"{calls.slots[slot].case.label}, {where}: {counts[offset + i]} wrong elements"
-                    self.failures.append(Failure(self.rank, first + offset + i, "wrong", what))
+                    label = calls.slots[slot].case.label
+                    mode = "in a graph" if step.graph is not None else "alone"
+                    text = f"{label}, {mode}: {counts[offset + i]} wrong elements"
+                    self.failures.append(Failure(self.rank, first + offset + i, "wrong", text))
 
     def _count(self, step: Step, slots: list[Slot]) -> None:
+        """Count a step's calls for the report."""
         for i in step.slots:
             case = slots[i].case
             self.counts[case.operator, case.impl] += 1
@@ -315,8 +212,10 @@ class _Soak:
         self.done += len(step.slots)
 
     def _agree_to_go_on(self, failed: bool) -> bool:
-        """Whether no rank has failed, none was interrupted, and rank 0 finds that neither time nor
-        calls are spent. Collective.
+        """Tell if the soak goes on. Collective.
+
+        It does if no rank has failed, none was interrupted, and rank 0 finds that neither time nor
+        calls are used up.
         """
         seconds = time.monotonic() - self.started
         spent = 0.0
@@ -331,25 +230,18 @@ class _Soak:
         return not flags.any()
 
     def _show(self, spent: float) -> None:
-        """Tell the command how much of the soak is done, in hundredths for each rank."""
+        """Tell the command the share of the soak that is done: one byte per rank and hundredth."""
         hundredths = min(100, int(100 * spent))
         if hundredths > self.shown:
             with (self.folder / "rank-0").open("ab") as file:
                 file.write(b"." * (hundredths - self.shown) * dist.get_world_size())
             self.shown = hundredths
 
-    # Around it
-
-    def _own_groups(self) -> list[dist.ProcessGroup | None]:
-        return [
-            group
-            for group, ranks in zip(self.groups, self.members, strict=True)
-            if self.rank in ranks
-        ]
+    # Delays and interrupts
 
     @contextlib.contextmanager
     def _late(self, number: int) -> Iterator[None]:
-        """On the CPU backend, delays and other orders of puts, of this rank's own."""
+        """Delay and reorder this rank's puts on the CPU backend, within a block."""
         if self.backend == "cuda":
             yield
             return
@@ -361,7 +253,7 @@ class _Soak:
 
     @contextlib.contextmanager
     def _stopped_by_interrupt(self) -> Iterator[None]:
-        """Ctrl-C ends the soak at the next look, with the report."""
+        """Let Ctrl-C end the soak at the ranks' next agreement, with a report."""
 
         def stop(*_: object) -> None:
             self.interrupted = True
@@ -373,118 +265,13 @@ class _Soak:
             signal.signal(signal.SIGINT, before)
 
 
-class _Round:
-    """The prepared cases of a round, of those groups that this rank is in, and the graphs of some
-    of them.
-    """
-
-    def __init__(self, soak: _Soak, calls: Round, wrong: torch.Tensor) -> None:
-        self.soak, self.calls, self.wrong = soak, calls, wrong
-        self.prepared: dict[int, Prepared] = {}
-        for i, slot in enumerate(calls.slots):
-            if soak.rank in soak.members[slot.group]:
-                seeds = [_VARIANTS * i + variant for variant in range(_VARIANTS)]
-                self.prepared[i] = slot.case.prepare(soak.groups[slot.group], seeds)
-        self.graphs: list[tuple[Any, torch.Tensor]] = []  # with the numbers of wrong elements
-        self._synchronize_device()
-
-    def make(self, step: Step, offset: int, delays: random.Random) -> None:
-        """Make a step's calls, and enqueue the comparison of their results."""
-        slot = self.calls.slots[step.slots[0]]
-        if self.calls.graphs and len(self.graphs) == 0 and offset >= len(self.calls.slots):
-            self._capture(delays)
-        if step.slots[0] not in self.prepared:
-            return
-        if delays.random() < _HOST_SLEEPS:
-            time.sleep(delays.uniform(0, _HOST_SLEEP_S))
-        if self.soak.backend == "cpu":
-            self._run(step, offset)
-            return
-        with torch.cuda.stream(self.soak.streams[slot.stream]):
-            if delays.random() < _DEVICE_SLEEPS:
-                torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))
-            # Whoever replays a graph orders it; NCCL's communicators must not run side by side.
-            if step.graph is not None or slot.case.impl == "unfused":
-                with self._alone(slot.stream):
-                    self._run(step, offset)
-            else:
-                self._run(step, offset)
-
-    def _run(self, step: Step, offset: int) -> None:
-        if step.graph is None:
-            for i, (slot, variant) in enumerate(zip(step.slots, step.variants, strict=True)):
-                self._call(slot, variant, self.wrong[offset + i])
-        else:
-            graph, wrong = self.graphs[step.graph]
-            graph.replay()
-            self.wrong[offset : offset + len(step.slots)] = wrong
-
-    def _call(self, slot: int, variant: int, wrong: torch.Tensor) -> None:
-        """Make one call, store its numbers of wrong elements, and destroy its results."""
-        prepared = self.prepared[slot]
-        prepared.load(variant)
-        results = prepared.run()
-        prepared.count_wrong(results, variant, wrong)
-        if self.calls.slots[slot].case.poisonable:
-            for result in results:
-                result.fill_(float("nan"))
-
-    def _capture(self, delays: random.Random) -> None:
-        """Make the round's graphs. Every slot in them has been called before."""
-        self._synchronize_device()
-        for step in self.calls.graphs:
-            wrong = torch.zeros(
-                len(step.slots), _MOST_RESULTS, dtype=torch.int64, device=self.wrong.device
-            )
-            if step.slots[0] not in self.prepared:
-                self.graphs.append((None, wrong))
-                continue
-            graph = torch.cuda.CUDAGraph()
-            stream = self.soak.streams[self.calls.slots[step.slots[0]].stream]
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for i, (slot, variant) in enumerate(zip(step.slots, step.variants, strict=True)):
-                    if delays.random() < _SLEEPS_IN_GRAPHS:
-                        torch.cuda._sleep(delays.randrange(_SLEEP_IN_GRAPH_CYCLES))
-                    self._call(slot, variant, wrong[i])
-            self.graphs.append((graph, wrong))
-        self._synchronize_device()
-
-    @contextlib.contextmanager
-    def _alone(self, stream: int) -> Iterator[None]:
-        """Order what runs within after all that other streams have been given, and before what they
-        will be given.
-        """
-        others = [other for other in self.soak.streams if other is not self.soak.streams[stream]]
-        for other in others:
-            self.soak.streams[stream].wait_stream(other)
-        yield
-        for other in others:
-            other.wait_stream(self.soak.streams[stream])
-
-    def synchronize(self) -> None:
-        """Wait for every call of the round, and raise what any group has found."""
-        for group in self.soak._own_groups():
-            interlace.synchronize(group)
-
-    def close(self, release: bool) -> None:
-        """Free the round's graphs and tensors; with ``release`` also all workspaces of the groups.
-        Collective.
-        """
-        self.graphs.clear()
-        self.prepared.clear()
-        if release:
-            for group in self.soak._own_groups():
-                group_of(group).release()
-
-    def _synchronize_device(self) -> None:
-        if self.soak.backend == "cuda":
-            torch.cuda.synchronize(self.soak.device)
-
-
 def _memberships(ranks: int) -> list[tuple[int, ...]]:
-    """The ranks of each group: all; all again; and all but the first, where that leaves several."""
+    """Return the ranks of each group: twice all ranks, and all but the first.
+
+    The last group is left out if it would have one rank.
+    """
     groups = [tuple(range(ranks)), tuple(range(ranks))]
     return [*groups, tuple(range(1, ranks))] if ranks > 2 else groups
 
 
-__all__ = ["ROUND_CALLS", "Failure", "Plan", "make_round", "run_rank"]
+__all__ = ["ROUND_CALLS", "Failure", "Plan", "Round", "make_round", "run_rank"]

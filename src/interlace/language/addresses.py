@@ -1,0 +1,70 @@
+"""The group as a kernel sees it: this rank, the number of ranks, and addresses of symmetric memory.
+"""
+
+import triton
+import triton.language as tl
+
+from interlace.comm import context
+
+_RANK = tl.constexpr(context.RANK)
+_WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
+_STRIDE_BYTES = tl.constexpr(context.STRIDE_BYTES)
+
+
+@triton.jit
+def join(ctx):
+    """Read the group's values for the primitives; call it once, near the top of the kernel.
+
+    Args:
+        ctx: int64 pointer to the operator's context (``Group.context(operator)``).
+
+    Returns:
+        ``group``, the argument of the primitives: the context, this rank (int32) and the number of
+        bytes between two ranks' copies (int64).
+    """
+    # Volatile, so that the compiler does not move the loads to the first primitive: there the
+    # program would wait for a trip to memory, and here its first loads of data hide that trip.
+    this_rank = tl.load(ctx + _RANK, volatile=True).to(tl.int32)
+    return ctx, this_rank, tl.load(ctx + _STRIDE_BYTES, volatile=True)
+
+
+@triton.jit
+def rank(group):
+    """Return this rank's number in the group (int32 scalar)."""
+    return group[1]
+
+
+@triton.jit
+def world_size(group):
+    """Return the number of ranks in the group (int32 scalar).
+
+    A loop over peers that shall be unrolled needs the number as a constexpr argument instead.
+    """
+    return tl.load(group[0] + _WORLD_SIZE).to(tl.int32)
+
+
+@triton.jit
+def pointer(address, dtype: tl.constexpr):
+    """Make a pointer to symmetric memory from its address.
+
+    Args:
+        address: int64 scalar: ``SymmetricTensor.address``, a multiple of 16. Kernels take symmetric
+            memory as an integer, because the interpreter would copy a tensor argument back after
+            the kernel, over everything that peers have written meanwhile.
+        dtype: Triton's dtype of the elements.
+    """
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def peer_pointer(ptr, peer, group):
+    """Return the address at which this rank sees ``peer``'s copy of ``ptr``.
+
+    Args:
+        ptr: pointer, or tile of pointers, to rank 0's copy.
+        peer: int32 scalar, or a tile that broadcasts with ``ptr``.
+        group: the value of :func:`join`.
+    """
+    # All ranks' copies lie in one range of addresses, one constant stride apart.
+    stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    return ptr + tl.multiple_of(stride, 16) * peer

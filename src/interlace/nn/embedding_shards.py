@@ -1,0 +1,156 @@
+"""Parameters of embedding shards, and state dicts of one plan that load under another one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from interlace.nn.sharding import Shard
+
+if TYPE_CHECKING:
+    from interlace.nn.embedding_bags import ShardedEmbeddingBags
+
+# Elements that are drawn at a time. They are drawn at full width and then cut, so more of them would
+# take much memory.
+_INIT_ELEMENTS = 1 << 20
+
+
+class ShardParameters(nn.Module):
+    """The weight of one shard and the state of its optimizer.
+
+    Attributes:
+        weight: ``[rows, columns of the shard]``, of the table's dtype.
+        sum_of_squares: float32 ``[rows]``: the state of row-wise Adagrad; None without one.
+    """
+
+    sum_of_squares: torch.Tensor | None
+
+    def __init__(self, shard: Shard, device: torch.device | str, with_state: bool) -> None:
+        super().__init__()
+        self.shard = shard
+        self.weight = nn.Parameter(
+            torch.empty(shard.table.rows, shard.width, dtype=shard.table.dtype, device=device)
+        )
+        state = (
+            torch.zeros(shard.table.rows, dtype=torch.float32, device=device)
+            if with_state
+            else None
+        )
+        self.register_buffer("sum_of_squares", state)
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The optimizer's state of a shard that has one."""
+        assert self.sum_of_squares is not None
+        return self.sum_of_squares
+
+    @torch.no_grad()
+    def draw(self, seed: int, table: int) -> None:
+        """Draw the weight, uniform within ``1 / sqrt(rows)``, and set the state to 0.
+
+        Args:
+            seed: of the module.
+            table: the table's index in the model.
+        """
+        # Blocks of rows are drawn at the table's full width, each from a seed of its own, and this
+        # shard keeps its columns: so the weights do not depend on the plan.
+        config, weight = self.shard.table, self.weight
+        block = max(1, _INIT_ELEMENTS // config.width)
+        generator = torch.Generator(weight.device)
+        bound = 1 / math.sqrt(config.rows)
+        for number, start in enumerate(range(0, config.rows, block)):
+            generator.manual_seed(((seed * 1_000_003 + table) * 1_000_003 + number) % (1 << 63))
+            rows = min(block, config.rows - start)
+            full = torch.empty(rows, config.width, device=weight.device).uniform_(
+                -bound, bound, generator=generator
+            )
+            weight[start : start + rows] = full[:, self.shard.start : self.shard.stop].to(
+                weight.dtype
+            )
+        if self.sum_of_squares is not None:
+            self.sum_of_squares.zero_()
+
+
+def take_own_shards(
+    module: ShardedEmbeddingBags, state_dict: dict[str, Any], prefix: str, *arguments: object
+) -> None:
+    """Replace the shards in ``state_dict``, of any plan, by those that ``module`` has.
+
+    A hook that runs before a state dict is loaded. Shards of other ranks are dropped.
+    """
+    root = f"{prefix}shards."
+    saved: dict[str, list[tuple[int, int, str]]] = {}
+    for key in list(state_dict):
+        if key.startswith(root) and key.endswith(".weight"):
+            name = key[len(root) : -len(".weight")]
+            table, _, columns = name.rpartition(":")
+            start, _, stop = columns.partition("-")
+            if start.isdigit() and stop.isdigit():
+                saved.setdefault(table, []).append((int(start), int(stop), name))
+    own_state: dict[str, torch.Tensor] = {}
+    for shard in module.plan.of_rank(module.group.rank):
+        parts = sorted(
+            part
+            for part in saved.get(shard.table.name, [])
+            if part[0] < shard.stop and part[1] > shard.start
+        )
+        if _covers(parts, shard):
+            own_state |= {
+                f"{root}{shard.name}.{name}": value
+                for name, value in _assemble(state_dict, root, parts, shard).items()
+            }
+    # Keys that the module does not have would be reported as unexpected.
+    for parts in saved.values():
+        for _, _, name in parts:
+            for field in ("weight", "sum_of_squares"):
+                state_dict.pop(f"{root}{name}.{field}", None)
+    for key, value in own_state.items():
+        if module.gradient == "rowwise_adagrad" or not key.endswith("sum_of_squares"):
+            state_dict[key] = value
+
+
+def _covers(parts: list[tuple[int, int, str]], shard: Shard) -> bool:
+    """Tell if sorted parts hold all columns of a shard, without a gap."""
+    edges = [shard.start, *(stop for _, stop, _ in parts)]
+    return (
+        bool(parts)
+        and edges[-1] >= shard.stop
+        and all(start <= edge for (start, _, _), edge in zip(parts, edges, strict=False))
+    )
+
+
+def _assemble(
+    state_dict: dict[str, Any], root: str, parts: list[tuple[int, int, str]], shard: Shard
+) -> dict[str, torch.Tensor]:
+    """Return a shard's weight, and its state if one was saved, from sorted parts that cover it."""
+    fields: dict[str, torch.Tensor] = {}
+    if [(start, stop) for start, stop, _ in parts] == [(shard.start, shard.stop)]:
+        names = (f"{parts[0][2]}.{field}" for field in ("weight", "sum_of_squares"))
+        return {
+            name.rpartition(".")[2]: state_dict[root + name]
+            for name in names
+            if root + name in state_dict
+        }
+    columns = []
+    state = None
+    edge = shard.start
+    for start, stop, name in parts:
+        until = min(stop, shard.stop)
+        columns.append(state_dict[f"{root}{name}.weight"][:, edge - start : until - start])
+        # A row has one state, the mean over the shard's columns. So a new shard's state is the mean
+        # of the old ones, weighted by the number of columns that come from each.
+        squares = state_dict.get(f"{root}{name}.sum_of_squares")
+        if squares is not None:
+            share = squares * ((until - edge) / shard.width)
+            state = share if state is None else state + share
+        edge = until
+    fields["weight"] = torch.cat(columns, 1)
+    if state is not None:
+        fields["sum_of_squares"] = state
+    return fields
+
+
+__all__ = ["ShardParameters", "take_own_shards"]

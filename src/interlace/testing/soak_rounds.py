@@ -1,0 +1,152 @@
+"""Rounds of a soak: its cases, graphs and calls, drawn by the seed alone."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from interlace.testing.cases import Case, draw_case
+
+ROUND_CALLS = {"cpu": 24, "cuda": 50_000}
+"""Calls per round, by backend.
+
+A soak can begin at any round, so a failure is repeated without the rounds before it.
+"""
+
+VARIANTS = 3
+"""Variants of the inputs of each case."""
+
+STREAMS = 3
+"""CUDA streams that calls run on."""
+
+_CASES = {"cpu": 6, "cuda": 32}  # per round
+_GRAPHS = 10
+_MOST_CALLS_IN_GRAPH = 12
+_REPLAYS = 0.4  # of the steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan of a soak, the same on every rank.
+
+    Attributes:
+        seed: seed of cases and calls.
+        start: number of the first call; a multiple of the calls per round.
+        calls: most calls to make; 0 for no limit.
+        seconds: time after which to end, in s; 0 for no limit.
+        operators: operators to call; empty for all.
+        deadline_s: deadline of the groups, in s.
+    """
+
+    seed: int
+    start: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    operators: tuple[str, ...] = ()
+    deadline_s: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A case that is prepared once per round.
+
+    Attributes:
+        case: the case.
+        group: index of the group that calls it.
+        stream: index of the stream that its calls run on.
+    """
+
+    case: Case
+    group: int
+    stream: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of a slot, or the replay of a graph, which makes several calls.
+
+    Attributes:
+        slots: slot of each call.
+        variants: variant of the inputs of each call.
+        graph: index of the graph; None for an ordinary call.
+    """
+
+    slots: tuple[int, ...]
+    variants: tuple[int, ...]
+    graph: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A round of a soak.
+
+    Attributes:
+        slots: the prepared cases.
+        graphs: the calls of each graph.
+        steps: calls and replays, in order.
+        release: True if the groups release their workspaces at the round's end.
+    """
+
+    slots: list[Slot]
+    graphs: list[Step]
+    steps: list[Step]
+    release: bool
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the steps' first calls within the round, one per step."""
+        numbers, next_number = [], 0
+        for step in self.steps:
+            numbers.append(next_number)
+            next_number += len(step.slots)
+        return numbers
+
+
+def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]) -> Round:
+    """Draw round ``number`` of a soak: the same on every rank, whatever came before.
+
+    Args:
+        number: number of the round, from 0.
+        plan: the plan.
+        backend: ``"cpu"`` or ``"cuda"``.
+        group_sizes: number of ranks of each group.
+    """
+    source = random.Random(f"{plan.seed} {number}")
+    slots = []
+    for _ in range(_CASES[backend]):
+        group = source.randrange(len(group_sizes))
+        case = draw_case(group_sizes[group], source, plan.operators, large=backend == "cuda")
+        slots.append(Slot(case, group, source.randrange(STREAMS) if backend == "cuda" else 0))
+    graphs = _draw_graphs(slots, source) if backend == "cuda" else []
+    # Every slot is called once before graphs are captured: a first call allocates memory, which is
+    # not possible during capture.
+    steps = [Step((i,), (0,)) for i in range(len(slots))]
+    count = len(slots)
+    while count < ROUND_CALLS[backend]:
+        step = Step((source.randrange(len(slots)),), (source.randrange(VARIANTS),))
+        if graphs and source.random() < _REPLAYS:
+            replay = source.choice(graphs)
+            if count + len(replay.slots) <= ROUND_CALLS[backend]:
+                step = replay
+        steps.append(step)
+        count += len(step.slots)
+    # Memory that graphs have captured is used again only after the group has released it, so rounds
+    # with graphs release more often.
+    return Round(slots, graphs, steps, release=source.random() < (0.7 if graphs else 0.2))
+
+
+def _draw_graphs(slots: list[Slot], source: random.Random) -> list[Step]:
+    """Draw graphs of random calls; the calls of a graph are of one group and stream."""
+    capturable: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+    for i, slot in enumerate(slots):
+        if slot.case.capturable:
+            capturable[slot.group, slot.stream].append(i)
+    graphs = []
+    for number in range(_GRAPHS if capturable else 0):
+        candidates = source.choice(list(capturable.values()))
+        chosen = source.choices(candidates, k=source.randint(1, _MOST_CALLS_IN_GRAPH))
+        variants = tuple(source.randrange(VARIANTS) for _ in chosen)
+        graphs.append(Step(tuple(chosen), variants, number))
+    return graphs

@@ -1,0 +1,143 @@
+"""Waits of explored kernels: one operation each, which takes place when its condition holds.
+
+The primitive itself then looks once, at the values that ended the wait, and finds it over. So the
+explorer needs no knowledge of signals and packed words: it asks the primitives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from interlace import language
+from interlace.errors import ArgumentError
+from interlace.testing import judges
+from interlace.testing.memory import Addresses
+from interlace.testing.operations import Kind, Operation, Words
+from interlace.testing.ranks import Run, current
+from interlace.units import next_power_of_2
+
+
+def wait(
+    original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: Any, group: Any, mask: Any
+) -> Any:
+    """Wait for signals as one operation, then call ``original``, which is ``il.wait``."""
+    run = current()
+    assert run is not None
+    pointers = language.peer_pointer(ptr, language.rank(group), group).handle.data
+    selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
+    stamps = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), pointers.shape)[selected]
+    _await(run, Kind.WAIT, pointers[selected], stamps, None)
+    # The primitive shall see signals that have just arrived. Their true values may be a call ahead,
+    # which would make runs differ that are otherwise the same.
+    with _having_seen(run, pointers[selected], stamps):
+        return original(ptr, epoch, peer, slice, group, mask)
+
+
+def sum_words(
+    original: Callable[..., Any],
+    ptr: Any,
+    kept: Any,
+    stride: Any,
+    first: Any,
+    epoch: Any,
+    slice: Any,
+    group: Any,
+    mask: Any,
+    SOURCES: Any,
+    VALUES: Any,
+) -> Any:
+    """Wait for packed words as one operation, then call ``original``, which adds them."""
+    run = current()
+    assert run is not None
+    me = language.rank(group)
+    pointers = language.peer_pointer(ptr, me, group).handle.data
+    selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
+    rank, step = int(np.asarray(_plain(me)).item()), int(np.asarray(_plain(stride)).item()) * 8
+    sources = [source for source in range(int(_plain(SOURCES))) if kept is None or source != rank]
+    addresses = np.concatenate(
+        [pointers[selected] + np.uint64(source * step) for source in sources]
+        or [pointers[:0].ravel()]
+    )
+    stamps = np.full(len(addresses), np.asarray(_plain(epoch)).item(), np.int32)
+    response = _await(run, Kind.WORDS, addresses, stamps, int(_plain(VALUES)))
+    with _having_seen(run, addresses, np.frombuffer(response or b"", np.int64)):
+        return original(ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES)
+
+
+def _await(run: Run, kind: Kind, addresses: Addresses, stamps: Words, detail: Any) -> Any:
+    """Do a wait and return the words that it has seen; None for signals.
+
+    Raises:
+        ArgumentError: an address is not of symmetric memory.
+    """
+    if not len(addresses):
+        return None
+    if not run.tree.view.holds(addresses).all():
+        raise ArgumentError("a kernel must wait for symmetric memory; got other addresses.")
+    offsets = run.tree.view.offsets_of(addresses)
+    cells = run.tree.cells.cells_at(offsets, 4 if kind == Kind.WAIT else 8)
+    return run.perform(kind, cells, stamps, detail)
+
+
+@contextlib.contextmanager
+def _having_seen(run: Run, addresses: Addresses, values: Words) -> Iterator[None]:
+    """Let loads from these addresses return these values, within a block."""
+    order = np.argsort(addresses)
+    run.awaited = (addresses[order], values[order]) if len(addresses) else None
+    try:
+        yield
+    finally:
+        run.awaited = None
+
+
+def _plain(x: Any) -> Any:
+    """Return a tensor's numpy array, a constexpr's value, or ``x`` itself."""
+    if isinstance(x, tl.tensor):
+        return x.handle.data
+    return getattr(x, "value", x)
+
+
+class Judge:
+    """Tells if a wait is over, from the words that it would see; it remembers the answers."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int], bool] = {}
+
+    def __call__(self, node: Operation, seen: Words) -> bool:
+        """Tell if the wait ``node`` is over when its cells hold ``seen``."""
+        assert node.values is not None
+        values = 0 if node.kind == Kind.WAIT else int(node.detail)
+        words = seen.view(np.int32 if node.kind == Kind.WAIT else np.int64)
+        # The epoch is in the low bits of a packed word. The other bits hold its value, and would
+        # make the remembered answers useless.
+        keys = [
+            (values, int(word) & 0xFFFFFFFF, int(epoch))
+            for word, epoch in zip(words, node.values, strict=True)
+        ]
+        unknown = {
+            key: word for key, word in zip(keys, words, strict=True) if key not in self._known
+        }
+        if unknown:
+            self._ask(values, list(unknown), np.array(list(unknown.values())))
+        return all(self._known[key] for key in keys)
+
+    def _ask(self, values: int, keys: list[tuple[int, int, int]], words: Words) -> None:
+        """Ask the primitives: ``values`` per packed word, or 0 for signals."""
+        # A tile of Triton has a power of two of elements.
+        count = next_power_of_2(len(keys))
+        seen = torch.from_numpy(np.concatenate([words, words[:1].repeat(count - len(keys))]))
+        stamps = torch.tensor(
+            [epoch for _, _, epoch in keys] + [0] * (count - len(keys)), dtype=torch.int32
+        )
+        out = torch.zeros(count, dtype=torch.int32)
+        if values:
+            judges.judge_words[(1,)](seen, stamps, out, N=count, VALUES=values)
+        else:
+            judges.judge_signals[(1,)](seen, stamps, out, N=count)
+        self._known.update(zip(keys, [bool(answer) for answer in out.tolist()], strict=False))

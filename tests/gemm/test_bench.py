@@ -66,7 +66,7 @@ def _bench_batch(operator):
             batches, "host_us", lambda step, **_: 1.0
         )  # fifty calls take the interpreter a while
         shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
-        case = batches.CASES[operator](shape)
+        case = batches.case_of(shape)
         case.pair(0)
         found = case.received if operator == "bmm_all_to_all" else case.product
         ways = [way for name, way in case.ways().items() if name.split(",")[0] in OURS]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import time
 
 import pytest
@@ -22,6 +21,7 @@ from interlace import (
     GemmReduceScatterConfig,
 )
 from interlace.comm import MAX_PROGRAMS
+from interlace.costs import find_cost
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.splits import balanced
 from interlace.language import primitives
@@ -94,7 +94,7 @@ def _with_traffic(calls):
 
 
 def _cost(call, rank, world_size):
-    cost = importlib.import_module(f"interlace.costs.{call.operator}").fused
+    cost = find_cost(call.operator).formula
     sizes = {
         "rows": call.rows_of(rank), "columns": call.columns, "inner": call.inner,
         "itemsize": DTYPES[call.dtype].itemsize, "world_size": world_size,

@@ -19,13 +19,12 @@ from interlace.bench import products
 from interlace.bench.products import SETS, Step, timed, tolerance
 from interlace.bench.timing import host_us
 from interlace.comm import default_name, group_of
-from interlace.costs import all_to_all_bmm as received_costs
-from interlace.costs import gemm_all_to_all as sent_costs
+from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.choice import Choice
-from interlace.registry import operator_named
+from interlace.registry import operator_matching, operator_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,7 @@ class Sent(Case):
         return expected
 
     def cost(self) -> ProductCost:
-        one = sent_costs.fused(**self.sizes())
+        one = find_cost(operator_matching("gemm", "all_to_all").name).formula(**self.sizes())
         return ProductCost(
             **{name: self.shape.count * each for name, each in dataclasses.asdict(one).items()}
         )
@@ -217,10 +216,22 @@ class Received(Case):
         return torch.bmm(self.sort(i).double(), self.sets[i % SETS][1].double())
 
     def cost(self) -> ProductCost:
-        return received_costs.fused(batch=self.shape.count, **self.sizes())
+        cost: ProductCost = find_cost(self.shape.operator).formula(
+            batch=self.shape.count, **self.sizes()
+        )
+        return cost
 
 
-CASES: Mapping[str, type[Case]] = {"bmm_all_to_all": Sent, "all_to_all_bmm": Received}
+CASES: Mapping[tuple[str, ...], type[Case]] = {
+    ("bmm", "all_to_all"): Sent,
+    ("all_to_all", "bmm"): Received,
+}
+"""The case of each pattern."""
+
+
+def case_of(shape: Shape, group: dist.ProcessGroup | None = None) -> Case:
+    """Return the case of a shape's operator."""
+    return CASES[operator_named(shape.operator).pattern](shape, group)
 
 
 def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -229,7 +240,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     Raises:
         InterlaceError: the fused result is wrong; nothing is timed then.
     """
-    case = CASES[shape.operator](shape, group)
+    case = case_of(shape, group)
     device = case.owner.device
     worst = torch.tensor(max(case.error(i) for i in range(SETS)), device=device)
     case.owner.synchronize()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from interlace.comm import Group
+from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.gemm.call import GemmCall, RowPlan, Terms
 from interlace.gemm.choice import Choice, choose_product
@@ -93,11 +94,15 @@ class GemmOperator(Operator):
     def run_unfused(self, call: GemmCall) -> Any:
         """Run the call as a program without Interlace would: ``F.linear``, torch.distributed."""
 
-    @abc.abstractmethod
-    def cost(
-        self, *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, **details: Any
-    ) -> ProductCost:
-        """Return the work and traffic of one rank."""
+    def cost(self, **sizes: Any) -> ProductCost:
+        """Return the work and traffic of one rank by the formula that :mod:`interlace.costs` has.
+
+        Args:
+            sizes: rows, columns, inner, itemsize and world_size, and what the formula takes beside
+                them.
+        """
+        cost: ProductCost = find_cost(self.name).formula(**sizes)
+        return cost
 
     def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
         """Return the configurations worth measuring: few, since each one is compiled.

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
-from interlace.costs import all_gather_gemm as costs
-from interlace.costs.gemm import ProductCost
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -155,10 +153,6 @@ class AllGatherGemm(GemmOperator):
             return y, x.new_empty([0, call.operands.inner])
         # PyTorch forbids an operator to return its argument.
         return y, gathered.clone() if gathered is x else gathered
-
-    def cost(self, **sizes: Any) -> ProductCost:
-        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
-        return costs.fused(**sizes)
 
     def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
         """Return small tiles for few rows; else staging before the product and beside it."""

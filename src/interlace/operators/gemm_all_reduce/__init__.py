@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
-from interlace.costs import gemm_all_reduce as costs
-from interlace.costs.gemm import ProductCost
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
@@ -78,10 +76,6 @@ class GemmAllReduce(GemmOperator):
         from interlace.operators.gemm_all_reduce import reference
 
         return reference.gemm_all_reduce(*call.operands.fields(), call.process_group)
-
-    def cost(self, **sizes: Any) -> ProductCost:
-        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
-        return costs.fused(**sizes)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""

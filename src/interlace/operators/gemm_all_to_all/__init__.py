@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
-from interlace.costs import gemm_all_to_all as costs
-from interlace.costs.gemm import ProductCost
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -141,10 +139,6 @@ class GemmAllToAll(GemmOperator):
             *call.operands.fields(), sent[rank], [counts[rank] for counts in sent],
             call.process_group,
         )  # fmt: skip
-
-    def cost(self, **sizes: Any) -> ProductCost:
-        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
-        return costs.fused(**sizes)
 
     def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
         """Return what every product has, and fewer rows of tiles together."""

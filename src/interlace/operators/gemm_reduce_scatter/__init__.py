@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
-from interlace.costs import gemm_reduce_scatter as costs
-from interlace.costs.gemm import ProductCost
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
@@ -95,10 +93,6 @@ class GemmReduceScatter(GemmOperator):
         return reference.gemm_reduce_scatter(
             *call.operands.fields(), call.rows.by_rank, call.process_group
         )
-
-    def cost(self, **sizes: Any) -> ProductCost:
-        """Return the work and traffic of one rank; see :mod:`interlace.costs`."""
-        return costs.fused(**sizes)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save both operands."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+    from interlace.registry import operator
 
 __version__ = "0.1.0"
 
@@ -78,6 +79,7 @@ _PUBLIC = {
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
     "EmbeddingAllToAllConfig": "interlace.operators.embedding_all_to_all.config",
     "explain": "interlace.operators.explain",
+    "operator": "interlace.registry",
     "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
@@ -136,6 +138,7 @@ __all__ = [
     "mixture_of_experts",
     "models",
     "nn",
+    "operator",
     "optim",
     "recover",
     "set_deadline",

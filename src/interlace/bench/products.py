@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-import interlace
 from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import Group, group_of
 from interlace.comm.group import solo_group
 from interlace.costs.machine import H200_NODE
 from interlace.errors import ArgumentError, InterlaceError
+from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_in_chunks
 from interlace.gemm.implementations.triggered import count_product
@@ -35,6 +35,11 @@ from interlace.units import ceil_div
 Step = Callable[[int], object]
 
 SETS = 2  # of operands that calls take in turn: weights in the L2 are then another call's
+
+
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+"""Collectives whose stock pairs are measured; an operator with another one is measured beside its
+own ``impl="unfused"``."""
 
 
 def declared(operator: str) -> GemmOperator:
@@ -118,8 +123,21 @@ class Case:
 
     def call(self, i: int, impl: str, config: GemmConfig | None = None) -> torch.Tensor:
         x, w = self.sets[i % SETS]
-        operator: Callable[..., torch.Tensor] = getattr(interlace, self.shape.operator)
-        return operator(x, w, group=self.group, impl=impl, config=config)
+        result = schema.call(
+            self.operator,
+            x,
+            w,
+            None,
+            splits=[None] * len(self.operator.split_names),
+            x_scale=None,
+            w_scale=None,
+            out_dtype=None,
+            group=self.group,
+            impl=impl,
+            config=config,
+        )
+        y: torch.Tensor = result[0] if self.operator.returns_gathered else result
+        return y
 
     def multiply(self, i: int) -> torch.Tensor:
         """The product of this rank alone, by cuBLAS."""
@@ -131,7 +149,9 @@ class Case:
         """Relative difference of one call from the same in float64, on this rank."""
         x, w = self.sets[i % SETS]
         y = self.call(i, "fused", config)
-        if self.operator.returns_gathered:
+        if self.operator.collective not in _COLLECTIVES:
+            expected = self.call(i, "unfused").double()
+        elif self.operator.returns_gathered:
             wide = torch.empty(self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device)
             _gather(wide, x, self.group)
             expected = wide.double() @ w.double().T
@@ -204,6 +224,8 @@ def collectives(case: Case) -> dict[str, Step]:
             return {"NCCL": lambda i: _scatter(own, case.received, group)}
         case "all_gather":
             return {"NCCL": lambda i: _gather(case.gathered, case.sets[i % SETS][0], group)}
+        case collective if collective not in _COLLECTIVES:
+            return {}
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     process_group = group or dist.group.WORLD
@@ -436,7 +458,7 @@ def bench(
     for impl in own_implementations(shape.operator):
         steps[impl] = functools.partial(case.call, impl=impl, config=chosen)
         check_carried(case, impl, steps[impl])
-    steps |= pairs(case)
+    steps |= pairs(case) or {"unfused": functools.partial(case.call, impl="unfused")}
     times = {name: timed(case, step) for name, step in steps.items()}
     host = {
         name: host_us(step, device=case.owner.device, group=case.group)

@@ -64,7 +64,7 @@ class Summary:
 
 
 def is_pair(name: str) -> bool:
-    return " + " in name
+    return " + " in name or name == "unfused"
 
 
 def is_compute(name: str) -> bool:

@@ -1,0 +1,203 @@
+"""``examples/your_own_operator``: an operator of another package has all that ours have, by its
+declaration alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.costs import find_cost
+from interlace.registry import operators
+from tests.errors import error_of
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "your_own_operator"
+NAME = "gemm_broadcast"
+
+# Ranks import this file, too.
+if str(EXAMPLE) not in sys.path:
+    sys.path.insert(0, str(EXAMPLE))
+package = importlib.import_module(NAME)
+SMALL = package.GemmConfig(block_m=16, block_n=16, block_k=16, max_programs=3)
+
+
+def _operands(rows=37, columns=29, inner=21, dtype=torch.float32, rank=None):
+    """Operands that differ by rank; whole numbers, so that every sum is exact."""
+    source = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    shapes = (rows, inner), (columns, inner), (columns,)
+    return [torch.randint(-3, 4, shape, generator=source).to(dtype) for shape in shapes]
+
+
+def _right(impl, dtype):
+    x, w, bias = _operands(dtype=dtype)
+    found = []
+    for turn in range(3):
+        y = package.gemm_broadcast(x + turn, w, bias, impl=impl, config=SMALL)
+        root = [part.double() for part in _operands(dtype=dtype, rank=0)]
+        found.append(torch.equal(y.double(), (root[0] + turn) @ root[1].T + root[2]))
+    interlace.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [("fused", torch.float32), ("fused", torch.bfloat16), ("unfused", torch.float32)],
+)
+def test_it_matches_float64(ranks, world_size, impl, dtype):
+    assert ranks(world_size).run(_right, impl, dtype) == [[True] * 3] * world_size
+
+
+def _sent():
+    x, w, bias = _operands()
+    package.gemm_broadcast(x, w, bias, impl="fused", config=SMALL)
+    interlace.synchronize()
+    group = interlace.group_of()
+    group.traffic.reset()
+    package.gemm_broadcast(x, w, bias, impl="fused", config=SMALL)
+    interlace.synchronize()
+    return sum(group.traffic.bytes_to.values())
+
+
+def test_costs_are_the_counted_traffic(ranks):
+    sizes = {"rows": 37, "columns": 29, "inner": 21, "itemsize": 4, "world_size": 3}
+    formula = find_cost(NAME).formula
+    expected = [formula(**sizes, rank=rank).link_bytes for rank in range(3)]
+    assert ranks(3).run(_sent) == expected
+
+
+def _gradients():
+    x, w, bias = (tensor.requires_grad_() for tensor in _operands())
+    y = package.gemm_broadcast(x, w, bias, impl="fused", config=SMALL)
+    (y * (1 + dist.get_rank())).sum().backward()
+    root = [tensor.requires_grad_() for tensor in _operands(rank=0)]
+    total = sum(1 + rank for rank in range(dist.get_world_size()))
+    (torch.nn.functional.linear(*root) * total).sum().backward()
+    is_root = dist.get_rank() == 0
+    return [
+        torch.equal(mine.grad, theirs.grad if is_root else torch.zeros_like(theirs))
+        for mine, theirs in zip((x, w, bias), root, strict=True)
+    ]
+
+
+def test_gradients(ranks):
+    assert ranks(2).run(_gradients) == [[True] * 3] * 2
+
+
+def _checked():
+    x, w, bias = _operands()
+    name = dist.group.WORLD.group_name
+    arguments = x, w, bias, None, None, x.dtype, name, "fused", str(SMALL)
+    torch.library.opcheck(
+        torch.ops.interlace.gemm_broadcast.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    call = functools.partial(package.gemm_broadcast, impl="fused", config=SMALL)
+    compiled = torch.compile(
+        lambda x: call(x * 2, w, bias).relu(), backend="aot_eager", fullgraph=True
+    )
+    return torch.equal(compiled(x), call(x * 2, w, bias).relu())
+
+
+def test_opcheck_and_compile(ranks):
+    assert ranks(2).run(_checked) == [True] * 2
+
+
+def _disagreeing():
+    x, w, bias = _operands(rows=8 + dist.get_rank())
+    return error_of(lambda: package.gemm_broadcast(x, w, bias))[:2]
+
+
+def test_ranks_that_disagree_are_told(ranks):
+    for kind, message in ranks(2).run(_disagreeing):
+        assert kind == "RankMismatchError"
+        assert "[8, 21] on rank 0" in message
+
+
+def _without_the_root():
+    process_group = dist.new_group()
+    x, w, bias = _operands()
+    package.gemm_broadcast(x, w, bias, group=process_group, impl="fused", config=SMALL)
+    interlace.set_deadline(1.0, process_group)
+    if dist.get_rank() == 0:
+        dist.barrier()
+        return None
+    error = error_of(
+        lambda: package.gemm_broadcast(x, w, bias, group=process_group, impl="fused", config=SMALL)
+    )
+    dist.barrier()
+    return error[0]
+
+
+def test_a_root_that_never_calls(ranks):
+    assert ranks(2).run(_without_the_root) == [None, "PeerTimeoutError"]
+
+
+def test_explain_and_the_registry_know_it():
+    x, w, bias = _operands(rank=0)
+    assert NAME in operators()
+    text = interlace.explain(NAME, x, w, bias=bias)
+    assert text.startswith(
+        "gemm_broadcast of x [37, 21] and w [29, 21], float32, on 1 rank: fused ("
+    )
+    with pytest.raises(interlace.ArgumentError, match="impl must be one of auto, fused, unfused"):
+        package.gemm_broadcast(x, w, impl="chunked")
+
+
+def _bench():
+    from interlace.bench import products
+    from interlace.bench.timing import Timing
+
+    def measure(step, *, period, samples=15, group=None):
+        for i in range(period):
+            step(i)
+        return Timing(10.0, 9.0, 11.0, 1.0, samples)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "measure", measure)
+        patch.setattr(products, "host_us", functools.partial(products.host_us, calls=1, samples=1))
+        return products.bench(products.Shape(NAME, 8, 16, 24, torch.float32))
+
+
+def test_benchmarks_run_it(ranks):
+    for result in ranks(2).run(_bench):
+        assert {"fused", "unfused", "cuBLAS alone"} <= result["times"].keys()
+        assert result["flops"] == 2 * 8 * 16 * 24
+
+
+def test_nothing_in_interlace_knows_it():
+    """The declaration alone is what a new operator takes: no file of ours is edited for it."""
+    for file in (ROOT / "src").rglob("*"):
+        if file.suffix in (".py", ".toml", ".json", ".md"):
+            assert NAME not in file.read_text(encoding="utf-8"), file
+    files = sorted(path.name for path in (EXAMPLE / NAME).glob("*.py"))
+    assert files == ["__init__.py", "fused.py", "kernel.py", "reference.py"]
+
+
+def test_its_entry_point_makes_it_known(tmp_path):
+    """As an installed package it is found by its entry point, before anybody imports it."""
+    metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gemm-broadcast\nVersion: 0.1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(f"[interlace.operators]\n{NAME} = {NAME}\n")
+    code = "import interlace.registry as r; print('gemm_broadcast' in r.operators())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": f"{tmp_path}:{EXAMPLE}:{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr

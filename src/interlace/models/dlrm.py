@@ -139,6 +139,8 @@ class DLRM(GroupMember, nn.Module):
                 f"DLRM: dense features must be of the bags' {len(stack)} samples; got {len(dense)}."
             )
         ranks = self.embeddings.group.world_size
+        # Without gradients there is nothing to reduce, and DDP's forward pass would still cost
+        # time.
         module = (
             self._data_parallel.of(self) if ranks > 1 and torch.is_grad_enabled() else self.dense
         )

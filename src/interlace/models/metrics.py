@@ -46,6 +46,7 @@ def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:
         raise ArgumentError("area_under_roc: scores must be numbers; got NaN.")
     _, group, count = torch.unique(scores, sorted=True, return_inverse=True, return_counts=True)
     last = count.cumsum(0)
+    # In float64, because float32 cannot hold the ranks of more than 2**24 samples.
     mean_rank = last.double() - (count.double() - 1) / 2
     positive = labels > 0.5
     positives = int(positive.sum())

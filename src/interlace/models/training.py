@@ -98,6 +98,7 @@ class Trainer:
         """
         if not losses:
             return []
+        # One all-reduce for all losses, in float64 so that the mean adds no error to them.
         values = torch.stack(losses).double()
         group = self.model.embeddings.group
         if group.world_size > 1:
@@ -190,6 +191,7 @@ def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
     """Return a function that does this rank's work of a step and sends nothing. Collective."""
     model = trainer.model
     bags = model.embeddings.distribution(batch.indices, batch.offsets)
+    # A group of this rank alone lets the operator run without peers.
     alone = None
     if model.embeddings.group.world_size > 1:
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")

@@ -13,8 +13,8 @@ from interlace.nn.sharding import Shard
 if TYPE_CHECKING:
     from interlace.nn.embedding_bags import ShardedEmbeddingBags
 
-# Elements that are drawn at a time. They are drawn at full width and then cut, so more of them would
-# take much memory.
+# Elements that are drawn at a time. They are drawn at full width and then cut, so more of them
+# would take much memory.
 _INIT_ELEMENTS = 1 << 20
 
 
@@ -62,6 +62,8 @@ class ShardParameters(nn.Module):
         generator = torch.Generator(weight.device)
         bound = 1 / math.sqrt(config.rows)
         for number, start in enumerate(range(0, config.rows, block)):
+            # The seed of a block depends on table and block alone: two large factors keep the seeds
+            # of different tables and blocks apart.
             generator.manual_seed(((seed * 1_000_003 + table) * 1_000_003 + number) % (1 << 63))
             rows = min(block, config.rows - start)
             full = torch.empty(rows, config.width, device=weight.device).uniform_(

@@ -115,7 +115,7 @@ class MappedOutput:
         self._written = [self._map(homes, whole, strides) for homes in self._homes()]
         self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
         # Int32 on the device: 0 if what was written must not be used
-        self._sound: torch.Tensor | None = None
+        self._is_valid: torch.Tensor | None = None
         self._half = self._turn = 0
         self._writing = False
         self.captured = self.collects = False
@@ -225,14 +225,16 @@ class MappedOutput:
     def _complete(self) -> None:
         """Enqueue what is left of this rank's epoch, before it meets the others."""
 
-    def collect(self, how: str, result: torch.Tensor, sums: Block | None = None) -> torch.Tensor:
+    def collect(
+        self, reduction: str, result: torch.Tensor, sums: Block | None = None
+    ) -> torch.Tensor:
         """:meth:`exchange`, with what came in ``result``, contiguous, by the same kernel.
         Collective; the host does not wait.
 
         What did not come by the deadline is NaN.
 
         Args:
-            how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in
+            reduction: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in
                 rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
             result: of as many elements, and this dtype.
             sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
@@ -249,16 +251,28 @@ class MappedOutput:
         ranks, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         programs, tile = cut_rows(rows, columns, self.group)
-        arguments = (
-            parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address,
-            self._workspace.epochs, self.group.context(OPERATOR), self._sound, self._mark, rows,
-            columns, parts.stride(0), parts.stride(1),
-        )  # fmt: skip
+        arguments = {
+            "slots": parts.data_ptr(),
+            "result": result.data_ptr(),
+            "landing": landing,
+            "signals": self._workspace.signals.address,
+            "epochs": self._workspace.epochs,
+            "ctx": self.group.context(OPERATOR),
+            "is_valid": self._is_valid,
+            "call": self._mark,
+            "rows": rows,
+            "columns": columns,
+            "slot_stride": parts.stride(0),
+            "row_stride": parts.stride(1),
+        }
         constants = {
-            "WORLD_SIZE": ranks, "HOW": how,
+            "WORLD_SIZE": ranks,
+            "REDUCTION": reduction,
             "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
-            "CAPTURED": self.captured, "DTYPE": triton_dtype(self.dtype), **tile,
-        }  # fmt: skip
+            "CAPTURED": self.captured,
+            "DTYPE": triton_dtype(self.dtype),
+            **tile,
+        }
         with self.group.running():
             Launch(kernel.collect, (programs,), arguments, constants)()
         return result
@@ -299,17 +313,15 @@ class MappedOutput:
         from interlace.mapped import kernel
 
         with self.group.running():
-            context = self.group.context(OPERATOR)
-            arguments = (
-                self._workspace.signals.address,
-                self._workspace.epochs,
-                context,
-                self._sound,
-                self._mark,
-            )
-            Launch(
-                kernel.meet, (1,), arguments, {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
-            )()
+            arguments = {
+                "signals": self._workspace.signals.address,
+                "epochs": self._workspace.epochs,
+                "ctx": self.group.context(OPERATOR),
+                "is_valid": self._is_valid,
+                "call": self._mark,
+            }
+            constants = {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
+            Launch(kernel.meet, (1,), arguments, constants)()
 
 
 def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:

@@ -100,7 +100,7 @@ class TriggeredTransfers(MappedOutput):
             self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
             self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
             if tiles is not None:
-                self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
+                self._is_valid = torch.ones(1, dtype=torch.int32, device=self.group.device)
                 self._queues = [
                     TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)
                 ]
@@ -231,16 +231,12 @@ class TriggeredTransfers(MappedOutput):
         from interlace.mapped import kernel
 
         with self.group.running():
-            arguments = (
-                self.counters,
-                self._tiles,
-                self._sound,
-                self.group.context(OPERATOR),
-                self.counters.numel(),
-            )
-            Launch(
-                kernel.settle,
-                (1,),
-                arguments,
-                {"PIECES": next_power_of_2(self.counters.numel()), "num_warps": 1},
-            )()
+            arguments = {
+                "counters": self.counters,
+                "tiles": self._tiles,
+                "is_valid": self._is_valid,
+                "ctx": self.group.context(OPERATOR),
+                "pieces": self.counters.numel(),
+            }
+            constants = {"PIECES": next_power_of_2(self.counters.numel()), "num_warps": 1}
+            Launch(kernel.settle, (1,), arguments, constants)()

@@ -109,12 +109,15 @@ def test_a_configuration_is_its_text():
         "sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
     )
     assert EmbeddingAllToAllConfig.parse(str(config)) == config
+    assert str(config).startswith("protocol=sliced, order=local_first, push=tiles, block_bags=8, ")
     for text in (
         "",
         "direct",
-        "direct remote_first direct four",
-        "direct remote_first direct 3",
-        f"{config} 9",
+        " ".join(str(value) for value in dataclasses.astuple(config)),
+        str(config).replace("block_bags=8", "block_bags=four"),
+        str(config).replace("block_bags=8", "block_bags=3"),
+        str(config).replace("push_rows=4, ", ""),
+        f"{config}, more=9",
     ):
         with pytest.raises(ArgumentError, match="EmbeddingAllToAllConfig: "):
             EmbeddingAllToAllConfig.parse(text)

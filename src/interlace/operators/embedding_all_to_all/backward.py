@@ -16,15 +16,13 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
 from interlace.operators.embedding_all_to_all import record, reference
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, widths_of
+from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, lanes_of
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_places
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
-# Counters between that of tickets and the first segment's: another cache line, as well aligned
-_APART = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,71 +279,85 @@ def prepare(
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
-    found: Sorted,
+    lookups_by_row: Sorted,
     mark: int,
 ) -> Launch:
     """The backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``. Collective
     when memory must grow.
     """
     require(group.backend)
-    from interlace.operators.embedding_all_to_all import kernel
+    from interlace.operators.embedding_all_to_all.kernels.backward import (
+        Runs,
+        Writing,
+        embedding_all_to_all_backward,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.transfer import Pushing
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
     entries, align = _records(call, target, grad)
-    tables = len(layout.widths[call.rank])
-    landing = landing_here = 0
+    landing = 0
     if ranks > 1:
         space = group.outputs.landing(layout.batch * max(layout.rank_columns) * call.dtype.itemsize)
         landing = space.address + space.index * space.buffer_bytes
-        landing_here = landing + group.rank * group.stride
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
         tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(_NAME, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
-    owners, spans = _everyone(layout)
     lookups = call.indices.shape[0]
-    widths = widths_of(layout.widths[call.rank])
+    width, full = lanes_of(layout.widths[call.rank])
     slots = 2 * (lookups // config.run_lookups + 1)
-    takers = min(
+    updaters = min(
         config.update_programs,
         MAX_PROGRAMS - pushers,
         max(1, ceil_div(lookups, config.block_runs * _TICKET)),
     )
-    partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
-    counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
-    arguments = (
-        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags,
-        found.scale, found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments,
-        found.run_count, counters, partials, counters[_APART:], grad.data_ptr(), landing,
-        landing_here, tiles, target.address, workspace.signals.address, workspace.epochs,
-        group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
-        max(layout.rank_columns) // align, layout.most_tables, target.learning_rate, target.epsilon,
-    )  # fmt: skip
-    options: dict[str, Any] = {
+    arguments = {
+        "tables": on_device(group, entries),
+        "owners": on_device(group, _owners(layout)),
+        "bags": lookups_by_row.bags,
+        "scale": lookups_by_row.scale,
+        "segments": lookups_by_row.segments,
+        "runs": lookups_by_row.runs,
+        "run_bags": lookups_by_row.run_bags,
+        "run_keys": lookups_by_row.run_keys,
+        "run_segments": lookups_by_row.run_segments,
+        "run_count": lookups_by_row.run_count,
+        "tickets": torch.zeros(record.ARRIVALS + slots, dtype=torch.int32, device=device),
+        "partials": torch.empty(slots * width, dtype=torch.float32, device=device),
+        "gradient": grad.data_ptr(),
+        "landing": landing,
+        "tiles": tiles,
+        "target": target.address,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "B": layout.batch,
+        "chunk": layout.chunk,
+        "column_groups": layout.columns // align,
+        "landing_groups": max(layout.rank_columns) // align,
+        "max_tables": layout.most_tables,
+        "learning_rate": target.learning_rate,
+        "epsilon": target.epsilon,
+    }
+    widest = next_power_of_2(max(max(widths, default=1) for widths in layout.widths))
+    constants: dict[str, Any] = {
         "WORLD_SIZE": ranks,
-        "PUSHERS": pushers,
-        "UPDATE": target.update,
-        "BY_SEGMENT": target.by_segment,
-        "DTYPE": triton_dtype(target.dtype),
-        "OUT": triton_dtype(call.dtype),
-        **widths,
-        "RUNS": config.block_runs,
-        "UNROLL": config.run_unroll,
-        "ALIGN": align,
-        "ROWS": config.push_rows,
-        "BLOCKS": config.push_blocks,
-        "PIECE": next_power_of_2(max(max(each, default=1) for each in layout.widths)),
-        "RUN_LOOKUPS": config.run_lookups,
-        "TICKET": _TICKET,
+        "PUSHING": Pushing(pushers, config.push_rows, config.push_blocks, widest),
+        "RUNS": Runs(config.block_runs, config.run_lookups, _TICKET, config.run_unroll),
+        "WRITING": Writing(target.update, target.by_segment),
+        "VECTORS": Vectors(
+            triton_dtype(target.dtype), triton_dtype(call.dtype), width, full, align
+        ),
         "num_warps": config.update_warps,
     }
     if config.update_registers:
-        options["maxnreg"] = config.update_registers
-    return Launch(
-        kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found)
-    )
+        constants["maxnreg"] = config.update_registers
+    keep = (grad, lookups_by_row)
+    return Launch(embedding_all_to_all_backward, (pushers + updaters,), arguments, constants, keep)
 
 
 def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
@@ -394,20 +406,21 @@ def _describe_landing(
     )
 
 
-def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every owner: its number of tables; and of every table of every owner: ``[column, column
-    there, width]``.
+def _owners(layout: Layout) -> list[list[int]]:
+    """The numbers that kernels read about every owner, three per row.
+
+    First a row ``[tables, 0, 0]`` per owner; then a row ``[column, column in the landing, width]``
+    per owner and table, with rows of zeros up to the most tables of an owner.
     """
-    owners = [[len(widths)] for widths in layout.widths]
-    spans = []
+    rows = [[len(widths), 0, 0] for widths in layout.widths]
     for owner, widths in enumerate(layout.widths):
         first = layout.first_column(owner)
-        spans += [
-            [first + there, there, width]
-            for there, width in zip(layout.table_columns(owner), widths, strict=True)
+        rows += [
+            [first + column, column, width]
+            for column, width in zip(layout.table_columns(owner), widths, strict=True)
         ]
-        spans += [[0, 0, 0]] * (layout.most_tables - len(widths))
-    return owners, spans
+        rows += [[0, 0, 0]] * (layout.most_tables - len(widths))
+    return rows
 
 
 # The unfused way

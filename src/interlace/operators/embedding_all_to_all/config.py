@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.errors import ArgumentError
@@ -108,21 +109,33 @@ class EmbeddingAllToAllConfig:
                 )
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+        )
 
     @classmethod
     def parse(cls, text: str) -> EmbeddingAllToAllConfig:
-        """The configuration whose ``str`` is ``text``."""
+        """Return the configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: ``text`` is anything else.
+        """
+        kinds: dict[str, Any] = {
+            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
+        }
         try:
-            protocol, order, push, *numbers = text.split()
-            return cls(protocol, order, push, *map(int, numbers))
-        except (TypeError, ValueError) as error:
+            items = (item.split("=", 1) for item in text.split(", "))
+            config = cls(**{name: kinds[name](value) for name, value in items})
+        except (KeyError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
+            config = None
+        if config is None or str(config) != text:
             raise ArgumentError(
                 f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}."
-            ) from None
+            )
+        return config
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -211,14 +210,18 @@ def prepare(
     mark: int,
     buffers: int,
     buffer_bytes: int,
-    taken: int,
+    buffer_index: int,
 ) -> Launch:
-    """The forward launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy).
+    """The forward launch, into buffer ``buffer_index`` of those from ``buffers`` on (rank 0's copy).
 
     Collective when the workspace must grow.
     """
     require(group.backend)
-    from interlace.operators.embedding_all_to_all import kernel
+    from interlace.operators.embedding_all_to_all.kernels.forward import (
+        Pooling,
+        embedding_all_to_all_forward,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks = call.layout, call.layout.world_size
     blocks = ceil_div(layout.chunk, config.block_bags)
@@ -236,18 +239,12 @@ def prepare(
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
-    widths = widths_of(layout.widths[call.rank])
+    width, full = lanes_of(layout.widths[call.rank])
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
-        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the
-        # same places.
-        fits = (
-            widths["WHOLE"]
-            and align * call.dtype.itemsize == 16
-            and bool(call.weights)
-            and ranks > 1
-        )
-        fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
+        # Where descriptors cannot describe the blocks, ordinary stores write the same bytes.
+        fits = full and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        fits = fits and config.block_bags * width * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
         sizes = [
@@ -255,35 +252,45 @@ def prepare(
             (layout.chunk, layout.columns),
             (layout.columns, 1),
         ]
-        tiles = describe_ranks(
-            group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]]
-        )
+        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, width])
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
-    arguments = (
-        on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
-        None if call.scale is None else call.scale.contiguous(), tiles, buffers,
-        workspace.data.address, workspace.signals.address,
-        0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator),
-        counts, mark, buffer_bytes, taken, slots, layout.batch, layout.chunk, len(call.weights),
-        layout.columns // align, layout.rank_columns[call.rank] // align,
-    )  # fmt: skip
-    options = {
+    arguments = {
+        "tables": on_device(group, rows),
+        "indices": call.indices.contiguous(),
+        "offsets": call.offsets.contiguous(),
+        "weights": None if call.scale is None else call.scale.contiguous(),
+        "tiles": tiles,
+        "buffers": buffers,
+        "grants": workspace.data.address,
+        "signals": workspace.signals.address,
+        "staging": 0 if staging is None else staging.data_ptr(),
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "table_counts": counts,
+        "call": mark,
+        "buffer_bytes": buffer_bytes,
+        "buffer_index": buffer_index,
+        "slots": slots,
+        "B": layout.batch,
+        "chunk": layout.chunk,
+        "T": len(call.weights),
+        "column_groups": layout.columns // align,
+        "own_groups": layout.rank_columns[call.rank] // align,
+    }
+    constants = {
         "WORLD_SIZE": ranks,
         "PROTOCOL": protocol,
         "ORDER": config.order,
-        "MEAN": call.mode == "mean",
-        "DTYPE": triton_dtype(call.table_dtype),
-        "OUT": triton_dtype(call.dtype),
-        **widths,
-        "BAGS": config.block_bags,
-        "UNROLL": config.unroll,
-        "ALIGN": align,
         "SLICE_BLOCKS": config.slice_blocks,
+        "POOLING": Pooling(config.block_bags, config.unroll, mean=call.mode == "mean"),
+        "VECTORS": Vectors(
+            triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
+        ),
         "num_warps": config.num_warps,
     }
     if config.max_registers:
-        options["maxnreg"] = config.max_registers
-    return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
+        constants["maxnreg"] = config.max_registers
+    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants, (staging,))
 
 
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
@@ -316,7 +323,7 @@ def _forward_records(
     )
 
 
-def widths_of(widths: Sequence[int]) -> dict[str, Any]:
-    """``WIDTH`` and ``WHOLE``: lanes of a vector, and whether every table fills them."""
+def lanes_of(widths: Sequence[int]) -> tuple[int, bool]:
+    """Return the lanes of a vector, a power of two, and whether every table fills them."""
     width = next_power_of_2(max(widths, default=1))
-    return {"WIDTH": width, "WHOLE": all(each == width for each in widths)}
+    return width, all(table_width == width for table_width in widths)

@@ -33,3 +33,7 @@ MAX_TABLES: Final = 4096
 """Tables of a rank, at most. Under the backward pass HEADER is followed by a local counter a table,
 then by a signal for each table and source.
 """
+
+# The backward pass's local counters: one of tickets, then two per run from here on. The distance
+# puts them in another cache line, as well aligned.
+ARRIVALS: Final = 32

@@ -22,7 +22,7 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
 )
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
 
@@ -181,48 +181,63 @@ def prepare(
         mark: what the ranks' agreement returned.
     """
     require(group.backend)
-    from interlace.operators.gemv_all_reduce import kernel
+    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
+    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
     block_b = block_tokens(tokens)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    options = {
-        "WORLD_SIZE": ranks,
-        "ONE_TILE": programs == tiles,
-        "EVEN": rows % config.block_n == 0 and tokens % block_b == 0,
-        "EVEN_K": columns > 0 and columns % config.block_k == 0,
+    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    values = 2 if x.element_size() == 2 and block_b > 1 else 1
+    tiling = Tiling(
+        block_n=config.block_n,
+        block_b=block_b,
+        block_k=config.block_k,
+        even=rows % config.block_n == 0 and tokens % block_b == 0,
+        even_k=columns > 0 and columns % config.block_k == 0,
+        word_values=values,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
-        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
-        "BLOCK_N": config.block_n,
-        "BLOCK_B": block_b,
-        "BLOCK_K": config.block_k,
+        precision="upcast" if group.backend == "cpu" else "ieee",
+    )
+    constants = {
+        "WORLD_SIZE": ranks,
+        "ONE_TILE": programs == tiles,
+        "TILING": tiling,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     if config.max_registers:
-        options["maxnreg"] = config.max_registers
-    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
-    values = options["VALUES"] = 2 if x.element_size() == 2 and block_b > 1 else 1
+        constants["maxnreg"] = config.max_registers
     operator = f"{OPERATOR}.{config.protocol}"
-    padded = tiles * config.block_n * block_b // values
+    words = tiles * config.block_n * block_b // values
     if config.protocol == "one_shot":
-        launched, slot, results = kernel.gemv_all_reduce_one_shot, round_up(padded, 16), 0
+        function, slot, results = gemv_all_reduce_one_shot, round_up(words, 16), 0
     else:
-        owned = ceil_div(config.block_n, ranks)
-        launched, slot, results = (
-            kernel.gemv_all_reduce_two_phase,
-            round_up(tiles * owned * block_b // values, 16),
-            padded,
-        )
-        options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
-    # 16 words in front say which call this is.
+        owned_rows = tiles * ceil_div(config.block_n, ranks)
+        slot, results = round_up(owned_rows * block_b // values, 16), words
+        function = gemv_all_reduce_two_phase
+    # The 16 words in front of the slots say which call this is.
     workspace = group.workspace(operator, 8 * (16 + ranks * slot + results))
-    arguments = (
-        x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
-        mark, workspace.half_bytes // 8, slot, rows, tokens, columns, tiles, x.stride(0),
-        w.stride(0),
-    )  # fmt: skip
-    return Launch(launched, (programs,), arguments, options)
+    arguments = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "y": y,
+        "words": workspace.data.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "call": mark,
+        "half": workspace.half_bytes // 8,
+        "slot": slot,
+        "N": rows,
+        "B": tokens,
+        "K": columns,
+        "tiles": tiles,
+        "stride_x": x.stride(0),
+        "stride_w": w.stride(0),
+    }
+    return Launch(function, (programs,), arguments, constants)

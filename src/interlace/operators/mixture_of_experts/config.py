@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts.layout import ROWS
@@ -72,21 +73,33 @@ class MixtureOfExpertsConfig:
                 )
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+        )
 
     @classmethod
     def parse(cls, text: str) -> MixtureOfExpertsConfig:
-        """The configuration whose ``str`` is ``text``."""
+        """Return the configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: ``text`` is anything else.
+        """
+        kinds: dict[str, Any] = {
+            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
+        }
         try:
-            operands, *numbers = text.split()
-            return cls(operands, *map(int, numbers))
-        except (TypeError, ValueError) as error:
+            items = (item.split("=", 1) for item in text.split(", "))
+            config = cls(**{name: kinds[name](value) for name, value in items})
+        except (KeyError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
+            config = None
+        if config is None or str(config) != text:
             raise ArgumentError(
                 f"MixtureOfExpertsConfig: text must be str() of a configuration; got {text!r}."
-            ) from None
+            )
+        return config
 
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'

@@ -343,16 +343,29 @@ def _gemv_all_reduce_two_phase():
     )  # fmt: skip
 
 
+_MOE_TABLES = ("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met", "epochs")
+_MOE_MATRICES = ("a", "b", "out", "kept", "results", "product_gradient", "inner_gradient")
+_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received")
+_MOE_SIZES = ("arrivals", "slots", "capacity", "tokens", "E", "L", "hidden_groups", "spread_ns")
+_MOE_NUMBERS = (
+    "call",
+    "half",
+    "buffer_index",
+    "rank",
+    "columns",
+    "inner",
+    "wide",
+    "narrow",
+    "width",
+)
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met"), "*i32"),
+    "ctx": "*i64",
+    **dict.fromkeys(_MOE_TABLES, "*i32"),
     **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
-    **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
-    **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
-    **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
-    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"),
-    "epochs": "*i32", "ctx": "*i64",
-}  # fmt: skip
-_MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
+    **dict.fromkeys((*_MOE_MATRICES, *_MOE_MEMORY, "buffer_bytes", "scale_bytes"), "i64"),
+    **dict.fromkeys((*_MOE_SIZES, *_MOE_NUMBERS), "i32"),
+}
+_MOE_LANES = {"WORLD_SIZE": 4, "L_LANES": 16, "E_LANES": 64}
 
 
 def _mixture_of_experts_numbers():
@@ -363,7 +376,7 @@ def _mixture_of_experts_rows():
     """Sums with weights and of gradients; activations."""
     import triton.language as tl
 
-    blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "K_LANES": 8, "TOP_K": 6}
+    blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "TOP_K": 6}
     yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks
 
 
@@ -371,76 +384,51 @@ def _mixture_of_experts_products(kernel):
     """With descriptors, forward (for training) and backward; and with pointers."""
     import triton.language as tl
 
-    lanes = {"WORLD_SIZE": 4, "R_LANES": 4, "E_LANES": 64, "L_LANES": 16, "TOP_K": 6, "GROUP": 8}
-    pushes = {"PUSHERS": 16, "PUSH_ROWS": 64, "ALIGN": 8, "ROWS": 8, "COLS": 1024}
-    for transposed, keep in ((True, True), (False, False)):
-        if kernel == "grouped_gemm_gradient" and not transposed:
-            continue  # it knows no difference
-        weight = "256, 64" if transposed else "64, 256"
-        out = "128, 128" if transposed else "128, 256"
-        types = _MOE_TYPES | {
-            "x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>",
-            "b_tiles": f"tensordesc<bf16[{weight}]>", "out_tiles": f"tensordesc<bf16[{out}]>",
-            "kept_tiles": f"tensordesc<bf16[{out}]>", "put_tiles": "tensordesc<bf16[1, 128, 256]>",
-        }  # fmt: skip
+    from interlace.operators.mixture_of_experts.kernels.dispatch import Pushing
+    from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
+
+    pushing = Pushing(
+        programs=16, rows=64, block_rows=8, block_columns=1024, top_k=6, align=8
+    )  # fmt: skip
+    shared = _MOE_LANES | {"PUSHING": pushing}
+    for forward in (True, False):
+        if kernel == "grouped_gemm_gradient" and not forward:
+            continue  # the kernel is the same in both directions
+        weight = "256, 64" if forward else "64, 256"
+        out = "128, 128" if forward else "128, 256"
+        types = _MOE_TYPES | {"x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>"}
         if kernel == "grouped_gemm_gradient":
-            types |= {
-                "a_tiles": "tensordesc<bf16[64, 128]>",
-                "b_tiles": "tensordesc<bf16[64, 256]>",
+            blocks = {"a": "64, 128", "b": "64, 256", "out": "128, 256"}
+        else:
+            blocks = {
+                "a": "128, 64",
+                "b": weight,
+                "out": out,
+                "kept": out,
+                "results": "1, 128, 256",
             }
-            types |= {"out_tiles": "tensordesc<bf16[128, 256]>"}
-        flags = {
+        types |= {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
+        constants = shared | {
             "DTYPE": tl.bfloat16,
-            "TILES": True,
-            "PRECISION": "ieee",
-            "BM": 128,
-            "BN": 256,
-            "BK": 64,
-            "TRANSPOSED": transposed,
+            "FORWARD": forward,
+            "TRANSPOSED": forward,
+            "EVEN": forward,
+            "TILING": Tiling(128, 256, 64, group=8, descriptors=True, precision="ieee"),
+            "num_warps": 8,
         }
-        flags |= {"num_warps": 8}
-        flags |= {
-            "ACTIVATE": transposed,
-            "MEET": not transposed,
-            "SCALED": not transposed,
-            "KEEP": keep,
-        }
-        flags |= {"EVEN": transposed}
-        more = {} if keep else {"kept_tiles": None}
-        yield (
-            types,
-            flags
-            | lanes
-            | pushes
-            | more
-            | ({"scales": None, "met": None} if transposed else {"grants": None}),
-        )
-    none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
-    for transposed in [kernel == "dispatch_grouped_gemm"]:
-        flags = {
-            "DTYPE": tl.float32,
-            "TILES": False,
-            "PRECISION": "ieee",
-            "BM": 64,
-            "BN": 64,
-            "BK": 32,
-            "TRANSPOSED": transposed,
-        }
-        flags |= {
-            "ACTIVATE": transposed,
-            "MEET": not transposed,
-            "SCALED": not transposed,
-            "KEEP": transposed,
-        }
-        flags |= {"EVEN": False}
-        yield (
-            _MOE_TYPES | {"x": "*fp32"},
-            flags
-            | lanes
-            | pushes
-            | none
-            | ({"scales": None, "met": None} if transposed else {"grants": None}),
-        )
+        absent = ("scales", "met") if forward else ("grants", "kept")
+        yield types, constants | dict.fromkeys(absent)
+    forward = kernel == "dispatch_grouped_gemm"
+    constants = shared | {
+        "DTYPE": tl.float32,
+        "FORWARD": forward,
+        "TRANSPOSED": forward,
+        "EVEN": False,
+        "TILING": Tiling(64, 64, 32, group=8, descriptors=False, precision="ieee"),
+        "a_tiles": None,
+    }
+    absent = ("scales", "met") if forward else ("grants",)
+    yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
 
 def kernels():

@@ -199,7 +199,7 @@ _RS, _AR, _A2A = (
 )
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
-    "operators.mixture_of_experts.kernel",
+    "operators.mixture_of_experts.kernels",
 )
 _FORWARD, _BACKWARD = (
     f"{_EMBEDDING}.forward:embedding_all_to_all_forward",
@@ -235,7 +235,7 @@ MUTANTS = [
         (_RS, "signals reused", ("in_turn", 0)),
     ),
     *_of(
-        "gemm_reduce_scatter, split",
+        "gemm_reduce_scatter, chunked",
         ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
@@ -272,7 +272,7 @@ MUTANTS = [
         (f"{_STAGED}:release_rows", "no release", ("signal", 0)),
     ),
     *_of(
-        "all_gather_gemm, mapped",
+        "all_gather_gemm, pushed",
         (f"{_STAGED}:spread_rows", "half reused"),
         (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
     ),
@@ -312,17 +312,17 @@ MUTANTS = [
     *_of("embedding backward, a rank without tables", (_BACKWARD, "signals reused")),
     *_of(
         "mixture_of_experts",
-        (f"{_EXPERTS}:_push", "no release", ("signal", 0)),
-        (f"{_EXPERTS}:_push", "signal before put", ("signal", 0)),
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 1)),
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
-        (f"{_EXPERTS}:grouped_gemm_combine", "no release", ("signal", 0)),
-        (f"{_EXPERTS}:sum_results", "no wait", ("wait", 0)),
-        (f"{_EXPERTS}:sum_results", "wrong epoch", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:_push", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:_push", "signal before put", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 1)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
+        (f"{_EXPERTS}.combine:grouped_gemm_combine", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.combine:sum_results", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.combine:sum_results", "wrong epoch", ("wait", 0)),
     ),
     *_of(
         "mixture_of_experts, backward",
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 0)),
     ),
     *_of(
         "mapped all-to-all",

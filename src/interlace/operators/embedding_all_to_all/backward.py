@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group, process_group_named
+from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
-from interlace.operators.embedding_all_to_all import record, reference
+from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, lanes_of
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_places
-from interlace.operators.embedding_all_to_all.tables import alignment, entry
+from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
+from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
+from interlace.operators.embedding_all_to_all.unfused import alone, exchanged, store_dense
 from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
@@ -173,17 +174,17 @@ def gradient(
         stride = values.shape[1]
         strides, places = [stride] * len(rows), [0] * len(rows)
     else:
-        elements = dense_places(rows, widths)
+        elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         sorted_lookups = None
         strides, places = list(widths), [place * table_dtype.itemsize for place in elements[:-1]]
     places = [place if wanted else -1 for place, wanted in zip(places, trainable, strict=True)]
     if call.impl == "unfused":
-        own = _exchanged(call, grad)
+        own = exchanged(call, grad)
         if not sparse:
-            _store_dense(call, own, values, rows, trainable)
+            store_dense(call, own, values, rows, trainable)
             return values, none, torch.empty_like(none)
-        call, grad = _alone(call), own
+        call, grad = alone(call), own
     target = Target(
         "store", sparse, values.data_ptr(), places, strides, [0] * len(rows), rows, table_dtype
     )
@@ -204,7 +205,7 @@ def update(
 ) -> None:
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
     if call.impl == "unfused":
-        call, grad = _alone(call), _exchanged(call, grad)
+        call, grad = alone(call), exchanged(call, grad)
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,
@@ -316,7 +317,7 @@ def prepare(
     )
     arguments = {
         "tables": on_device(group, entries),
-        "owners": on_device(group, _owners(layout)),
+        "owners": on_device(group, owners_of(layout)),
         "bags": lookups_by_row.bags,
         "scale": lookups_by_row.scale,
         "segments": lookups_by_row.segments,
@@ -404,64 +405,3 @@ def _describe_landing(
     return describe_ranks(
         group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
     )
-
-
-def _owners(layout: Layout) -> list[list[int]]:
-    """The numbers that kernels read about every owner, three per row.
-
-    First a row ``[tables, 0, 0]`` per owner; then a row ``[column, column in the landing, width]``
-    per owner and table, with rows of zeros up to the most tables of an owner.
-    """
-    rows = [[len(widths), 0, 0] for widths in layout.widths]
-    for owner, widths in enumerate(layout.widths):
-        first = layout.first_column(owner)
-        rows += [
-            [first + column, column, width]
-            for column, width in zip(layout.table_columns(owner), widths, strict=True)
-        ]
-        rows += [[0, 0, 0]] * (layout.most_tables - len(widths))
-    return rows
-
-
-# The unfused way
-
-
-def _exchanged(call: Call, grad: torch.Tensor) -> torch.Tensor:
-    """The gradients of this rank's tables, ``[batch, columns of this rank]``, by an all-to-all of
-    torch.
-    """
-    call.group.check()
-    layout = call.layout
-    samples = [layout.samples(rank) for rank in range(layout.world_size)]
-    process_group = process_group_named(call.group_name)
-    return reference.exchange_gradient(
-        grad, samples, list(layout.rank_columns), call.rank, process_group
-    )
-
-
-def _store_dense(
-    call: Call,
-    own: torch.Tensor,
-    values: torch.Tensor,
-    rows: Sequence[int],
-    trainable: Sequence[bool],
-) -> None:
-    widths, batch = call.layout.widths[call.rank], call.layout.batch
-    places = dense_places(rows, widths)
-    for table, part in enumerate(own.split(list(widths), 1)):
-        if not trainable[table]:
-            continue
-        bounds = call.offsets[table * batch : (table + 1) * batch + 1]
-        lookups = slice(int(bounds[0]), int(bounds[-1]))
-        scale = None if call.scale is None else call.scale[lookups]
-        total = torch.zeros(rows[table], widths[table], device=own.device)
-        total.index_add_(
-            0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
-        )
-        values[places[table] :][: total.numel()].copy_(total.reshape(-1))
-
-
-def _alone(call: Call) -> Call:
-    """The same call after the exchange: this rank's tables for the whole batch, without peers."""
-    layout = Layout((call.layout.widths[call.rank],), call.layout.batch)
-    return dataclasses.replace(call, layout=layout, rank=0, alone=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_places
+from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
@@ -155,7 +155,7 @@ def _fake_gradient(
     mine = _widths_of(counts, widths, rank)
     lookups, nothing = indices.shape[0], _for_anchor(grad, trainable)
     if not sparse:
-        values = grad.new_empty(dense_places(rows, mine)[-1], dtype=table_dtype)
+        values = grad.new_empty(dense_bounds(rows, mine)[-1], dtype=table_dtype)
         return (
             values,
             grad.new_empty(0, dtype=torch.int64),
@@ -288,7 +288,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:
-    places = dense_places(rows, widths)
+    places = dense_bounds(rows, widths)
     return [
         values[place : place + count * width].view(count, width)
         for place, count, width in zip(places[:-1], rows, widths, strict=True)

@@ -1,5 +1,4 @@
-"""From a call to a kernel launch: which implementation, which configuration, which memory, which
-grid.
+"""A call becomes a kernel launch: implementation, configuration, memory and grid are chosen here.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ MAX_RANKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than
-    a default.
+    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
+
+    ``measured`` is true if the tuned table says so, and false for a default.
     """
 
     impl: str
@@ -49,8 +49,9 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest implementation by the tuned table of this GPU; on the CPU backend always the
-    kernel.
+    """Return the fastest implementation by the tuned table of this GPU.
+
+    On the CPU backend it is always the kernel.
     """
     config = default_config(
         tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize
@@ -69,14 +70,14 @@ def choose(
         dtype=str(dtype).removeprefix("torch."),
         sizes={"tokens": tokens, "rows": rows, "columns": columns},
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    entry = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if entry is None:
         return Choice(
             "fused",
             config,
             "nothing was measured on this GPU near these sizes; the default configuration",
         )
-    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason, measured=True)
+    return Choice(entry.impl, GemvAllReduceConfig.parse(entry.config), entry.reason, measured=True)
 
 
 def run(
@@ -103,8 +104,9 @@ def run(
         impl,
         config,
     )
-    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
-    if how == "unfused":
+    decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
+    implementation, chosen, mark = decision
+    if implementation == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
@@ -130,7 +132,7 @@ def _decide(
     impl: str,
     config: str,
 ) -> tuple[str, GemvAllReduceConfig, int]:
-    """How calls alike run, with which configuration, and their mark."""
+    """Agree with the peers; return the implementation, the configuration and the calls' mark."""
     dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
     if len(set(dtypes)) > 1:
         raise ArgumentError(
@@ -174,11 +176,12 @@ def prepare(
     config: GemvAllReduceConfig,
     mark: int = 0,
 ) -> Launch:
-    """The launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``. Collective
-    when the workspace must grow.
+    """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
+
+    Collective when the workspace must grow.
 
     Args:
-        mark: what the ranks' agreement returned.
+        mark: The number that the ranks' agreement returned.
     """
     require(group.backend)
     from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
@@ -190,7 +193,7 @@ def prepare(
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
     values = 2 if x.element_size() == 2 and block_b > 1 else 1
     tiling = Tiling(
         block_n=config.block_n,

@@ -7,19 +7,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, processors, triton_dtype
-from interlace.comm.outputs import Output
+from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError, GroupError
-from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout, reference
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -27,10 +22,9 @@ from interlace.operators.mixture_of_experts.config import (
     default_config,
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.operators.mixture_of_experts.steps import Steps
 
 _BLOCK_SLOTS = 128
-_RESULTS = f"{OPERATOR}.results"
 _BACKWARD = f"{OPERATOR}.backward"
 
 
@@ -233,9 +227,9 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
-    from interlace.operators.mixture_of_experts import kernel
+    from interlace.operators.mixture_of_experts.kernels.plan import count_slots, plan_call
 
-    tools = _Tools(call, OPERATOR, mark)
+    tools = Steps(call, OPERATOR, mark)
     device = call.x.device
     space = (
         group.outputs.take(tools.buffer_bytes)
@@ -256,22 +250,47 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     blocks = layout.blocks(sizes.slots, _BLOCK_SLOTS)
     histograms = new((blocks, tools.lanes["E_LANES"]), dtype=torch.int32)
-    lanes = {"WORLD_SIZE": sizes.world_size, **tools.lanes, "BLOCK": _BLOCK_SLOTS}
     experts = call.experts.contiguous()
     count = Launch(
-        kernel.count_slots, (blocks,), (experts, histograms, sizes.slots, sizes.experts),
-        {"E_LANES": lanes["E_LANES"], "BLOCK": _BLOCK_SLOTS},
-    )  # fmt: skip
+        count_slots,
+        (blocks,),
+        {
+            "experts": experts,
+            "histograms": histograms,
+            "slots": sizes.slots,
+            "E": sizes.experts,
+        },
+        {"E_LANES": tools.lanes["E_LANES"], "BLOCK": _BLOCK_SLOTS},
+    )
     numbers = tools.workspace
-    arguments = (
-        experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address,
-        numbers.signals.address, numbers.epochs, tools.context, mark, numbers.half_bytes,
-        space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local,
-    )  # fmt: skip
-    warps = max(
-        4, min(32, lanes["E_LANES"] // 16)
-    )  # comparisons of slots with experts fit in registers
-    agree = Launch(kernel.plan_call, (blocks,), arguments, lanes | {"num_warps": warps})
+    arguments = {
+        "experts": experts,
+        "histograms": histograms,
+        "slot_rows": slot_rows,
+        "slot_at": slot_at,
+        "plan": plan,
+        "grants": grants,
+        "numbers": numbers.data.address,
+        "signals": numbers.signals.address,
+        "epochs": numbers.epochs,
+        "ctx": tools.context,
+        "call": mark,
+        "half": numbers.half_bytes,
+        "buffer_index": space.index,
+        "slots": sizes.slots,
+        "capacity": sizes.capacity,
+        "E": sizes.experts,
+        "L": sizes.local,
+    }
+    # With so many warps, the comparisons of slots with experts fit in registers.
+    warps = max(4, min(32, tools.lanes["E_LANES"] // 16))
+    constants = {
+        "WORLD_SIZE": sizes.world_size,
+        **tools.lanes,
+        "BLOCK": _BLOCK_SLOTS,
+        "num_warps": warps,
+    }
+    agree = Launch(plan_call, (blocks,), arguments, constants)
     first = tools.dispatch(
         call.x, saved, call.w_in, active, space, kept=kept if call.keeps else None, grants=grants
     )
@@ -292,7 +311,7 @@ def prepare_backward(
     group, sizes = call.group, call.sizes
     require(group.backend)
 
-    tools = _Tools(call, _BACKWARD, mark)
+    tools = Steps(call, _BACKWARD, mark)
     like, rows = call.x, sizes.arrivals
     product_gradient, scaled = like.new_empty(rows, sizes.ffn), like.new_empty(rows, sizes.ffn)
     inner_gradient = like.new_empty(rows, 2 * sizes.ffn)
@@ -322,280 +341,6 @@ def prepare_backward(
         launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
     return launches, (grad_x, grad_weights, grad_in, grad_out)
-
-
-def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
-    """Whether products load and store by tensor descriptors."""
-    sizes, itemsize = call.sizes, call.x.dtype.itemsize
-    return (
-        config.operands == "tiles"
-        and has_descriptors(call.group)
-        and all(
-            size * itemsize % 16 == 0 and size % config.block_k == 0
-            for size in (sizes.hidden, sizes.ffn)
-        )
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
-    )
-
-
-class _Tools:
-    """Makes the launches of one call: what they have in common is worked out once."""
-
-    def __init__(self, call: Call, operator: str, mark: int) -> None:
-        group, sizes = call.group, call.sizes
-        self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
-        _, self.config = call.chosen
-        self.dtype = call.x.dtype
-        ranks, experts = sizes.world_size, sizes.experts
-        self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
-        self.context = group.context(operator)
-        row_bytes = sizes.hidden * self.dtype.itemsize
-        self.scale_bytes = sizes.arrivals * row_bytes
-        self.buffer_bytes = self.scale_bytes + 4 * sizes.arrivals
-        # Both halves as one: nobody writes here before this rank is in its next call.
-        self.results = group.workspace(
-            _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
-        ).data.address
-        self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
-        self.lanes = {
-            "R_LANES": next_power_of_2(ranks),
-            "E_LANES": next_power_of_2(max(experts, 2)),
-            "L_LANES": next_power_of_2(max(sizes.local, 2)),
-        }
-        self.align = 16 // self.dtype.itemsize
-        while sizes.hidden % self.align:
-            self.align //= 2
-        cuda = group.backend == "cuda"
-        self.programs = min(
-            self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
-        )
-        self.tiles = fits_descriptors(call, self.config)
-        self.shared = {
-            "WORLD_SIZE": ranks,
-            "DTYPE": triton_dtype(self.dtype),
-            "TILES": self.tiles,
-            # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot
-            # multiply bfloat16.
-            "PRECISION": "ieee" if cuda or self.tiles else "upcast",
-            "R_LANES": self.lanes["R_LANES"],
-            "L_LANES": self.lanes["L_LANES"],
-            "BM": self.config.block_m,
-            "BN": self.config.block_n,
-            "BK": self.config.block_k,
-            "GROUP": self.config.group_m,
-            "num_warps": self.config.num_warps,
-            "num_stages": self.config.num_stages,
-        }
-
-    def describe(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
-        """A descriptor of a contiguous tensor as ``[rows, width]``; None where tiles are not used."""
-        if not self.tiles:
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
-
-    def weight_tiles(self, weight: torch.Tensor, columns: int, inner: int, transposed: bool) -> Any:
-        block_n, block_k = self.config.block_n, self.config.block_k
-        if transposed:
-            return self.describe(weight, inner, [block_n, block_k])
-        return self.describe(weight, columns, [block_k, block_n])
-
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        saved: Saved,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        space: Output,
-        *,
-        kept: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        grants: torch.Tensor | None = None,
-        met: torch.Tensor | None = None,
-    ) -> Launch:
-        """Rows of ``x`` to their experts, into every rank's ``space``, and the product of what
-        arrives.
-
-        Args:
-            kept: forward, and the backward pass will come: where gate and up go.
-            scales: backward: the slots' weights, which go along.
-            grants: forward: the numbers of the ranks' buffers. Without them, all ranks' are the
-                same, and ranks have yet to meet.
-            met: backward: int32 ``[1]``, becomes 1 once they have met.
-        """
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config, forward = self.sizes, self.config, grants is not None
-        columns = 2 * sizes.ffn if forward else sizes.ffn
-        width = config.block_n // 2 if forward else config.block_n
-        mine = (
-            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
-        )
-        raw = bytes_at(mine, (self.scale_bytes,), (1,), x.device, None)
-        arrived = view_as(raw, (sizes.arrivals, sizes.hidden), self.dtype)
-        push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
-        rows, across = layout.push_tile(
-            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
-        )
-        x, weight = x.contiguous(), weight.contiguous()
-        ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-        arguments = (
-            x, saved.slot_at, scales, saved.plan, grants,
-            self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
-            self.weight_tiles(weight, columns, sizes.hidden, forward),
-            self.describe(out, sizes.ffn, [config.block_m, width]),
-            None if kept is None else self.describe(kept, sizes.ffn, [config.block_m, width]),
-            weight.data_ptr(), out.data_ptr(), 0 if kept is None else kept.data_ptr(), ticket, met,
-            space.address, self.workspace.signals.address, self.workspace.epochs, self.context,
-            self.mark, space.buffer_bytes, self.scale_bytes, space.index, sizes.arrivals,
-            sizes.experts, sizes.local, columns, sizes.hidden // self.align,
-        )  # fmt: skip
-        options = self.shared | {
-            "TOP_K": sizes.top_k,
-            "PUSHERS": config.push_programs,
-            "PUSH_ROWS": push_rows,
-            "MEET": not forward,
-            "SCALED": scales is not None,
-            "ACTIVATE": forward,
-            "KEEP": kept is not None,
-            "TRANSPOSED": forward,
-            "E_LANES": self.lanes["E_LANES"],
-            "ALIGN": self.align,
-            "ROWS": rows,
-            "COLS": across,
-        }
-        grid = (config.push_programs + self.programs,)
-        return Launch(kernel.dispatch_grouped_gemm, grid, arguments, options, (weight, out, kept))
-
-    def combine(
-        self,
-        plan: torch.Tensor,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        met: torch.Tensor | None = None,
-        transposed: bool,
-    ) -> Launch:
-        """``rows [arrivals, inner]`` times the experts' weights, to where the rows came from;
-        ``met`` as for :meth:`dispatch`.
-        """
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config, inner = self.sizes, self.config, rows.shape[1]
-        weight = weight.contiguous()
-        arguments = (
-            plan, met, self.describe(rows, inner, [config.block_m, config.block_k]),
-            self.weight_tiles(weight, sizes.hidden, inner, transposed), self.result_tiles(),
-            rows.data_ptr(), weight.data_ptr(), self.results, self.workspace.signals.address,
-            self.workspace.epochs, self.context, self.mark, sizes.experts, sizes.local, inner,
-            sizes.hidden,
-            tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100 if sizes.world_size > 1 else 0,
-        )  # fmt: skip
-        options = self.shared | {"TRANSPOSED": transposed}
-        return Launch(
-            kernel.grouped_gemm_combine, (self.programs,), arguments, options, (rows, weight)
-        )
-
-    def result_tiles(self) -> Any:
-        """A descriptor of every rank's results: ``[rank, row, column]``."""
-        if not self.tiles:
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        sizes, itemsize = self.sizes, self.dtype.itemsize
-        base = view_as(
-            bytes_at(self.results, (16,), (1,), self.group.device, None),
-            (16 // itemsize,),
-            self.dtype,
-        )
-        # A group of one has no distance between ranks; a descriptor must.
-        stride = self.group.stride // itemsize or sizes.returns * sizes.hidden
-        shape = [sizes.world_size, sizes.returns, sizes.hidden]
-        return TensorDescriptor(
-            base, shape, [stride, sizes.hidden, 1], [1, self.config.block_m, self.config.block_n]
-        )
-
-    def sum(
-        self,
-        saved: Saved,
-        weights: torch.Tensor | None,
-        y: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> Launch:
-        """Wait for the results and add each token's."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes = self.sizes
-        arguments = (
-            saved.slot_rows, weights, saved.plan, y, gradient, self.results, self.gradients,
-            self.workspace.signals.address, self.workspace.epochs, self.context, self.mark,
-            sizes.tokens, sizes.experts, sizes.hidden // self.align,
-        )  # fmt: skip
-        options = {
-            "WORLD_SIZE": sizes.world_size,
-            "TOP_K": sizes.top_k,
-            "DTYPE": triton_dtype(self.dtype),
-            "R_LANES": self.lanes["R_LANES"],
-            "K_LANES": next_power_of_2(sizes.top_k),
-            "ALIGN": self.align,
-            "COLS": min(next_power_of_2(max(sizes.hidden, 16)), 2048),
-            "num_warps": 4,
-        }
-        return Launch(
-            kernel.sum_results, (min(sizes.tokens, self.config.sum_programs),), arguments, options
-        )
-
-    def activation(
-        self,
-        saved: Saved,
-        met: torch.Tensor,
-        product_gradient: torch.Tensor,
-        inner: torch.Tensor,
-        scaled: torch.Tensor,
-        arrived: torch.Tensor,
-    ) -> Launch:
-        """Through SwiGLU backwards."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes = self.sizes
-        rows, columns = layout.activation_tile(sizes.ffn)
-        arguments = (
-            saved.plan, met, saved.kept.data_ptr(), product_gradient.data_ptr(), inner.data_ptr(),
-            scaled.data_ptr(), arrived.data_ptr(), self.gradients, self.context, self.scale_bytes,
-            sizes.arrivals, sizes.experts, sizes.local, sizes.ffn,
-        )  # fmt: skip
-        options = {
-            "WORLD_SIZE": sizes.world_size, "DTYPE": triton_dtype(self.dtype),
-            "L_LANES": self.lanes["L_LANES"], "ROWS": rows, "COLS": columns, "num_warps": 4,
-        }  # fmt: skip
-        grid = (self.programs * (8 if self.group.backend == "cuda" else 1),)
-        return Launch(
-            kernel.swiglu_backward, grid, arguments, options, (product_gradient, inner, scaled)
-        )
-
-    def gradient(
-        self, plan: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-    ) -> Launch:
-        """Each expert's ``left.T @ right``, into ``out``."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config = self.sizes, self.config
-        wide, narrow = left.shape[1], right.shape[1]
-        even = self.tiles and wide % config.block_m == 0
-        arguments = (
-            plan, self.describe(left, wide, [config.block_k, config.block_m]),
-            self.describe(right, narrow, [config.block_k, config.block_n]),
-            self.describe(out, narrow, [config.block_m, config.block_n]) if even else None,
-            left.data_ptr(), right.data_ptr(), out.data_ptr(), self.group.rank, sizes.experts,
-            sizes.local, wide, narrow,
-        )  # fmt: skip
-        options = {name: value for name, value in self.shared.items() if name != "R_LANES"} | {
-            "EVEN": even
-        }
-        return Launch(
-            kernel.grouped_gemm_gradient, (self.programs,), arguments, options, (left, right)
-        )
 
 
 # The unfused way

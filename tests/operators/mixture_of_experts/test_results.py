@@ -66,10 +66,10 @@ def test_matches_float64(ranks, world_size):
 
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
-    from interlace.operators.mixture_of_experts import launch
+    from interlace.operators.mixture_of_experts import steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "fits_descriptors", lambda call, config: True)
+        patch.setattr(steps, "fits_descriptors", lambda call, config: True)
         return run([call])
 
 

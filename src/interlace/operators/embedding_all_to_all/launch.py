@@ -1,6 +1,4 @@
-"""From a call to a kernel launch: which implementation, which configuration, which memory, which
-grid.
-"""
+"""Launches of the forward pass: implementation, configuration, memory and grid of a call."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ programs of this.
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The configuration that a call without one takes, and why."""
+    """The configuration of a call that names none, and the reason for it."""
 
     config: EmbeddingAllToAllConfig
     reason: str
@@ -54,16 +52,18 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest configuration by the tuned table of this GPU; on the CPU backend one of few
-    programs.
+    """Return the fastest configuration by the tuned table of this GPU.
+
+    On the CPU backend it has few programs.
 
     Args:
-        tables, width: of the rank that has most, and of the widest table.
-        pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a
-            kernel.
+        tables: Number of tables of the rank that has most.
+        width: Width of the widest table.
+        pooling_factor: Average number of lookups per bag, rounded to a power of two, so that jagged
+            calls share a kernel.
     """
-    here = processors(device) if device.type == "cuda" else 1
-    config = default_config(width=width, itemsize=dtype.itemsize, processors=here)
+    count = processors(device) if device.type == "cuda" else 1
+    config = default_config(width=width, itemsize=dtype.itemsize, processors=count)
     if device.type == "cpu":
         small = dataclasses.replace(
             config,
@@ -82,12 +82,12 @@ def choose(
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if tuned is None:
         return Choice(
             config, "nothing was measured on this GPU near these sizes; the default configuration"
         )
-    return Choice(EmbeddingAllToAllConfig.parse(found.config), found.reason)
+    return Choice(EmbeddingAllToAllConfig.parse(tuned.config), tuned.reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Call:
     """One call whose arguments ``api`` has validated, on one rank; see ``op`` for the fields.
 
     Attributes:
-        dtype: of the output, and so of the gradients that travel.
-        alone: whether this rank computes without its peers, whatever the group.
+        dtype: Element type of the output, and so of the gradients that travel.
+        alone: Whether this rank computes without its peers, whatever the group.
     """
 
     weights: Sequence[torch.Tensor]
@@ -123,7 +123,7 @@ class Call:
         return self.weights[0].dtype if self.weights else self.dtype
 
     def agree(self, check: bool) -> int:
-        """The mark of this call; see ``Group.agree``."""
+        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
         return self.group.agree(
             OPERATOR,
             the_global_batch=self.layout.batch,
@@ -136,7 +136,7 @@ class Call:
         )
 
     def chosen(self) -> EmbeddingAllToAllConfig:
-        """The given configuration, or the tuned one."""
+        """Return the caller's configuration, or the tuned one."""
         if self.config:
             return EmbeddingAllToAllConfig.parse(self.config)
         bags = max(1, len(self.weights) * self.layout.batch)
@@ -152,7 +152,7 @@ class Call:
 
 
 def run(call: Call, check: bool) -> torch.Tensor:
-    """The forward pass: ``[samples of this rank, columns]``."""
+    """Run the forward pass; return ``[samples of this rank, columns]``."""
     group, layout = call.group, call.layout
     group.check()
     mark = call.agree(check)
@@ -192,15 +192,15 @@ def run(call: Call, check: bool) -> torch.Tensor:
 
 
 def refuse_bad_values(call: Call) -> None:
-    """Look at indices and offsets, and tell every rank what is wrong on any; waits for the device.
+    """Look at indices and offsets, and tell every rank about errors on any; waits for the device.
 
     Raises:
         ArgumentError: on every rank.
     """
     wrong = check_values(call.weights, call.indices, call.offsets, call.layout.batch)
-    for rank, found in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
-        if found is not None:
-            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {found} Nothing was computed.")
+    for rank, error in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
+        if error is not None:
+            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {error} Nothing was computed.")
 
 
 def prepare(
@@ -212,7 +212,7 @@ def prepare(
     buffer_bytes: int,
     buffer_index: int,
 ) -> Launch:
-    """The forward launch, into buffer ``buffer_index`` of those from ``buffers`` on (rank 0's copy).
+    """Prepare the forward launch, into buffer ``buffer_index`` of those from ``buffers`` on (rank 0's copy).
 
     Collective when the workspace must grow.
     """
@@ -294,16 +294,16 @@ def prepare(
 
 
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """This rank's table records, and how its vectors are aligned, in elements."""
-    places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
+    """Return this rank's table records, and the alignment of its vectors in elements."""
+    tables = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
     return _forward_records(
-        places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
+        tables, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _forward_records(
-    places: tuple[tuple[int, int], ...],
+    tables: tuple[tuple[int, int], ...],
     layout: Layout,
     rank: int,
     itemsize: int,
@@ -313,11 +313,11 @@ def _forward_records(
     rows = tuple(
         entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
         for (address, stride), width, column in zip(
-            places, widths, layout.table_columns(rank), strict=True
+            tables, widths, layout.table_columns(rank), strict=True
         )
     )
-    starts = [address // itemsize for address, _ in places]
-    numbers = [layout.columns, first, *widths, *(stride for _, stride in places), *starts]
+    starts = [address // itemsize for address, _ in tables]
+    numbers = [layout.columns, first, *widths, *(stride for _, stride in tables), *starts]
     return rows or (entry(width=1, column=0, own_column=0),), alignment(
         numbers, min(itemsize, output_itemsize)
     )

@@ -37,8 +37,7 @@ def entry(
 
 
 def alignment(numbers: Sequence[int], itemsize: int) -> int:
-    """Return the largest power of two that divides all ``numbers``, in elements, up to 16 bytes.
-    """
+    """Return the largest power of two, up to 16 bytes, that divides ``numbers`` of elements."""
     align = 16 // itemsize
     while align > 1 and any(number % align for number in numbers):
         align //= 2

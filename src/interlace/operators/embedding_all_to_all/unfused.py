@@ -13,9 +13,10 @@ from interlace.operators.embedding_all_to_all.launch import Call
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 
-def exchanged(call: Call, grad: torch.Tensor) -> torch.Tensor:
-    """The gradients of this rank's tables, ``[batch, columns of this rank]``, by an all-to-all of
-    torch.
+def exchange(call: Call, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of this rank's tables, ``[batch, columns of this rank]``.
+
+    They travel by an all-to-all of torch.
     """
     call.group.check()
     layout = call.layout
@@ -28,27 +29,28 @@ def exchanged(call: Call, grad: torch.Tensor) -> torch.Tensor:
 
 def store_dense(
     call: Call,
-    own: torch.Tensor,
+    table_grads: torch.Tensor,
     values: torch.Tensor,
     rows: Sequence[int],
     trainable: Sequence[bool],
 ) -> None:
+    """Store dense gradients in ``values``, table by table, from those of the pooled vectors."""
     widths, batch = call.layout.widths[call.rank], call.layout.batch
-    places = dense_bounds(rows, widths)
-    for table, part in enumerate(own.split(list(widths), 1)):
+    starts = dense_bounds(rows, widths)
+    for table, part in enumerate(table_grads.split(list(widths), 1)):
         if not trainable[table]:
             continue
         bounds = call.offsets[table * batch : (table + 1) * batch + 1]
         lookups = slice(int(bounds[0]), int(bounds[-1]))
         scale = None if call.scale is None else call.scale[lookups]
-        total = torch.zeros(rows[table], widths[table], device=own.device)
+        total = torch.zeros(rows[table], widths[table], device=table_grads.device)
         total.index_add_(
             0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
         )
-        values[places[table] :][: total.numel()].copy_(total.reshape(-1))
+        values[starts[table] :][: total.numel()].copy_(total.reshape(-1))
 
 
-def alone(call: Call) -> Call:
-    """The same call after the exchange: this rank's tables for the whole batch, without peers."""
+def without_peers(call: Call) -> Call:
+    """Return the call as it is after the exchange: this rank's tables for the entire batch."""
     layout = Layout((call.layout.widths[call.rank],), call.layout.batch)
     return dataclasses.replace(call, layout=layout, rank=0, alone=True)

@@ -1,5 +1,4 @@
-"""A call becomes a kernel launch: implementation, configuration, memory and grid are chosen here.
-"""
+"""Launches of ``gemv_all_reduce``: implementation, configuration, memory and grid of a call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""From a call to kernel launches: which implementation, which configuration, which memory, which
-grids.
-"""
+"""Calls of ``mixture_of_experts``: implementation, configuration, memory, and their launches."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _BACKWARD = f"{OPERATOR}.backward"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``impl="auto"`` runs, and why."""
+    """The implementation that ``impl="auto"`` runs, its configuration, and the reason."""
 
     impl: str
     config: MixtureOfExpertsConfig
@@ -49,8 +47,9 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest implementation by the tuned table of this GPU; on the CPU backend the fused one,
-    in few programs.
+    """Return the fastest implementation by the tuned table of this GPU.
+
+    On the CPU backend it is the fused one, in few programs.
     """
     config = default_config(ffn=ffn, itemsize=dtype.itemsize)
     if device.type == "cpu":
@@ -66,14 +65,14 @@ def choose(
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if tuned is None:
         return Choice(
             "fused",
             config,
             "nothing was measured on this GPU near these sizes; the default configuration",
         )
-    return Choice(found.impl, MixtureOfExpertsConfig.parse(found.config), found.reason)
+    return Choice(tuned.impl, MixtureOfExpertsConfig.parse(tuned.config), tuned.reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Call:
     """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
 
     Attributes:
-        keeps: whether the backward pass will come.
+        keeps: Whether a backward pass will follow.
     """
 
     x: torch.Tensor
@@ -122,7 +121,7 @@ class Call:
         )
 
     def agree(self, operator: str) -> int:
-        """The mark of this call; see ``Group.agree``."""
+        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
         if self.group.world_size > MAX_RANKS:
             raise GroupError(
                 f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got "
@@ -143,7 +142,7 @@ class Call:
 
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
-        """The implementation and the configuration."""
+        """The implementation and the configuration of this call."""
         sizes = self.sizes
         choice = choose(
             tokens=sizes.tokens, hidden=sizes.hidden, ffn=sizes.ffn, experts=sizes.experts,
@@ -156,16 +155,17 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the backward pass needs of the forward pass, beside its arguments; empty tensors if
-    there will be none.
+    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+
+    They are empty if there will be no backward pass.
 
     Attributes:
         plan: int32; see ``layout``.
         slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
             dropped.
-        slot_at: int32 ``[returns]``: the reverse.
+        slot_at: int32 ``[returns]``: the slot of each row of results.
         received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[2, arrivals, ffn]``: their gate and up.
+        kept: ``[2, arrivals, ffn]``: gate and up of these rows.
     """
 
     plan: torch.Tensor
@@ -176,33 +176,33 @@ class Saved:
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
-    """The forward pass: ``y [T, hidden]``, and what the backward pass needs."""
+    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass."""
     group = call.group
     group.check()
     mark = call.agree(OPERATOR)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused(call), nothing(call.x)
-    launches, y, saved, lent = prepare_forward(call, mark)
+    launches, y, saved, may_keep = prepare_forward(call, mark)
     with group.running():
         for launch in launches:
             launch()
     if not call.keeps:
         return y, nothing(call.x)
-    return y, saved if lent else dataclasses.replace(saved, received=saved.received.clone())
+    return y, saved if may_keep else dataclasses.replace(saved, received=saved.received.clone())
 
 
 def run_backward(
-    call: Call, grad: torch.Tensor, saved: Saved, wanted: Sequence[bool]
+    call: Call, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weights, w_in and w_out; empty ones of the last two where not ``wanted``."""
+    """Compute the gradients of x, weights, w_in and w_out; the last two only if ``needed``."""
     group = call.group
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused_gradients(call, grad)
-    launches, gradients = prepare_backward(call, mark, grad, saved, wanted)
+    launches, gradients = prepare_backward(call, mark, grad, saved, needed)
     with group.running():
         for launch in launches:
             launch()
@@ -210,7 +210,7 @@ def run_backward(
 
 
 def nothing(like: torch.Tensor) -> Saved:
-    """Of a call that saves nothing."""
+    """Return the empty tensors of a call that saves nothing."""
     plan, slot_rows, slot_at = (like.new_empty(0, dtype=torch.int32) for _ in range(3))
     return Saved(plan, slot_rows, slot_at, like.new_empty(0), like.new_empty(0))
 
@@ -219,11 +219,13 @@ def nothing(like: torch.Tensor) -> Saved:
 
 
 def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
-    """Its launches in order: count, plan, dispatch and first product, second product and combine,
-    sum. Collective when memory must grow.
+    """Prepare the launches of the forward pass, in order. Collective when memory must grow.
+
+    They are: count, plan, dispatch and first product, second product and combine, sum.
 
     Returns:
-        launches, y, what is saved, and whether ``received`` may be kept or must be copied at once.
+        The launches, y, the tensors for the backward pass, and whether ``received`` may be kept or
+        must be copied at once.
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
@@ -238,8 +240,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     )
     shape = (sizes.arrivals, sizes.hidden)
     received = space.tensor(shape, call.x.dtype, device)
-    # On the CPU backend what no row fills is zero, so that what torch's checks compare is the same
-    # twice.
+    # On the CPU backend memory without rows is zero, so that torch's checks compare equal numbers.
     new = functools.partial(torch.zeros if group.backend == "cpu" else torch.empty, device=device)
     plan, slot_at = new(sizes.plan, dtype=torch.int32), new(sizes.returns, dtype=torch.int32)
     slot_rows = new((sizes.tokens, sizes.top_k), dtype=torch.int32)
@@ -303,10 +304,12 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
 
 
 def prepare_backward(
-    call: Call, mark: int, grad: torch.Tensor, saved: Saved, wanted: Sequence[bool]
+    call: Call, mark: int, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Its launches in order: dispatch of gradients and product with w_out; activation; product with
-    w_in and combine; gradients of the weights, while the peers' results come; sum.
+    """Prepare the launches of the backward pass, in order.
+
+    They are: dispatch of gradients and product with w_out; activation; product with w_in and
+    combine; gradients of the weights, while the peers' results arrive; sum.
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
@@ -333,11 +336,11 @@ def prepare_backward(
         torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need
         else weight.new_empty(0)
-        for weight, need in zip((call.w_in, call.w_out), wanted, strict=True)
+        for weight, need in zip((call.w_in, call.w_out), needed, strict=True)
     )
-    if wanted[0]:
+    if needed[0]:
         launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, grad_in))
-    if wanted[1]:
+    if needed[1]:
         launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
     return launches, (grad_x, grad_weights, grad_in, grad_out)
@@ -357,7 +360,7 @@ def _unfused(call: Call) -> torch.Tensor:
 def _unfused_gradients(
     call: Call, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By running the forward pass again: it kept nothing."""
+    """Compute the gradients by running the forward pass again, which saved nothing."""
     process_group = process_group_named(call.group_name)
     leaves = [
         tensor.detach().requires_grad_() for tensor in (call.x, call.weights, call.w_in, call.w_out)
@@ -367,9 +370,9 @@ def _unfused_gradients(
         y = reference.mixture_of_experts(
             x, call.experts, weights, w_in, w_out, call.capacity, process_group
         )
-    found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+    grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     x_grad, weights_grad, w_in_grad, w_out_grad = (
-        torch.zeros_like(leaf) if each is None else each
-        for each, leaf in zip(found, leaves, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(grads, leaves, strict=True)
     )
     return x_grad, weights_grad, w_in_grad, w_out_grad

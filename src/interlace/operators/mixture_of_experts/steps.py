@@ -22,7 +22,7 @@ _RESULTS = f"{OPERATOR}.results"
 
 
 def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
-    """Whether products load and store by tensor descriptors."""
+    """Decide whether products load and store by tensor descriptors."""
     sizes, itemsize = call.sizes, call.x.dtype.itemsize
     return (
         config.operands == "tiles"
@@ -36,7 +36,14 @@ def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
 
 
 class Steps:
-    """Makes the launches of one call: what they have in common is worked out once."""
+    """The launches of one call; their common arguments are computed once.
+
+    Attributes:
+        tiles: Whether operands and results are tensor descriptors.
+        align: The elements, a power of two, that rows are a multiple of.
+        results, gradients: Addresses of the rows that come back, and of their slots' gradients.
+        scale_bytes, buffer_bytes: Bytes of a buffer's rows, and of the buffer with its scales.
+    """
 
     def __init__(self, call: Call, operator: str, mark: int) -> None:
         from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
@@ -51,7 +58,8 @@ class Steps:
         row_bytes = sizes.hidden * self.dtype.itemsize
         self.scale_bytes = sizes.arrivals * row_bytes
         self.buffer_bytes = self.scale_bytes + 4 * sizes.arrivals
-        # Both halves as one: nobody writes here before this rank is in its next call.
+        # The workspace's two halves are used as one: peers write here only once this rank is in its
+        # next call.
         self.results = group.workspace(
             _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
         ).data.address
@@ -89,7 +97,7 @@ class Steps:
         }
 
     def operand(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
-        """Describe a contiguous tensor as ``[rows, width]``; its address where tiles are not used."""
+        """Describe a contiguous tensor as ``[rows, width]``, or return its address without tiles."""
         if not self.tiles:
             return tensor.data_ptr()
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -116,15 +124,15 @@ class Steps:
         grants: torch.Tensor | None = None,
         met: torch.Tensor | None = None,
     ) -> Launch:
-        """Rows of ``x`` to their experts, into every rank's ``space``, and the product of what
-        arrives.
+        """Send rows of ``x`` to their experts and multiply the rows that arrive.
 
         Args:
-            kept: forward, and the backward pass will come: where gate and up go.
-            scales: backward: the slots' weights, which go along.
-            grants: forward: the numbers of the ranks' buffers. Without them, all ranks' are the
-                same, and ranks have yet to meet.
-            met: backward: int32 ``[1]``, becomes 1 once they have met.
+            space: The buffers of all ranks that rows arrive in.
+            kept: Forward, if a backward pass follows: gate and up are stored here.
+            scales: Backward: the slots' weights, which travel with the rows.
+            grants: Forward: the indices of the ranks' buffers. Without them, all ranks' indices are
+                the same, and ranks have yet to meet.
+            met: Backward: int32 ``[1]``, which becomes 1 once ranks have met.
         """
         from interlace.operators.mixture_of_experts.kernels.dispatch import (
             Pushing,
@@ -194,8 +202,9 @@ class Steps:
         met: torch.Tensor | None = None,
         transposed: bool,
     ) -> Launch:
-        """``rows [arrivals, inner]`` times the experts' weights, to where the rows came from;
-        ``met`` as for :meth:`dispatch`.
+        """Multiply ``rows [arrivals, inner]`` by the experts' weights and send the results back.
+
+        ``met`` is as for :meth:`dispatch`.
         """
         from interlace.operators.mixture_of_experts.kernels.combine import grouped_gemm_combine
 
@@ -247,7 +256,7 @@ class Steps:
         y: torch.Tensor,
         gradient: torch.Tensor | None,
     ) -> Launch:
-        """Wait for the results and add each token's."""
+        """Wait for the results and add up those of each token."""
         from interlace.operators.mixture_of_experts.kernels.combine import sum_results
 
         sizes = self.sizes
@@ -287,7 +296,7 @@ class Steps:
         scaled: torch.Tensor,
         arrived: torch.Tensor,
     ) -> Launch:
-        """Through SwiGLU backwards."""
+        """Compute the gradients of SwiGLU."""
         from interlace.operators.mixture_of_experts.kernels.gradients import swiglu_backward
 
         sizes = self.sizes
@@ -323,7 +332,7 @@ class Steps:
     def gradient(
         self, plan: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
     ) -> Launch:
-        """Each expert's ``left.T @ right``, into ``out``."""
+        """Compute each expert's ``left.T @ right``, into ``out``."""
         from interlace.operators.mixture_of_experts.kernels.gradients import grouped_gemm_gradient
 
         sizes, config = self.sizes, self.config

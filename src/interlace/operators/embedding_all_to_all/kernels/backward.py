@@ -94,7 +94,7 @@ def embedding_all_to_all_backward(
     column_groups, landing_groups, max_tables, learning_rate, epsilon, WORLD_SIZE: tl.constexpr,
     PUSHING: tl.constexpr, RUNS: tl.constexpr, WRITING: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Send the gradients of this rank's samples to the owners of the tables, and apply what arrives.
+    """Send the gradients of this rank's samples to the owners of their tables, which apply them.
 
     Each owner sums the gradients of its tables by row, and stores or applies the sums. The host has
     sorted this rank's lookups by row (a *key* is a row's number among all rows of the rank),
@@ -237,11 +237,11 @@ def embedding_all_to_all_backward(
                                     UPDATE, VECTORS,
                                 )  # fmt: skip
             first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
-        # Step 4. It waits for tables without lookups too, whose gradients nobody here reads.
+        # Step 4. Tables without lookups are waited for too: their gradients still arrive.
         if WORLD_SIZE > 1:
             if program == programs - 1:
-                tables_here = tl.load(owners + 3 * rank).to(tl.int32)
-                await_tables(flags, stamp, group, 0, tables_here - 1, WORLD_SIZE)
+                own_tables = tl.load(owners + 3 * rank).to(tl.int32)
+                await_tables(flags, stamp, group, 0, own_tables - 1, WORLD_SIZE)
     if WORLD_SIZE > 1:
         il.clear_old(flags + HEADER + MAX_TABLES, MAX_TABLES * MAX_RANKS, epoch, group)
     il.advance_epoch(epochs, epoch)

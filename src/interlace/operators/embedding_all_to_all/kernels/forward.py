@@ -126,7 +126,8 @@ def _cells(
 
 @triton.jit
 def _pool_local(
-    lookups, own, tasks, blocks, rank, chunk, columns, POOLING: tl.constexpr, VECTORS: tl.constexpr
+    lookups, own_output, tasks, blocks, rank, chunk, columns, POOLING: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Pool this program's share of the blocks whose samples are this rank's own."""
     BAGS: tl.constexpr = POOLING.bags
@@ -139,7 +140,7 @@ def _pool_local(
             cells, mask = _cells(
                 lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
             )
-            tl.store(own + cells, total.to(OUT), mask=mask)
+            tl.store(own_output + cells, total.to(OUT), mask=mask)
 
 
 @triton.jit(
@@ -204,7 +205,7 @@ def embedding_all_to_all_forward(
     # The columns are products with ALIGN, whose divisor the compiler knows.
     columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
     own_buffer = buffers + buffer_index.to(tl.int64) * buffer_bytes
-    own = il.pointer(own_buffer + rank * tl.multiple_of(group[2], 16), OUT)
+    own_output = il.pointer(own_buffer + rank * tl.multiple_of(group[2], 16), OUT)
     # Step 1. The put comes before the signal, which releases it: a source that has seen the signal
     # reads the buffer's index of this call.
     if program == 0:
@@ -213,7 +214,9 @@ def embedding_all_to_all_forward(
         il.signal(granting + rank + zeros, stamp, peers, group, is_peer)
 
     if ORDER == "local_first" or WORLD_SIZE == 1:
-        _pool_local(lookups, own, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS)
+        _pool_local(
+            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
+        )
     if WORLD_SIZE > 1:
         # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
         granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
@@ -236,7 +239,7 @@ def embedding_all_to_all_forward(
                 target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
                 if PROTOCOL == "sliced":
                     if dest == rank:
-                        tl.store(own + cells, total, mask=mask)
+                        tl.store(own_output + cells, total, mask=mask)
                     else:
                         staged = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * own_columns
                         staged_cells, mask = _cells(
@@ -293,7 +296,9 @@ def embedding_all_to_all_forward(
                 if il.arrive_last(counter, program, programs):
                     il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
     if ORDER == "remote_first" and WORLD_SIZE > 1:
-        _pool_local(lookups, own, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS)
+        _pool_local(
+            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
+        )
     if WORLD_SIZE > 1:
         # Step 4. One program waits for all sources, so the kernel does not end before they are
         # done. It has the highest index, as programs that start later must not be kept from it.
@@ -320,7 +325,7 @@ def embedding_all_to_all_forward(
                 arrived = arrived & complete
             # A source that did not arrive in time has left the output incomplete.
             if not arrived:
-                il.fill_nan(own, samples_of(rank, B, chunk).to(tl.int64) * columns)
+                il.fill_nan(own_output, samples_of(rank, B, chunk).to(tl.int64) * columns)
         if PROTOCOL == "sliced":
             il.clear_old(flags + HEADER, WORLD_SIZE * slots, epoch, group)
     il.advance_epoch(epochs, epoch)

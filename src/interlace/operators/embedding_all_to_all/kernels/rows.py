@@ -1,5 +1,4 @@
-"""Rows of tables: sums of their lookups' gradients, and their updates. Nothing here communicates.
-"""
+"""Rows of tables: sums of their lookups' gradients, and their updates, without communication."""
 
 from typing import Any, NamedTuple
 

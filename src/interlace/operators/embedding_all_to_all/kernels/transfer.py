@@ -1,4 +1,4 @@
-"""How gradients reach the owners of the tables: pushes, and the waits for them."""
+"""Gradients travel to the owners of the tables: pushes, and the waits for them."""
 
 from typing import Any, NamedTuple
 

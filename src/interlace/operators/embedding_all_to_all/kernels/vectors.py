@@ -44,8 +44,7 @@ class Vectors(NamedTuple):
 
 @triton.jit
 def vectors_at(address, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """Turn integer addresses, of one or several rows, into pointers to ``ALIGN`` aligned elements.
-    """
+    """Turn integer addresses into pointers; ``ALIGN`` elements from each one are aligned."""
     BYTES: tl.constexpr = ALIGN * (DTYPE.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(DTYPE)), BYTES)
 

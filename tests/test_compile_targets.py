@@ -216,7 +216,7 @@ def _embedding_all_to_all_backward():
 
 
 def _products(more=None):
-    """Descriptors, whole tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
+    """Descriptors, full tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
     import triton.language as tl
 
     names = (

@@ -34,7 +34,7 @@ class Mapping:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The part of one rank from one peer: ``sizes`` and ``strides``, and ``nbytes`` with padding."""
+    """The part of a rank from one peer: ``sizes`` and ``strides``, and ``nbytes`` with padding."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

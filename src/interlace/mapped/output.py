@@ -96,8 +96,8 @@ class MappedOutput:
         self.destinations = (
             [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
         )
-        # [half][source]: the parts that this rank receives. Every rank has as much memory, also with
-        # a root, which alone receives parts.
+        # [half][source]: the parts that this rank receives. Every rank has as much memory, even if
+        # only a root receives parts.
         self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
         all_sizes, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
@@ -235,8 +235,8 @@ class MappedOutput:
         Collective; the host does not wait. Parts that do not arrive by the deadline are NaN.
 
         Args:
-            reduction: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in
-                rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
+            reduction: ``"copy"``: all parts, ``[R, ...]``. ``"sum"``: their sum over ranks, float32
+                in rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
             result: A tensor of as many elements, and this dtype.
             sums: For ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
                 result may be the half that :attr:`turn` names.
@@ -347,5 +347,6 @@ def _validate(
         )
     if len(sizes) > 2 and sizes[0] != ranks:
         raise ArgumentError(
-            f"{class_name}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}."
+            f"{class_name}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got "
+            f"{sizes}."
         )

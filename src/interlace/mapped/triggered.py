@@ -115,7 +115,7 @@ class TriggeredTransfers(MappedOutput):
         ]
 
     def _order(self) -> list[int]:
-        """Return the parts in the order in which they should be completed, the next rank's first."""
+        """Return the parts in the order to complete them in, the next rank's first."""
         rank, ranks = self.group.rank, self.group.world_size
         return sorted(range(ranks), key=lambda part: (self.destinations[part] - rank - 1) % ranks)
 

@@ -1,4 +1,4 @@
-"""What ``embedding_all_to_all`` computes: examples, then everything against float64, bit equality."""
+"""Results of ``embedding_all_to_all``: examples, comparison with float64, bit equality."""
 
 import dataclasses
 

@@ -153,13 +153,21 @@ def test_text_that_is_no_configuration(text):
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("tokens", (2, 3), "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank 1."),
-        ("tokens", (None, 1), "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
-        ("rows", (5, 6), "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank 1."),
-        ("dtype", ("float32", "bfloat16"), "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
+        ("tokens", (2, 3),
+            "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank "
+            "1."),
+        ("tokens", (None, 1),
+            "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
+        ("rows", (5, 6),
+            "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank "
+            "1."),
+        ("dtype", ("float32", "bfloat16"),
+            "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
                 "'torch.bfloat16' on rank 1."),
-        ("bias", (True, False), "bias must be the same on every rank; got True on rank 0, False on rank 1."),
-        ("impl", ("fused", "auto"), "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        ("bias", (True, False),
+            "bias must be the same on every rank; got True on rank 0, False on rank 1."),
+        ("impl", ("fused", "auto"),
+            "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
         (
             "config",
             (GemvAllReduceConfig(block_n=8), GemvAllReduceConfig(block_n=16)),

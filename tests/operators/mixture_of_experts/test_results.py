@@ -126,7 +126,7 @@ def _traffic(call):
     routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
 )  # fmt: skip
 def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
-    """For any call: bytes, messages and signals of each rank, both ways; and the results are right."""
+    """Costs equal counted bytes, messages and signals, both ways, and results are correct."""
     top_k = min(top_k, local) if routing == "few" else top_k
     call = Call(2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed)
     outcomes = ranks(2).run(_traffic, call)

@@ -11,11 +11,12 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.kernels import Launch, triton_dtype
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, lanes_of
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
+from interlace.operators.embedding_all_to_all.landing import describe_landing
+from interlace.operators.embedding_all_to_all.launch import Call, lanes_of
+from interlace.operators.embedding_all_to_all.layout import dense_bounds
 from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
 from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense, without_peers
 from interlace.units import ceil_div, next_power_of_2
@@ -313,7 +314,7 @@ def prepare(
         landing = space.address + space.index * space.buffer_bytes
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
-        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
+        tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(_NAME, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
@@ -394,27 +395,4 @@ def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
     return rows or [entry(width=1, column=0, own_column=0)], alignment(
         numbers, min(target.dtype.itemsize, call.dtype.itemsize)
-    )
-
-
-def _describe_landing(
-    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
-) -> Any:
-    """Describe every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` samples.
-
-    A block has a table's columns. The result is None where a descriptor cannot describe the blocks;
-    ordinary stores then write the same bytes.
-    """
-    widths = [width for rank_widths in layout.widths for width in rank_widths]
-    width = max(widths, default=1)
-    same_width = all(table_width == width == next_power_of_2(width) for table_width in widths)
-    if (
-        not same_width
-        or align * dtype.itemsize != 16
-        or rows * width * dtype.itemsize > MOST_TILE_BYTES
-    ):
-        return None
-    columns = max(layout.rank_columns)
-    return describe_ranks(
-        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
     )

@@ -89,8 +89,8 @@ class EmbeddingAllToAllConfig:
             value = getattr(self, name)
             if not 1 <= value <= maximum or value & (value - 1):
                 raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {maximum}; got "
-                    f"{value}."
+                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {maximum}; "
+                    f"got {value}."
                 )
         for name, minimum, maximum in (
             ("unroll", 1, 32),

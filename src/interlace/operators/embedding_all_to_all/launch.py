@@ -212,8 +212,9 @@ def prepare(
     buffer_bytes: int,
     buffer_index: int,
 ) -> Launch:
-    """Prepare the forward launch, into buffer ``buffer_index`` of those from ``buffers`` on (rank 0's copy).
+    """Prepare the forward launch, into a buffer of the output.
 
+    It is buffer ``buffer_index`` of those from the address ``buffers`` on (rank 0's copy).
     Collective when the workspace must grow.
     """
     require(group.backend)

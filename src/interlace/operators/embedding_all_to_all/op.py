@@ -24,8 +24,8 @@ _OPTIONS = "str group_name, str impl, str config"
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, Tensor? anchor, "
-    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_OPTIONS}, bool "
-    "check) -> Tensor",
+    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_OPTIONS}, "
+    "bool check) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 _library.define(

@@ -21,7 +21,7 @@ FIELDS: Final = 9
 
 MAX_RANKS: Final = 8
 
-# int32 signals of a rank, the same in all protocols; the signals after HEADER depend on the protocol.
+# int32 signals of a rank, the same in all protocols; those after HEADER depend on the protocol.
 # Sets take turns by the epoch's parity.
 GRANTED: Final = 0  # [set][source]: the rank's buffer may be written; kernels omit the offset 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: all data of the source have arrived
@@ -31,8 +31,8 @@ HEADER: Final = 8 * MAX_RANKS
 MAX_TABLES: Final = 4096
 """Maximum number of tables per rank.
 
-In the backward pass HEADER is followed by a local counter per table, then by a signal for each table
-and source.
+In the backward pass HEADER is followed by a local counter per table, then by a signal for each
+table and source.
 """
 
 # The backward pass's local counters: one of tickets, then two per run from here on. The distance

@@ -40,7 +40,10 @@ def exchange(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Run an all-to-all and unpack: ``[batch, columns[rank]]`` -> ``[samples[rank], sum of columns]``."""
+    """Run an all-to-all and unpack.
+
+    ``[batch, columns[rank]]`` -> ``[samples[rank], sum of columns]``.
+    """
     to_each, from_each = (
         [count * columns[rank] for count in samples],
         [samples[rank] * width for width in columns],

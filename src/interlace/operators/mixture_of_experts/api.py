@@ -26,9 +26,9 @@ def mixture_of_experts(
     back.
 
     Dimensions: T tokens of this rank, k experts per token, R ranks, L experts per rank (E = R L in
-    total; rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of weights[t, j] *
-    f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x) * (w_in[e, :, 1]
-    @ x))`` (SwiGLU, as in Mixtral).
+    total; rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of
+    weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
+    * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral).
 
     Two fused kernels: tokens go to their experts' ranks while the first product works on those that
     have arrived; tiles of the second product go straight to the tokens' ranks. Nothing waits for

@@ -1,9 +1,9 @@
 """``torch.ops.interlace.mixture_of_experts``: schema, shape inference, gradient. Triton is imported
 by the first call.
 
-The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``, ``slot_at``,
-``received`` and ``kept`` (``launch.Saved``). They are empty if ``keeps`` is false or the
-implementation is the unfused one.
+The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
+``slot_at``, ``received`` and ``kept`` (``launch.Saved``). They are empty if ``keeps`` is false or
+the implementation is the unfused one.
 """
 
 from __future__ import annotations

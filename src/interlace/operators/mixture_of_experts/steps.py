@@ -97,7 +97,7 @@ class Steps:
         }
 
     def operand(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
-        """Describe a contiguous tensor as ``[rows, width]``, or return its address without tiles."""
+        """Describe a contiguous tensor as ``[rows, width]``; without tiles, return its address."""
         if not self.tiles:
             return tensor.data_ptr()
         from triton.tools.tensor_descriptor import TensorDescriptor

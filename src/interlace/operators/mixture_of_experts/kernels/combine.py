@@ -27,9 +27,9 @@ def grouped_gemm_combine(
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILING: tl.constexpr,
     L_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of this rank's experts by their weights, and put the tiles where rows came from.
+    """Multiply rows of this rank's experts by their weights, and send the results back.
 
-    ``a`` is ``[arrivals, inner]``.
+    The rows ``a`` are ``[arrivals, inner]``. Results go to the ranks that sent the rows.
 
     **Protocol.** Programs go round over tiles, expert by expert, an expert's rows from those of the
     next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
@@ -69,7 +69,8 @@ def grouped_gemm_combine(
     if DESCRIPTORS:
         left, weight = a, b
     else:
-        left, weight, target = il.pointer(a, DTYPE), il.pointer(b, DTYPE), il.pointer(results, DTYPE)
+        left, weight = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
+        target = il.pointer(results, DTYPE)
     if spread_ns > 0:
         start_in_turn(spread_ns)
     for item in range(program, tl.sum(tiles_m) * tiles_n, programs):

@@ -66,6 +66,7 @@ def tile_at(tile, N, B, TILING: tl.constexpr):
 
 @triton.jit
 def mask_of(rows, tokens, N, B, TILING: tl.constexpr):
+    """Return the mask of a tile, ``[rows, tokens]``; all true if tiles are ``even``."""
     if TILING.even:
         return tl.full([rows.shape[0], tokens.shape[0]], 1, tl.int1)
     else:

@@ -27,11 +27,13 @@ def words_of(tile, rows, N, B, TILING: tl.constexpr):
 
 @triton.jit
 def in_words(part, VALUES: tl.constexpr):
+    """Group the values of a tile by word: ``[rows, tokens]``, or ``[rows, tokens / 2, 2]``."""
     return part if VALUES == 1 else part.reshape([part.shape[0], part.shape[1] // 2, 2])
 
 
 @triton.jit
 def out_of_words(values, VALUES: tl.constexpr):
+    """Undo :func:`in_words`: ``[rows, tokens]``."""
     return values if VALUES == 1 else values.reshape([values.shape[0], values.shape[1] * 2])
 
 

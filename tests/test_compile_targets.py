@@ -39,8 +39,8 @@ def cases_of(kernel):
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
         "meet": lambda: [
-            (_MEETING | {"sound": "*i32"}, {"WORLD_SIZE": 4}),
-            (_MEETING, {"WORLD_SIZE": 4, "sound": None}),
+            (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
+            (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
         ],
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
@@ -66,7 +66,10 @@ def cases_of(kernel):
 
 
 _MEETING = {"signals": "i64", "call": "i32", "epochs": "*i32", "ctx": "*i64"}
-_SETTLING = dict.fromkeys(("counters", "tiles", "sound"), "*i32") | {"ctx": "*i64", "pieces": "i32"}
+_SETTLING = dict.fromkeys(("counters", "tiles", "is_valid"), "*i32") | {
+    "ctx": "*i64",
+    "pieces": "i32",
+}
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
 
 
@@ -111,28 +114,34 @@ def _spread_rows():
 
 
 def _collect():
-    """As it came, and sums: for this rank, and for all, in memory of its own or where they arrive."""
+    """Copies and sums, for this rank and for all, into memory of its own or where they arrive."""
     import triton.language as tl
 
     addresses = dict.fromkeys(("slots", "result", "landing"), "i64")
-    types = (
-        _MEETING
-        | addresses
-        | dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
-    )
-    options = {"WORLD_SIZE": 4, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024, "sound": None}
-    for how, flag in (("copy", True), ("sum", True), ("sum_for_all", False), ("sum_for_all", True)):
-        yield (
-            types,
-            options | {"HOW": how, "IN_PLACE": flag and how == "sum_for_all", "CAPTURED": flag},
-        )
-    yield types | {"sound": "*i32"}, {name: value for name, value in options.items() if name != "sound"} | {
-        "HOW": "copy", "IN_PLACE": False, "CAPTURED": False, "DTYPE": tl.float32,
-    }  # fmt: skip
+    sizes = dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
+    types = _MEETING | addresses | sizes
+    constants = {"WORLD_SIZE": 4, "DTYPE": tl.bfloat16, "ROWS": 4, "COLS": 1024}
+    for reduction, captured in (
+        ("copy", True), ("sum", True), ("sum_for_all", False), ("sum_for_all", True)
+    ):  # fmt: skip
+        in_place = captured and reduction == "sum_for_all"
+        flags = {"REDUCTION": reduction, "IN_PLACE": in_place, "CAPTURED": captured}
+        yield types, constants | flags | {"is_valid": None}
+    flags = {"REDUCTION": "copy", "IN_PLACE": False, "CAPTURED": False, "DTYPE": tl.float32}
+    yield types | {"is_valid": "*i32"}, constants | flags
 
 
 _EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
-_EMBEDDING_SIZES = ("call", "taken", "slots", "B", "chunk", "T", "column_groups", "own_groups")
+_EMBEDDING_SIZES = (
+    "call",
+    "buffer_index",
+    "slots",
+    "B",
+    "chunk",
+    "T",
+    "column_groups",
+    "own_groups",
+)
 _EMBEDDING_TYPES = {
     **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
     **dict.fromkeys(_EMBEDDING_ADDRESSES, "i64"), **dict.fromkeys(_EMBEDDING_SIZES, "i32"),
@@ -140,69 +149,30 @@ _EMBEDDING_TYPES = {
 
 
 def _embedding_all_to_all_forward():
-    """Each protocol and order, table and output dtype, kind of index; whole and partly filled
+    """Each protocol and order, table and output dtype, kind of index; full and partly filled
     vectors; one rank.
     """
     import triton.language as tl
 
-    def case(protocol, index, dtype, out, width, whole, align, bags, unroll, **more):
-        types = _EMBEDDING_TYPES | {
-            "indices": f"*{index}",
-            "offsets": f"*{index}",
-            "weights": "*fp32",
-        }
-        sizes = {
-            "BAGS": bags,
-            "WIDTH": width,
-            "UNROLL": unroll,
-            "ALIGN": align,
-            "SLICE_BLOCKS": 8,
-            "WORLD_SIZE": 4,
-        }
-        flags = {
-            "PROTOCOL": protocol,
-            "ORDER": "interleaved",
-            "MEAN": False,
-            "DTYPE": dtype,
-            "OUT": out,
-            "WHOLE": whole,
-        }
-        return types, {"tiles": None} | flags | sizes | more
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    yield case("direct", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None)
-    yield case(
-        "direct",
-        "i32",
-        tl.float16,
-        tl.float32,
-        128,
-        False,
-        1,
-        8,
-        2,
-        ORDER="local_first",
-        WORLD_SIZE=3,
-    )
-    yield case(
-        "direct",
-        "i64",
-        tl.bfloat16,
-        tl.bfloat16,
-        2048,
-        True,
-        8,
-        1,
-        8,
-        MEAN=True,
-        weights=None,
-        WORLD_SIZE=1,
-    )
-    yield case(
-        "sliced", "i64", tl.float32, tl.float32, 64, False, 4, 4, 4, weights=None, WORLD_SIZE=8
-    )
-    types, constants = case(
-        "tiles", "i64", tl.float32, tl.float32, 256, True, 4, 4, 4, weights=None
-    )
+    def case(protocol, index, pooling, vectors, **more):
+        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        constants = {"PROTOCOL": protocol, "ORDER": "interleaved", "SLICE_BLOCKS": 8}
+        constants |= {"WORLD_SIZE": 4, "POOLING": pooling, "VECTORS": vectors, "tiles": None}
+        return _EMBEDDING_TYPES | lists, constants | more
+
+    wide = Vectors(tl.float32, tl.float32, width=256, full=True, align=4)
+    yield case("direct", "i64", Pooling(4, 4, False), wide, weights=None)
+    vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
+    more = {"ORDER": "local_first", "WORLD_SIZE": 3}
+    yield case("direct", "i32", Pooling(8, 2, False), vectors, **more)
+    vectors = Vectors(tl.bfloat16, tl.bfloat16, width=2048, full=True, align=8)
+    yield case("direct", "i64", Pooling(1, 8, True), vectors, weights=None, WORLD_SIZE=1)
+    vectors = Vectors(tl.float32, tl.float32, width=64, full=False, align=4)
+    yield case("sliced", "i64", Pooling(4, 4, False), vectors, weights=None, WORLD_SIZE=8)
+    types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
 
@@ -211,91 +181,42 @@ def _embedding_all_to_all_backward():
     """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
     import triton.language as tl
 
-    pointers = dict.fromkeys(
-        (
-            "bags",
-            "segments",
-            "runs",
-            "run_bags",
-            "run_segments",
-            "run_count",
-            "tickets",
-            "arrivals",
-        ),
-        "*i32",
-    )
-    addresses = dict.fromkeys(("gradient", "landing", "landing_here", "target"), "i64")
-    sizes = dict.fromkeys(("tables_most", "most_groups"), "i32") | dict.fromkeys(
-        ("learning_rate", "epsilon"), "fp32"
-    )
-    lists = dict.fromkeys(("owners", "spans"), "*i64") | {"scale": "*fp32", "partials": "*fp32"}
+    from interlace.operators.embedding_all_to_all.kernels.backward import Runs, Writing
+    from interlace.operators.embedding_all_to_all.kernels.transfer import Pushing
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    def case(update, key, dtype, out, width, whole, align, runs, unroll, **more):
-        types = _EMBEDDING_TYPES | pointers | addresses | sizes | lists | {"run_keys": f"*{key}"}
-        blocks = {
-            "RUNS": runs,
-            "WIDTH": width,
-            "UNROLL": unroll,
-            "ALIGN": align,
-            "ROWS": 8,
-            "BLOCKS": 4,
-            "PIECE": width,
-        }
-        flags = {
-            "PUSHERS": 64,
-            "UPDATE": update,
-            "BY_SEGMENT": False,
-            "DTYPE": dtype,
-            "OUT": out,
-            "WHOLE": whole,
-        }
-        return types, flags | blocks | {
-            "RUN_LOOKUPS": 128,
-            "TICKET": 4,
+    lists = ("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets")
+    types = _EMBEDDING_TYPES | {"owners": "*i64", "scale": "*fp32", "partials": "*fp32"}
+    types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    types |= dict.fromkeys(("gradient", "landing", "target"), "i64")
+    types |= dict.fromkeys(("max_tables", "landing_groups"), "i32")
+
+    def case(key, update, vectors, runs, unroll, *, by_segment=False, pushers=64, rows=8, **more):
+        constants = {
             "WORLD_SIZE": 4,
+            "PUSHING": Pushing(pushers, rows, blocks=4, width=vectors.width),
+            "RUNS": Runs(runs, lookups=128, ticket=4, unroll=unroll),
+            "WRITING": Writing(update, by_segment),
+            "VECTORS": vectors,
             "tiles": None,
-        } | more
+        }
+        return types | {"run_keys": f"*{key}"}, constants | more
 
-    yield case("adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 4, 2, scale=None)
-    types, constants = case(
-        "adagrad", "i32", tl.float32, tl.float32, 256, True, 4, 2, 1, scale=None
-    )
+    wide = Vectors(tl.float32, tl.float32, width=256, full=True, align=4)
+    yield case("i32", "adagrad", wide, 4, 2, scale=None)
+    tiled_types, constants = case("i32", "adagrad", wide, 2, 1, scale=None)
     del constants["tiles"]
-    yield types | {"tiles": "tensordesc<fp32[1, 8, 256]>"}, constants
-    yield case("sgd", "i64", tl.float16, tl.float32, 128, False, 1, 8, 2, WORLD_SIZE=3)
-    yield case(
-        "store",
-        "i32",
-        tl.bfloat16,
-        tl.bfloat16,
-        2048,
-        True,
-        8,
-        1,
-        4,
-        BY_SEGMENT=True,
-        scale=None,
-        WORLD_SIZE=8,
-        ROWS=1,
-    )
-    yield case(
-        "store",
-        "i32",
-        tl.float32,
-        tl.float16,
-        64,
-        False,
-        8,
-        4,
-        1,
-        scale=None,
-        WORLD_SIZE=1,
-        PUSHERS=0,
-    )
+    yield tiled_types | {"tiles": "tensordesc<fp32[1, 8, 256]>"}, constants
+    vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
+    yield case("i64", "sgd", vectors, 8, 2, WORLD_SIZE=3)
+    vectors = Vectors(tl.bfloat16, tl.bfloat16, width=2048, full=True, align=8)
+    yield case("i32", "store", vectors, 1, 4, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
+    vectors = Vectors(tl.float32, tl.float16, width=64, full=False, align=8)
+    yield case("i32", "store", vectors, 4, 1, pushers=0, scale=None, WORLD_SIZE=1)
 
 
 def _products(more=None):
-    """Descriptors, whole tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
+    """Descriptors, full tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
     import triton.language as tl
 
     names = (
@@ -393,52 +314,58 @@ def _counted_product():
         yield types | more | tiles, constants | {"OWN_BIAS": constants["DESCRIPTORS"]}
 
 
-def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, **more):
+def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
+    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
-    sizes = {
-        "BLOCK_N": block_n,
-        "BLOCK_B": block_b,
-        "BLOCK_K": block_k,
-        "EVEN": even,
-        "EVEN_K": even,
-        "PRECISION": "ieee",
-    }
-    return _TYPES | tensors, sizes | more
+    tiling = Tiling(
+        block_n=block_n, block_b=block_b, block_k=block_k, even=even, even_k=even,
+        word_values=values,
+        precision="ieee",
+    )  # fmt: skip
+    return _TYPES | tensors, {"TILING": tiling} | constants
 
 
 def _gemv_all_reduce_one_shot():
-    yield _gemv_all_reduce("bf16", 4, 1, 512, True, ONE_TILE=True, VALUES=1, WORLD_SIZE=4)
-    yield _gemv_all_reduce("fp32", 4, 1, 512, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8)
-    yield _gemv_all_reduce("fp16", 32, 16, 128, False, ONE_TILE=True, VALUES=2, WORLD_SIZE=2)
-    types, constants = _gemv_all_reduce(
-        "bf16", 32, 2, 128, True, ONE_TILE=False, VALUES=2, WORLD_SIZE=1
-    )
-    yield types, constants | {"bias": None}
+    yield _gemv_all_reduce("bf16", 4, 1, 512, True, 1, ONE_TILE=True, WORLD_SIZE=4)
+    yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=8)
+    yield _gemv_all_reduce("fp16", 32, 16, 128, False, 2, ONE_TILE=True, WORLD_SIZE=2)
+    yield _gemv_all_reduce(
+        "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
+    )  # fmt: skip
 
 
 def _gemv_all_reduce_two_phase():
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, 2, ONE_TILE=True, WORLD_SIZE=4)
+    yield _gemv_all_reduce("fp32", 16, 64, 64, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce(
-        "bf16", 64, 16, 128, True, ONE_TILE=True, VALUES=2, WORLD_SIZE=4, OWNED=16, BLOCK_OWNED=16
-    )
-    yield _gemv_all_reduce(
-        "fp32", 16, 64, 64, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=3, OWNED=6, BLOCK_OWNED=8
-    )
-    types, constants = _gemv_all_reduce(
-        "fp16", 16, 1, 256, False, ONE_TILE=False, VALUES=1, WORLD_SIZE=8, OWNED=2, BLOCK_OWNED=2
-    )
-    yield types, constants | {"bias": None}
+        "fp16", 16, 1, 256, False, 1, ONE_TILE=False, WORLD_SIZE=8, bias=None
+    )  # fmt: skip
 
 
+_MOE_TABLES = ("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met", "epochs")
+_MOE_MATRICES = ("a", "b", "out", "kept", "results", "product_gradient", "inner_gradient")
+_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received")
+_MOE_SIZES = ("arrivals", "slots", "capacity", "tokens", "E", "L", "hidden_groups", "spread_ns")
+_MOE_NUMBERS = (
+    "call",
+    "half",
+    "buffer_index",
+    "rank",
+    "columns",
+    "inner",
+    "wide",
+    "narrow",
+    "width",
+)
 _MOE_TYPES = {
-    **dict.fromkeys(("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met"), "*i32"),
+    "ctx": "*i64",
+    **dict.fromkeys(_MOE_TABLES, "*i32"),
     **dict.fromkeys(("scales", "weights", "gradient"), "*fp32"),
-    **dict.fromkeys(("a", "b", "out", "kept", "numbers", "results", "gradients", "product_gradient", "inner_gradient"), "i64"),
-    **dict.fromkeys(("buffers", "signals", "buffer_bytes", "scale_bytes", "scaled", "received"), "i64"),
-    **dict.fromkeys(("call", "half", "taken", "most", "slots", "capacity", "tokens", "E", "L", "me", "hidden_groups"), "i32"),
-    **dict.fromkeys(("columns", "inner", "wide", "narrow", "width", "spread_ns"), "i32"),
-    "epochs": "*i32", "ctx": "*i64",
-}  # fmt: skip
-_MOE_LANES = {"WORLD_SIZE": 4, "R_LANES": 4, "L_LANES": 16, "E_LANES": 64}
+    **dict.fromkeys((*_MOE_MATRICES, *_MOE_MEMORY, "buffer_bytes", "scale_bytes"), "i64"),
+    **dict.fromkeys((*_MOE_SIZES, *_MOE_NUMBERS), "i32"),
+}
+_MOE_LANES = {"WORLD_SIZE": 4, "L_LANES": 16, "E_LANES": 64}
 
 
 def _mixture_of_experts_numbers():
@@ -449,7 +376,7 @@ def _mixture_of_experts_rows():
     """Sums with weights and of gradients; activations."""
     import triton.language as tl
 
-    blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "K_LANES": 8, "TOP_K": 6}
+    blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "TOP_K": 6}
     yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks
 
 
@@ -457,101 +384,72 @@ def _mixture_of_experts_products(kernel):
     """With descriptors, forward (for training) and backward; and with pointers."""
     import triton.language as tl
 
-    lanes = {"WORLD_SIZE": 4, "R_LANES": 4, "E_LANES": 64, "L_LANES": 16, "TOP_K": 6, "GROUP": 8}
-    pushes = {"PUSHERS": 16, "PUSH_ROWS": 64, "ALIGN": 8, "ROWS": 8, "COLS": 1024}
-    for transposed, keep in ((True, True), (False, False)):
-        if kernel == "grouped_gemm_gradient" and not transposed:
-            continue  # it knows no difference
-        weight = "256, 64" if transposed else "64, 256"
-        out = "128, 128" if transposed else "128, 256"
-        types = _MOE_TYPES | {
-            "x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>",
-            "b_tiles": f"tensordesc<bf16[{weight}]>", "out_tiles": f"tensordesc<bf16[{out}]>",
-            "kept_tiles": f"tensordesc<bf16[{out}]>", "put_tiles": "tensordesc<bf16[1, 128, 256]>",
-        }  # fmt: skip
+    from interlace.operators.mixture_of_experts.kernels.dispatch import Pushing
+    from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
+
+    pushing = Pushing(
+        programs=16, rows=64, block_rows=8, block_columns=1024, top_k=6, align=8
+    )  # fmt: skip
+    shared = _MOE_LANES | {"PUSHING": pushing}
+    for forward in (True, False):
+        if kernel == "grouped_gemm_gradient" and not forward:
+            continue  # the kernel is the same in both directions
+        weight = "256, 64" if forward else "64, 256"
+        out = "128, 128" if forward else "128, 256"
+        types = _MOE_TYPES | {"x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>"}
         if kernel == "grouped_gemm_gradient":
-            types |= {
-                "a_tiles": "tensordesc<bf16[64, 128]>",
-                "b_tiles": "tensordesc<bf16[64, 256]>",
+            blocks = {"a": "64, 128", "b": "64, 256", "out": "128, 256"}
+        else:
+            blocks = {
+                "a": "128, 64",
+                "b": weight,
+                "out": out,
+                "kept": out,
+                "results": "1, 128, 256",
             }
-            types |= {"out_tiles": "tensordesc<bf16[128, 256]>"}
-        flags = {
+        types |= {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
+        constants = shared | {
             "DTYPE": tl.bfloat16,
-            "TILES": True,
-            "PRECISION": "ieee",
-            "BM": 128,
-            "BN": 256,
-            "BK": 64,
-            "TRANSPOSED": transposed,
+            "FORWARD": forward,
+            "TRANSPOSED": forward,
+            "EVEN": forward,
+            "TILING": Tiling(128, 256, 64, group=8, descriptors=True, precision="ieee"),
+            "num_warps": 8,
         }
-        flags |= {"num_warps": 8}
-        flags |= {
-            "ACTIVATE": transposed,
-            "MEET": not transposed,
-            "SCALED": not transposed,
-            "KEEP": keep,
-        }
-        flags |= {"EVEN": transposed}
-        more = {} if keep else {"kept_tiles": None}
-        yield (
-            types,
-            flags
-            | lanes
-            | pushes
-            | more
-            | ({"scales": None, "met": None} if transposed else {"grants": None}),
-        )
-    none = dict.fromkeys(("a_tiles", "b_tiles", "out_tiles", "kept_tiles", "put_tiles"))
-    for transposed in [kernel == "dispatch_grouped_gemm"]:
-        flags = {
-            "DTYPE": tl.float32,
-            "TILES": False,
-            "PRECISION": "ieee",
-            "BM": 64,
-            "BN": 64,
-            "BK": 32,
-            "TRANSPOSED": transposed,
-        }
-        flags |= {
-            "ACTIVATE": transposed,
-            "MEET": not transposed,
-            "SCALED": not transposed,
-            "KEEP": transposed,
-        }
-        flags |= {"EVEN": False}
-        yield (
-            _MOE_TYPES | {"x": "*fp32"},
-            flags
-            | lanes
-            | pushes
-            | none
-            | ({"scales": None, "met": None} if transposed else {"grants": None}),
-        )
+        absent = ("scales", "met") if forward else ("grants", "kept")
+        yield types, constants | dict.fromkeys(absent)
+    forward = kernel == "dispatch_grouped_gemm"
+    constants = shared | {
+        "DTYPE": tl.float32,
+        "FORWARD": forward,
+        "TRANSPOSED": forward,
+        "EVEN": False,
+        "TILING": Tiling(64, 64, 32, group=8, descriptors=False, precision="ieee"),
+        "a_tiles": None,
+    }
+    absent = ("scales", "met") if forward else ("grants",)
+    yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
 
 def kernels():
     """Every kernel that is launched: a public JITFunction that takes a context, or asks for its
     program's index.
     """
-    import importlib.util
+    import importlib
     import pkgutil
 
     from triton.runtime.jit import JITFunction
 
     import interlace.operators
 
-    packages = [
-        package.name
-        for package in pkgutil.iter_modules(interlace.operators.__path__)
-        if package.ispkg
+    modules = [
+        module.name
+        for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators.")
+        if ".kernel" in module.name and not module.ispkg
     ]
-    operators = [
-        f"operators.{name}.kernel"
-        for name in packages
-        if importlib.util.find_spec(f"interlace.operators.{name}.kernel")
-    ]
-    for name in [*operators, "mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged"]:
-        module = importlib.import_module(f"interlace.{name}")
+    shared = ("mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged")
+    for name in [*modules, *(f"interlace.{module}" for module in shared)]:
+        module = importlib.import_module(name)
         for name, value in vars(module).items():
             local = isinstance(value, JITFunction) and value.fn.__module__ == module.__name__
             if (

@@ -286,7 +286,8 @@ def test_an_all_to_all_gives_views_or_fills_results(ranks: Any) -> None:
         )
         assert (
             second
-            == "fuse: an all_to_all whose calls are run_into must not be called for views. Make another."
+            == "fuse: an all_to_all whose calls are run_into must not be called for views. Make "
+            "another."
         )
 
 

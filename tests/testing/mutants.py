@@ -192,33 +192,33 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
     return [Mutant(protocol, *mistake) for mistake in mistakes]
 
 
-_GEMV, _SUM = "operators.gemv_all_reduce.kernel", "gemm.kernels.reduction:send_and_sum"
+_GEMV, _SUM = "operators.gemv_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _RS, _AR, _A2A = (
     f"operators.gemm_{name}.kernel:gemm_{name}"
     for name in ("reduce_scatter", "all_reduce", "all_to_all")
 )
 _EMBEDDING, _EXPERTS = (
-    "operators.embedding_all_to_all.kernel",
-    "operators.mixture_of_experts.kernel",
+    "operators.embedding_all_to_all.kernels",
+    "operators.mixture_of_experts.kernels",
 )
 _FORWARD, _BACKWARD = (
-    f"{_EMBEDDING}:embedding_all_to_all_forward",
-    f"{_EMBEDDING}:embedding_all_to_all_backward",
+    f"{_EMBEDDING}.forward:embedding_all_to_all_forward",
+    f"{_EMBEDDING}.backward:embedding_all_to_all_backward",
 )
 _STAGED, _MAPPED = "gemm.kernels.staged", "mapped.kernel"
 
 MUTANTS = [
     *_of(
         "gemv, one shot",
-        (f"{_GEMV}:gemv_all_reduce_one_shot", "half reused"),
-        (f"{_GEMV}:gemv_all_reduce_one_shot", "wrong epoch", ("sum_packed", 0)),
-        (f"{_GEMV}:gemv_all_reduce_one_shot", "wrong epoch", ("put_packed", 0)),
+        (f"{_GEMV}.one_shot:gemv_all_reduce_one_shot", "half reused"),
+        (f"{_GEMV}.one_shot:gemv_all_reduce_one_shot", "wrong epoch", ("sum_packed", 0)),
+        (f"{_GEMV}.one_shot:gemv_all_reduce_one_shot", "wrong epoch", ("put_packed", 0)),
     ),
     *_of(
         "gemv, two phases",
-        (f"{_GEMV}:gemv_all_reduce_two_phase", "half reused"),
-        (f"{_GEMV}:gemv_all_reduce_two_phase", "wrong epoch", ("get_packed", 0)),
-        (f"{_GEMV}:_send_sum", "wrong epoch", ("sum_packed", 0)),
+        (f"{_GEMV}.two_phase:gemv_all_reduce_two_phase", "half reused"),
+        (f"{_GEMV}.two_phase:gemv_all_reduce_two_phase", "wrong epoch", ("get_packed", 0)),
+        (f"{_GEMV}.two_phase:_send_sum", "wrong epoch", ("sum_packed", 0)),
     ),
     *_of(
         "gemm_reduce_scatter, fused",
@@ -301,28 +301,28 @@ MUTANTS = [
     ),
     *_of(
         "embedding backward",
-        (f"{_EMBEDDING}:_push", "no release", ("signal", 0)),
-        (f"{_EMBEDDING}:_push", "signal before put", ("signal", 0)),
-        (f"{_EMBEDDING}:_push", "no wait", ("arrive_last", 0)),
+        (f"{_EMBEDDING}.transfer:push_gradients", "no release", ("signal", 0)),
+        (f"{_EMBEDDING}.transfer:push_gradients", "signal before put", ("signal", 0)),
+        (f"{_EMBEDDING}.transfer:push_gradients", "no wait", ("arrive_last", 0)),
         (_BACKWARD, "no wait", ("wait", 0)),
         (_BACKWARD, "wrong epoch", ("wait", 0)),
-        (f"{_EMBEDDING}:_await_tables", "no wait", ("wait", 0)),
-        (f"{_EMBEDDING}:_await_tables", "wrong epoch", ("wait", 0)),
+        (f"{_EMBEDDING}.transfer:await_tables", "no wait", ("wait", 0)),
+        (f"{_EMBEDDING}.transfer:await_tables", "wrong epoch", ("wait", 0)),
     ),
     *_of("embedding backward, a rank without tables", (_BACKWARD, "signals reused")),
     *_of(
         "mixture_of_experts",
-        (f"{_EXPERTS}:_push", "no release", ("signal", 0)),
-        (f"{_EXPERTS}:_push", "signal before put", ("signal", 0)),
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 1)),
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
-        (f"{_EXPERTS}:grouped_gemm_combine", "no release", ("signal", 0)),
-        (f"{_EXPERTS}:sum_results", "no wait", ("wait", 0)),
-        (f"{_EXPERTS}:sum_results", "wrong epoch", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:_push", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:_push", "signal before put", ("signal", 0)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 1)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
+        (f"{_EXPERTS}.combine:grouped_gemm_combine", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.combine:sum_results", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.combine:sum_results", "wrong epoch", ("wait", 0)),
     ),
     *_of(
         "mixture_of_experts, backward",
-        (f"{_EXPERTS}:dispatch_grouped_gemm", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 0)),
     ),
     *_of(
         "mapped all-to-all",

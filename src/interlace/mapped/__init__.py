@@ -1,5 +1,6 @@
-"""Outputs that live on peers: any kernel's ordinary stores become communication. See
-``docs/mapped-outputs.md``.
+"""Outputs in peers' memory: any kernel's ordinary stores become communication.
+
+See ``docs/mapped-outputs.md``.
 """
 
 from interlace.mapped.collectives import COLLECTIVES, TRANSPORTS, Fused, fuse

@@ -1,4 +1,4 @@
-"""``fuse``: a producer that takes ``out=``, and the collective that its stores become."""
+"""``fuse`` makes the stores of a producer that takes ``out=`` part of a collective."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Fused:
     """A producer whose stores are the first half of a collective; made by :func:`fuse`.
 
     Attributes:
-        output: the mapped output that the producer writes; :class:`TriggeredTransfers` for one that
-            counts.
+        output: The mapped output that the producer writes; :class:`TriggeredTransfers` for
+            ``transport="copy_engine"``.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Fused:
 
         Returns:
             all_to_all: ``[M, N]``, rows in the order of the ranks that made them (``[R, ...]`` for
-            such a shape). gather: ``[R, ...]`` on the root, of no elements elsewhere. scatter: what
-            the root made for this rank. These are memory that the call after the next one writes
-            again; clone what is to stay, unless it is read on this stream before the next call.
-            reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory as above.
-                Sums are float32, in rank order.
+            such a shape). gather: ``[R, ...]`` on the root, without elements elsewhere. scatter:
+            the part that the root made for this rank. These are memory that the call after the next
+            one writes again; clone a result unless it is read on this stream before the next call.
+            reduce_scatter: ``[M/R, N]``, a new tensor. all_reduce: ``[M, N]``, memory that the call
+            after the next one writes again. Sums are float32, in rank order.
         """
         if self.collective == "all_to_all" and self.output.collects:
             raise ArgumentError(
@@ -108,11 +108,10 @@ class Fused:
         return self._run(None, args, kwargs)
 
     def run_into(self, result: torch.Tensor, *args: Any) -> None:
-        """The same for all_to_all and sums, with the result in ``result``, contiguous, which stays
-        as it is.
+        """Run an all_to_all or a sum into ``result``, contiguous, which no later call changes.
 
         Raises:
-            ArgumentError: an all_to_all that was called for a view before.
+            ArgumentError: An all_to_all was called for a view before.
         """
         if self.collective == "all_to_all" and self._gives_views:
             raise ArgumentError(
@@ -131,10 +130,10 @@ class Fused:
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         if self.collective != "scatter" or group.rank == self.root:
             try:
-                # A producer may launch kernels, which run on the current GPU
+                # A producer may launch kernels, which run on the current GPU.
                 with group.on_device():
                     self.producer(*args, **kwargs, out=target)
-            except BaseException:  # the next call is another epoch
+            except BaseException:  # The next call is another epoch.
                 self.output.abandon()
                 raise
         match self.collective:
@@ -156,7 +155,10 @@ class Fused:
                 return received.flatten(0, 1) if len(self.shape) == 2 else received
 
     def _sums_of(self, turn: int) -> torch.Tensor:
-        """Where the sums of all ranks arrive, in memory that the call after the next one writes."""
+        """Return the tensor that the sums of all ranks arrive in.
+
+        The call after the next one writes it again.
+        """
         assert self._sums is not None
         group, (ranks, rows, columns) = self.output.group, self._parts
         nbytes = math.prod(self._parts) * self.output.dtype.itemsize
@@ -190,29 +192,31 @@ def fuse(
 
     Args:
         producer: called with the arguments of the result, and ``out=``: ``torch.mm``,
-            ``torch.bmm``, a function that launches a kernel of your own, a compiled graph. It must
-            write every element of ``out`` and only store there.
+            ``torch.bmm``, a function that launches your kernel, a compiled graph. It must write
+            every element of ``out`` and only store there.
         collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_reduce"`` (sums), ``"gather"``
             (to ``root``), ``"scatter"`` (from ``root``, whose producer alone is called).
-        shape: of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R, ...)``, for
-            sums ``(R, M/R, N)``; any shape for gather.
-        dtype: of the output; sums: float16, bfloat16 or float32.
+        shape: shape of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R,
+            ...)``, for sums ``(R, M/R, N)``; any shape for gather.
+        dtype: element type of the output; for sums float16, bfloat16 or float32.
         order: see :class:`MappedOutput`; the producer's rows must be in that order.
         transport: ``"stores"``: the producer's own stores go to the peers. ``"copy_engine"``: it
             stores to memory of this rank, and copies take each part away once it is complete; see
             :class:`TriggeredTransfers`. It then also gets ``send=``, to be called with each part
             that it has completed, or, with tiles, ``counters=``. Not for gather and scatter.
-        tiles, pieces: as there.
-        group, device: as for :class:`MappedOutput`.
+        tiles, pieces: see :class:`TriggeredTransfers`.
+        group, device: see :class:`MappedOutput`.
 
     Returns:
         A callable that returns the collective's result; see :meth:`Fused.__call__`.
 
     Raises:
-        As :class:`MappedOutput` and :class:`TriggeredTransfers`.
+        ArgumentError: The collective, the transport, the shape or the dtype do not fit; or any
+            error of :class:`MappedOutput` and :class:`TriggeredTransfers`.
 
     Example:
-        >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=(4096, 4096), dtype=torch.bfloat16)
+        >>> shape, dtype = (4096, 4096), torch.bfloat16
+        >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=shape, dtype=dtype)
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
     return Fused(

@@ -1,4 +1,4 @@
-"""Kernels of mapped outputs: what follows somebody else's kernel."""
+"""Kernels of mapped outputs: they run after a kernel that is not this library's."""
 
 import triton
 import triton.language as tl
@@ -8,130 +8,154 @@ from interlace.comm.kernels import MOST_MOVERS
 from interlace.mapped.layout import BARRIERS
 
 _BARRIERS = tl.constexpr(BARRIERS)
-_PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has barriers of its own
+# Each program has barriers of its own; this is the most programs that a kernel has.
+_PROGRAMS = tl.constexpr(MOST_MOVERS)
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
-def meet(signals, epochs, ctx, sound, call, WORLD_SIZE: tl.constexpr):
-    """A barrier of all ranks' streams. One program.
+def meet(signals, epochs, ctx, is_valid, call, WORLD_SIZE: tl.constexpr):
+    """Hold a barrier of all ranks' streams. One program.
 
-    Protocol: what kernels before this one stored, to peers too, is in the past of its signals (they
-    release, at system scope), and what follows it comes after its waits (they acquire).
+    **Protocol.** Every rank signals every peer and waits for every peer's signal. The signals
+    release at system scope, so everything that earlier kernels stored, to peers too, is visible to
+    a peer that has seen the signal. The waits acquire, so what follows this kernel comes after
+    them. If ``is_valid`` is 0, the rank signals an epoch that no peer waits for.
 
-    Example: two ranks; a product on rank 0 stored rows to rank 1. Rank 1's kernel ends once rank
-    0's signal is here, and the rows with it.
+    **Example.** Two ranks; a product on rank 0 stored rows to rank 1. Rank 1's kernel ends once
+    rank 0's signal has arrived, and the rows are then visible to rank 1.
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
-    il.barrier(flags, _if_sound(il.mark(epoch, call), sound), group, WORLD_SIZE)
+    # The barrier signals first and waits then, so that no two ranks wait for each other.
+    il.barrier(flags, _stamp_if_valid(il.mark(epoch, call), is_valid), group, WORLD_SIZE)
+    # Signals of long ago would look like new ones when epochs' numbers come again.
     il.clear_old(flags, _BARRIERS * _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def settle(counters, tiles, sound, ctx, pieces, PIECES: tl.constexpr):
-    """After the kernel that counts: whether it has counted every tile of every piece, once. One
-    program.
+def settle(counters, tiles, is_valid, ctx, pieces, PIECES: tl.constexpr):
+    """Check that the kernel before this one has counted every tile of every piece once.
 
-    Protocol: copies wait for ``tiles`` in each of the ``pieces`` counters. A counter that falls
-    short is set to it, so that they end; what they have copied is then not announced (``sound`` is
-    0), and the host is told.
+    One program.
 
-    Example: two pieces of three tiles, counted 3 and 2: the second counter becomes 3, ``sound`` 0.
+    **Protocol.** Copies wait for ``tiles`` in each of the ``pieces`` counters. A counter with
+    another number is set to that of its tiles, so that the copies end; ``is_valid`` becomes 0, so
+    that they are not announced to the peers, and the host is told.
+
+    **Example.** Two pieces of three tiles, counted 3 and 2: the second counter becomes 3, and
+    ``is_valid`` becomes 0. The peer waits until its deadline, as no signal of this rank arrives.
     """
     group = il.join(ctx)
     lanes = tl.arange(0, PIECES)
     inside = lanes < pieces
-    wanted = tl.load(tiles + lanes, mask=inside, other=0)
+    expected = tl.load(tiles + lanes, mask=inside, other=0)
+    # Volatile, because copy engines and other kernels change the counters meanwhile.
     counted = tl.load(counters + lanes, mask=inside, other=0, volatile=True)
-    wrong = inside & (counted != wanted)
+    wrong = inside & (counted != expected)
     first = tl.min(tl.where(wrong, lanes, PIECES), 0)
     if first < PIECES:
-        here = lanes == first
-        il.report_miscount(group, first, tl.sum(tl.where(here, wanted, 0), 0), tl.sum(tl.where(here, counted, 0), 0))
-    tl.store(sound, (first == PIECES).to(tl.int32))
-    tl.atomic_xchg(counters + lanes, wanted, mask=wrong, sem="release", scope="sys")
+        is_first = lanes == first
+        expected_count = tl.sum(tl.where(is_first, expected, 0), 0)
+        count = tl.sum(tl.where(is_first, counted, 0), 0)
+        il.report_miscount(group, first, expected_count, count)
+    tl.store(is_valid, (first == PIECES).to(tl.int32))
+    # This releases is_valid too: the copies, and the signals behind them, come after it.
+    tl.atomic_xchg(counters + lanes, expected, mask=wrong, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["slots", "result", "landing", "signals", "call", "rows"])
 def collect(
-    slots, result, landing, signals, epochs, ctx, sound, call, rows, columns, slot_stride,
-    row_stride, WORLD_SIZE: tl.constexpr, HOW: tl.constexpr, IN_PLACE: tl.constexpr,
+    slots, result, landing, signals, epochs, ctx, is_valid, call, rows, columns, slot_stride,
+    row_stride, WORLD_SIZE: tl.constexpr, REDUCTION: tl.constexpr, IN_PLACE: tl.constexpr,
     CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`meet`, and then what every rank wrote for this one, ``[rank, row, column]``, goes to
-    the contiguous ``result``.
+    """Meet all ranks, then bring what they wrote for this one into the contiguous ``result``.
 
-    ``HOW`` is ``"copy"``: all of it, ``[rank * row, column]``. ``"sum"``: the sum over ranks,
-    ``[row, column]``, float32 in rank order. ``"sum_for_all"``: that sum, of every rank: ``[rank *
-    row, column]``; ``landing`` is symmetric memory of this size, the result itself if ``IN_PLACE``.
+    The ranks have written ``[rank, row, column]``. ``REDUCTION`` is ``"copy"``: all of it becomes
+    ``[rank * row, column]``. ``"sum"``: the sum over ranks, ``[row, column]``, float32 in rank
+    order. ``"sum_for_all"``: that sum, of every rank: ``[rank * row, column]``; ``landing`` is
+    symmetric memory of this size, the result itself if ``IN_PLACE``.
 
-    Protocol: each program meets the programs of its index on all ranks, as :func:`meet` does. Under
-    ``"sum_for_all"`` it then puts its tiles of this rank's sum into every peer's landing, signals,
-    and waits for its peers' programs of the same index, whose tiles are then here. What does not
-    come in time is NaN. Landings are free: a peer that has met this rank has read the one of the
-    call before the last. Slots take turns, too, unless the call is ``CAPTURED``: then the next one
-    may write to the same, and programs part only when their peers have read them, which the sums of
-    all imply.
+    **Protocol.** Each program meets the programs of its index on all ranks, as :func:`meet` does.
+    Under ``"sum_for_all"`` it then puts its tiles of this rank's sum into every peer's landing,
+    signals, and waits for its peers' programs of the same index, whose tiles have then arrived.
+    Tiles that do not arrive in time are NaN. Landings may be written again: a peer that has met
+    this rank has read the one of the call before the last. Slots take turns, too, unless the call
+    is ``CAPTURED``: then the next call may write to the same ones, and programs part only when
+    their peers have read them, which the sums of all imply.
 
-    Example: two ranks, slots [1, 2] and [10, 20] here: the result is [1, 2, 10, 20], or [11, 22],
-    or the peer's sum behind these.
+    **Example.** Two ranks, with slots [1, 2] and [10, 20] on this one: the result is [1, 2, 10,
+    20], or [11, 22], or [11, 22] followed by the sums of the peer.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    me = il.rank(group)
+    rank = il.rank(group)
     stamp = il.mark(epoch, call)
     meetings = il.pointer(signals, tl.int32)
     partings = meetings + _PROGRAMS * 2 * WORLD_SIZE
-    met = il.barrier(meetings + program * 2 * WORLD_SIZE, _if_sound(stamp, sound), group, WORLD_SIZE).to(tl.int32)
+    # Each program has signals of its own, so that it may go on before the slowest program is here.
+    meeting = meetings + program * 2 * WORLD_SIZE
+    met = il.barrier(meeting, _stamp_if_valid(stamp, is_valid), group, WORLD_SIZE).to(tl.int32)
     tiles = tiles_of(rows, columns, ROWS, COLS)
-    target, there = il.pointer(result, DTYPE), il.pointer(landing, DTYPE)
+    target, landed = il.pointer(result, DTYPE), il.pointer(landing, DTYPE)
     for tile in range(program, tiles, programs):
         m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
-        here = il.pointer(slots, DTYPE) + m * row_stride + n
-        if HOW == "copy":
+        part = il.pointer(slots, DTYPE) + m * row_stride + n
+        if REDUCTION == "copy":
             for source in tl.static_range(WORLD_SIZE):
-                part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
-                tl.store(target + (source * rows.to(tl.int64) + m) * columns + n, il.nan_unless(met, part), mask=inside)
+                value = _load_part(part + source * slot_stride.to(tl.int64), inside)
+                lines = target + (source * rows.to(tl.int64) + m) * columns
+                tl.store(lines + n, il.nan_unless(met, value), mask=inside)
         else:
             total = tl.zeros([ROWS, COLS], tl.float32)
             for source in tl.static_range(WORLD_SIZE):
-                part = tl.load(here + source * slot_stride.to(tl.int64), mask=inside, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
+                value = _load_part(part + source * slot_stride.to(tl.int64), inside)
+                total += value.to(tl.float32)
             value = il.nan_unless(met, total.to(DTYPE))
-            first = me * rows.to(tl.int64) if HOW == "sum_for_all" else 0
+            first = rank * rows.to(tl.int64) if REDUCTION == "sum_for_all" else 0
             cells = (first + m) * columns + n
-            if HOW == "sum_for_all":
+            if REDUCTION == "sum_for_all":
+                # Everyone gets this rank's sum; the next rank first, so that links share the load.
                 for step in tl.static_range(WORLD_SIZE - 1):
-                    il.put(there + cells, value, (me + 1 + step) % WORLD_SIZE, group, inside)
+                    il.put(landed + cells, value, (rank + 1 + step) % WORLD_SIZE, group, inside)
             tl.store(target + cells, value, mask=inside)
-    if (HOW == "sum_for_all") | CAPTURED:
-        complete = il.barrier(partings + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
-    if HOW == "sum_for_all":
+    # This barrier follows the puts: a peer that has seen its signal sees the sums. It also says
+    # that the slots have been read.
+    if (REDUCTION == "sum_for_all") | CAPTURED:
+        parting = partings + program * 2 * WORLD_SIZE
+        complete = il.barrier(parting, stamp, group, WORLD_SIZE).to(tl.int32)
+    if REDUCTION == "sum_for_all":
+        # In place, the sums have arrived in the result; only missing ones must become NaN.
         if (not IN_PLACE) | (complete == 0):
             for tile in range(program, tiles, programs):
                 m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
                 for step in tl.static_range(WORLD_SIZE - 1):
-                    cells = ((me + 1 + step) % WORLD_SIZE * rows.to(tl.int64) + m) * columns + n
-                    value = il.get(there + cells, me, group, inside, 0.0)
+                    source = (rank + 1 + step) % WORLD_SIZE
+                    cells = (source * rows.to(tl.int64) + m) * columns + n
+                    value = il.get(landed + cells, rank, group, inside, 0.0)
                     tl.store(target + cells, il.nan_unless(complete, value), mask=inside)
     il.clear_old(meetings, _BARRIERS * _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
 @triton.jit
+def _load_part(pointers, inside):
+    """Load what a peer has stored: from the L2, as the L1 may hold what was there before."""
+    return tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def tiles_of(rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """How many tiles a matrix has."""
+    """Return the number of tiles of a matrix."""
     return (rows + ROWS - 1) // ROWS * ((columns + COLS - 1) // COLS)
 
 
 @triton.jit
 def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Of one of them: its rows ``[ROWS, 1]`` (int64), its columns ``[1, COLS]``, and which of its
-    elements there are.
-    """
+    """Return a tile's rows ``[ROWS, 1]`` (int64), its columns ``[1, COLS]``, and its mask."""
     across = (columns + COLS - 1) // COLS
     m = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     n = (tile % across * COLS + tl.arange(0, COLS))[None, :]
@@ -139,10 +163,11 @@ def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _if_sound(stamp, sound):
-    """The stamp that a rank signals; where ``sound`` is 0, what it stored is no result, and it
-    signals one that no peer waits for.
+def _stamp_if_valid(stamp, is_valid):
+    """Return the stamp that a rank signals.
+
+    If ``is_valid`` is 0, what the rank stored is no result, and no peer waits for the stamp.
     """
-    if sound is not None:
-        stamp = tl.where(tl.load(sound) > 0, stamp, il.unmarked(stamp))
+    if is_valid is not None:
+        stamp = tl.where(tl.load(is_valid) > 0, stamp, il.unmarked(stamp))
     return stamp

@@ -1,4 +1,4 @@
-"""How matrices are padded so that the rows of each rank end where a mapping may."""
+"""Padding of matrices, so that the rows of each rank end at a boundary of a mapping."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from interlace.errors import ArgumentError
 from interlace.units import round_up
 
 BARRIERS = 2
-"""Barriers that a program has signals for: one when ranks have written, one when they have read."""
+"""Number of barriers that a program has signals for.
+
+At the first one ranks have written, at the second one they have read.
+"""
 
 
 class Mapping:
-    """Owns a second mapping of pieces of a block, and the block, for as long as a tensor over it
-    lives.
-    """
+    """A second mapping of pieces of a block, which it owns with the block while a tensor lives."""
 
     def __init__(
         self, block: Block, device: torch.device, address: int, release: Callable[[], object]
@@ -33,28 +34,29 @@ class Mapping:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one rank gets from another: ``sizes`` elements, ``strides`` apart, ``nbytes`` in all
-    with padding.
-    """
+    """The part of a rank from one peer: ``sizes`` and ``strides``, and ``nbytes`` with padding."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     nbytes: int
 
 
-def chunk_of_rows(what: str, rows: int, columns: int, itemsize: int, granularity: int) -> Chunk:
-    """``rows`` of a matrix whose rows are padded until that many of them are a multiple of
-    ``granularity`` bytes.
+def chunk_of_rows(owner: str, rows: int, columns: int, itemsize: int, granularity: int) -> Chunk:
+    """Return a chunk of ``rows``, each padded until all of them fill multiples of ``granularity``.
+
+    Args:
+        owner: The function or class that the error message names.
+        granularity: Bytes.
 
     Raises:
-        ArgumentError: more than half would be padding.
+        ArgumentError: More than half would be padding.
     """
     unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)
     stride = round_up(max(columns, 1), unit)
     nbytes = max(rows, 1) * stride * itemsize
     if nbytes > max(granularity, 2 * rows * columns * itemsize):
         raise ArgumentError(
-            f"{what}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} "
+            f"{owner}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} "
             "bytes; padding rows would take "
             f"{nbytes} bytes for {rows * columns * itemsize}. Give the shape with the ranks in a "
             "dimension of their own, "
@@ -64,7 +66,7 @@ def chunk_of_rows(what: str, rows: int, columns: int, itemsize: int, granularity
 
 
 def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chunk:
-    """A contiguous tensor, padded at its end."""
+    """Return a chunk that is a contiguous tensor, padded at its end."""
     strides = [1] * len(sizes)
     for i in range(len(sizes) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(sizes[i + 1], 1)
@@ -82,6 +84,6 @@ def tensor_at(
     dtype: torch.dtype,
     owner: Any,
 ) -> torch.Tensor:
-    """A tensor over ``nbytes`` at ``address``, which ``owner`` keeps."""
+    """Return a tensor over ``nbytes`` at ``address``, which ``owner`` keeps."""
     raw = bytes_at(address, (nbytes,), (1,), group.device, owner)
     return raw.view(dtype).as_strided(list(sizes), list(strides))

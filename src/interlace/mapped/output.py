@@ -1,6 +1,4 @@
-"""``MappedOutput``: an output for somebody else's kernel, whose rows are the memory of the ranks
-that they are for.
-"""
+"""``MappedOutput``: an output for any kernel, whose rows are memory of the ranks they are for."""
 
 from __future__ import annotations
 
@@ -24,22 +22,23 @@ ORDERS = ("natural", "rotated")
 class MappedOutput:
     """A tensor to write, each part of which is memory of the rank that the part is for.
 
-    :meth:`begin` gives the tensor for one *epoch*: hand it, or any slice of it, to a kernel as its
-    output, several kernels if you like. :meth:`exchange` ends the epoch and gives what all ranks
-    have written for this one. Two buffers take turns, so the next epoch's stores do not disturb a
-    reader: what ``exchange`` returned may be read, on the same stream, until the next ``exchange``.
+    :meth:`begin` returns the tensor for one *epoch*: pass it, or any slice of it, to a kernel as
+    its output, or to several kernels. :meth:`exchange` ends the epoch and returns the parts that
+    all ranks have written for this one. Two buffers take turns, so the next epoch's stores do not
+    disturb a reader: the result of ``exchange`` may be read, on the same stream, until the next
+    ``exchange``.
 
-    Loads through the tensor are right and slow, as they cross the links: producers that accumulate
-    into their output (``beta`` other than 0, atomics) are better off with memory of their own. A
+    Loads through the tensor are correct and slow, as they cross the links: producers that
+    accumulate into their output (``beta`` other than 0, atomics) are faster in ordinary memory. A
     kernel that writes beyond its output faults, or writes into the part of another rank, as it
     would in any memory.
 
     Attributes:
-        group: the group.
-        dtype: of the elements.
-        destinations: the rank that each part of the tensor is for.
-        captured: whether a CUDA graph has captured it.
-        collects: whether every epoch ends by :meth:`collect`. Set before the first.
+        group: The group of ranks.
+        dtype: The element type.
+        destinations: The rank that each part of the tensor is for.
+        captured: Whether a CUDA graph has captured the output.
+        collects: Whether every epoch ends by :meth:`collect`. Set it before the first epoch.
     """
 
     @makes_ordinary_tensors
@@ -56,16 +55,16 @@ class MappedOutput:
         """Map a tensor of ``shape``. Collective: every rank gives the same arguments.
 
         Args:
-            shape: ``(M, N)``: M / R rows for each rank, the rows padded where that is needed for
-                parts to end where mappings may (every 2 MiB on CUDA), so that ``stride(0)`` may be
-                above N. Or ``(R, ...)``, a part for each rank, with padding between parts. With
-                ``root``, the shape of the one part.
-            dtype: of the elements.
-            order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``me + 1 +
-                i``, this rank's own the last, so that ranks do not all write to rank 0 first; see
-                :func:`interlace.mapped.empty_rotating` for the input.
-            root: all that a rank writes is for this rank (a gather); default: for each rank its
-                part (an all-to-all).
+            shape: ``(M, N)``: M / R rows for each rank. Rows are padded until parts end at the
+                boundaries of mappings (every 2 MiB on CUDA), so ``stride(0)`` may be above N. Or
+                ``(R, ...)``, a part for each rank, with padding between parts. With ``root``, the
+                shape of the single part.
+            dtype: element type.
+            order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``rank + 1
+                + i``, this rank's own part the last, so that ranks do not all write to rank 0
+                first; see :func:`interlace.mapped.empty_rotating` for the input.
+            root: every rank writes a single part, for this rank (a gather); default: a part for
+                each rank (an all-to-all).
             group: 1 to 8 ranks of one machine; default: the default process group.
             device: default: the current CUDA device, or the CPU if there is none.
 
@@ -80,8 +79,8 @@ class MappedOutput:
         self.group: Group = group_of(group, device)
         self.dtype = dtype
         ranks, rank = self.group.world_size, self.group.rank
-        what = type(self).__name__
-        _validate(what, sizes, order, root, ranks)
+        class_name = type(self).__name__
+        _validate(class_name, sizes, order, root, ranks)
         self._mark = self.group.agree(
             OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root
         )
@@ -89,46 +88,47 @@ class MappedOutput:
         if root is not None:
             chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
         elif len(sizes) == 2:
-            chunk = chunk_of_rows(what, sizes[0] // ranks, sizes[1], dtype.itemsize, granularity)
+            rows = sizes[0] // ranks
+            chunk = chunk_of_rows(class_name, rows, sizes[1], dtype.itemsize, granularity)
         else:
             chunk = chunk_of_block(sizes[1:], dtype.itemsize, granularity)
         first = rank + 1 if order == "rotated" else 0
         self.destinations = (
             [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
         )
-        # [half][source]: the parts that this rank gets. Every rank has the same, also where a root
-        # gets all.
+        # [half][source]: the parts that this rank receives. Every rank has as much memory, even if
+        # only a root receives parts.
         self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
-        whole, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
+        all_sizes, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
         if root is not None:
-            whole, strides = chunk.sizes, chunk.strides
+            all_sizes, strides = chunk.sizes, chunk.strides
         elif len(sizes) == 2:
-            whole, strides = sizes, chunk.strides
+            all_sizes, strides = sizes, chunk.strides
         self._received: list[torch.Tensor] = []
         for half in range(2):
             received = (ranks, *chunk.sizes), (step, *chunk.strides)
-            mine = self._slot(half, rank, 0)
+            address = self._slot(half, rank, 0)
             self._received.append(
-                tensor_at(self.group, mine, ranks * chunk.nbytes, *received, dtype, self._block)
+                tensor_at(self.group, address, ranks * chunk.nbytes, *received, dtype, self._block)
             )
-        self._written = [self._map(homes, whole, strides) for homes in self._homes()]
+        self._written = [self._map(homes, all_sizes, strides) for homes in self._homes()]
         self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
-        # Int32 on the device: 0 if what was written must not be used
-        self._sound: torch.Tensor | None = None
+        # Int32 on the device: 0 if the parts that were written must not be used.
+        self._is_valid: torch.Tensor | None = None
         self._half = self._turn = 0
         self._writing = False
         self.captured = self.collects = False
         self.group.recoverable.add(self)
 
     def _homes(self) -> list[list[int]]:
-        """For each half, the addresses of the parts that a producer writes, in its order."""
+        """Return the addresses of the parts that a producer writes, in its order, for each half."""
         return [
             [self._slot(half, to, self.group.rank) for to in self.destinations] for half in range(2)
         ]
 
     def _slot(self, half: int, to: int, source: int) -> int:
-        """The address, mapped here, of what rank ``source`` sends to rank ``to``."""
+        """Return the address, as mapped on this rank, of the part from ``source`` for ``to``."""
         ranks = self.group.world_size
         return (
             self._block.address
@@ -139,7 +139,7 @@ class MappedOutput:
     def _map(
         self, pieces: Sequence[int], sizes: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        """A tensor over chunks of symmetric memory, one behind the other."""
+        """Map chunks of symmetric memory one behind the other; return a tensor over them."""
         mapping = Mapping(
             self._block, self.group.device, *self.group.remap(pieces, self._chunk.nbytes)
         )
@@ -155,27 +155,29 @@ class MappedOutput:
 
     @property
     def half(self) -> int:
-        """Which of the two buffers the current epoch uses."""
+        """The index of the buffer that the current epoch uses, 0 or 1."""
         return self._half
 
     @property
     def turn(self) -> int:
-        """Whose turn it is of two places for results; they go on alternating when the buffers no
-        longer do.
+        """The index of the memory for this epoch's results, 0 or 1.
+
+        It goes on alternating when the buffers no longer do.
         """
         return self._turn
 
     def begin(self) -> torch.Tensor:
-        """The tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class. Its
-        contents are anything.
+        """Return the tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class.
+
+        Its contents are undefined.
 
         Collective in a CUDA graph, and after the output has been in one, unless epochs end by
         :meth:`collect`: a graph replays with the same buffer, so ranks first wait, on the stream,
         until all have read it.
 
         Raises:
-            ArgumentError: the epoch has begun already.
-            PeerTimeoutError: a wait of the group has expired before.
+            ArgumentError: The epoch has begun already.
+            PeerTimeoutError: A wait of the group has expired before.
         """
         self.group.check()
         if self._writing:
@@ -193,15 +195,15 @@ class MappedOutput:
         """End the epoch: wait, on the current stream, until every rank has written. Collective; the
         host does not wait.
 
-        Call it on the stream of the kernels that wrote, or one that waits for them.
+        Call it on the stream of the kernels that wrote, or on a stream that waits for them.
 
         Returns:
-            ``[R, ...]``: what each rank wrote for this one, to be read on this stream before the
-            next :meth:`exchange`.
+            ``[R, ...]``: the parts that all ranks wrote for this one, to be read on this stream
+            before the next :meth:`exchange`.
 
         Raises:
-            ArgumentError: no epoch has begun.
-            PeerTimeoutError: a peer did not exchange before the group's deadline. On CUDA the
+            ArgumentError: No epoch has begun.
+            PeerTimeoutError: A peer did not exchange before the group's deadline. On CUDA the
                 kernel ends, and the next call on the group, or :func:`interlace.synchronize`,
                 raises.
         """
@@ -210,7 +212,7 @@ class MappedOutput:
         return received
 
     def _end(self) -> torch.Tensor:
-        """What will have been received once all ranks have met."""
+        """End the epoch; return the tensor that is received once all ranks have met."""
         if not self._writing:
             raise ArgumentError(
                 f"{type(self).__name__}.exchange: an epoch must have begun. Call begin() and "
@@ -223,20 +225,21 @@ class MappedOutput:
         return received
 
     def _complete(self) -> None:
-        """Enqueue what is left of this rank's epoch, before it meets the others."""
+        """Enqueue the remaining work of this rank's epoch, before the rank meets its peers."""
 
-    def collect(self, how: str, result: torch.Tensor, sums: Block | None = None) -> torch.Tensor:
-        """:meth:`exchange`, with what came in ``result``, contiguous, by the same kernel.
-        Collective; the host does not wait.
+    def collect(
+        self, reduction: str, result: torch.Tensor, sums: Block | None = None
+    ) -> torch.Tensor:
+        """Exchange, and bring the received parts into the contiguous ``result`` by the same kernel.
 
-        What did not come by the deadline is NaN.
+        Collective; the host does not wait. Parts that do not arrive by the deadline are NaN.
 
         Args:
-            how: ``"copy"``: everything, ``[R, ...]``. ``"sum"``: its sum over ranks, float32 in
-                rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
-            result: of as many elements, and this dtype.
-            sums: for ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
-                result may be the half whose :attr:`turn` it is.
+            reduction: ``"copy"``: all parts, ``[R, ...]``. ``"sum"``: their sum over ranks, float32
+                in rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
+            result: A tensor of as many elements, and this dtype.
+            sums: For ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
+                result may be the half that :attr:`turn` names.
 
         Returns:
             ``result``.
@@ -249,44 +252,57 @@ class MappedOutput:
         ranks, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         programs, tile = cut_rows(rows, columns, self.group)
-        arguments = (
-            parts.data_ptr(), result.data_ptr(), landing, self._workspace.signals.address,
-            self._workspace.epochs, self.group.context(OPERATOR), self._sound, self._mark, rows,
-            columns, parts.stride(0), parts.stride(1),
-        )  # fmt: skip
+        arguments = {
+            "slots": parts.data_ptr(),
+            "result": result.data_ptr(),
+            "landing": landing,
+            "signals": self._workspace.signals.address,
+            "epochs": self._workspace.epochs,
+            "ctx": self.group.context(OPERATOR),
+            "is_valid": self._is_valid,
+            "call": self._mark,
+            "rows": rows,
+            "columns": columns,
+            "slot_stride": parts.stride(0),
+            "row_stride": parts.stride(1),
+        }
         constants = {
-            "WORLD_SIZE": ranks, "HOW": how,
+            "WORLD_SIZE": ranks,
+            "REDUCTION": reduction,
             "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
-            "CAPTURED": self.captured, "DTYPE": triton_dtype(self.dtype), **tile,
-        }  # fmt: skip
+            "CAPTURED": self.captured,
+            "DTYPE": triton_dtype(self.dtype),
+            **tile,
+        }
         with self.group.running():
             Launch(kernel.collect, (programs,), arguments, constants)()
         return result
 
     def abandon(self) -> None:
-        """Give up the epoch that has begun, if one has: whoever was to write has failed.
+        """Give up the epoch that has begun, if one has: its producer has failed.
 
-        Nothing is exchanged. Peers that exchange wait for this rank until the deadline; where all
-        ranks abandon the epoch, the next one begins as if it had never been.
+        Nothing is exchanged. Peers that exchange wait for this rank until the deadline; if all
+        ranks abandon the epoch, the next one begins as if it had never begun.
         """
         self._writing = False
 
     def reset(self) -> None:
-        """Begin anew on every rank, as :meth:`Group.recover` does: an epoch that has begun is given
-        up, and counts for none.
+        """Begin anew on every rank, as :meth:`Group.recover` does.
+
+        An epoch that has begun is given up and not counted.
         """
         self.abandon()
         self._half = 0
         self._workspace.reset(self.group.rank)
 
     def advance(self) -> None:
-        """Say that an epoch has gone by, from :meth:`begin` to :meth:`exchange`, in a graph of the
-        group's ``replays``.
+        """Count an epoch, from :meth:`begin` to :meth:`exchange`, that a graph has replayed.
 
-        Buffers take turns until a CUDA graph has captured an epoch that ends by :meth:`collect`.
-        From then on every epoch, whether in a graph or not, ends when ranks have read what they
-        got, so all may use one buffer; and must, since nobody knows which graph is replayed first:
-        a peer may still read the other buffer then, of the last epoch that ended without that.
+        The graph is one of the group's ``replays``. Buffers take turns until a CUDA graph has
+        captured an epoch that ends by :meth:`collect`. From then on every epoch, whether in a graph
+        or not, ends when ranks have read their parts, so all may use one buffer. They must, as it
+        is unknown which graph is replayed first: a peer may still read the other buffer then, of
+        the last epoch that ended without reading.
         """
         self._turn = 1 - self._turn
         if not (self.captured and self.collects):
@@ -299,35 +315,38 @@ class MappedOutput:
         from interlace.mapped import kernel
 
         with self.group.running():
-            context = self.group.context(OPERATOR)
-            arguments = (
-                self._workspace.signals.address,
-                self._workspace.epochs,
-                context,
-                self._sound,
-                self._mark,
-            )
-            Launch(
-                kernel.meet, (1,), arguments, {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
-            )()
+            arguments = {
+                "signals": self._workspace.signals.address,
+                "epochs": self._workspace.epochs,
+                "ctx": self.group.context(OPERATOR),
+                "is_valid": self._is_valid,
+                "call": self._mark,
+            }
+            constants = {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
+            Launch(kernel.meet, (1,), arguments, constants)()
 
 
-def _validate(what: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int) -> None:
+def _validate(
+    class_name: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int
+) -> None:
     if not sizes or any(size < 0 for size in sizes):
-        raise ArgumentError(f"{what}: shape must have sizes of 0 or more; got {sizes}.")
+        raise ArgumentError(f"{class_name}: shape must have sizes of 0 or more; got {sizes}.")
     if order not in ORDERS:
-        raise ArgumentError(f"{what}: order must be one of {', '.join(ORDERS)}; got {order!r}.")
+        raise ArgumentError(
+            f"{class_name}: order must be one of {', '.join(ORDERS)}; got {order!r}."
+        )
     if root is not None:
         if not 0 <= root < ranks:
             raise ArgumentError(
-                f"{what}: root must be a rank of the group, 0 to {ranks - 1}; got {root}."
+                f"{class_name}: root must be a rank of the group, 0 to {ranks - 1}; got {root}."
             )
         return
     if len(sizes) == 1 or (len(sizes) == 2 and sizes[0] % ranks):
         raise ArgumentError(
-            f"{what}: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}."
+            f"{class_name}: a shape (M, N) must have the {ranks} ranks divide M; got {sizes}."
         )
     if len(sizes) > 2 and sizes[0] != ranks:
         raise ArgumentError(
-            f"{what}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got {sizes}."
+            f"{class_name}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got "
+            f"{sizes}."
         )

@@ -1,6 +1,4 @@
-"""``empty_rotating``: a matrix that can be read from any rank's rows on, with the first rows behind
-the last.
-"""
+"""``empty_rotating``: a matrix that can be read from any rank's rows on, cyclically."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from interlace.mapped.layout import Mapping, chunk_of_rows, tensor_at
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RotatingInput:
-    """The same memory twice in a row, so that rotating its rows copies nothing.
+    """A matrix whose memory is mapped twice in a row, so that rotating its rows copies nothing.
 
     Attributes:
         natural: ``[M, K]``.
-        rotated: ``[M, K]``: the same rows, from those for rank ``me + 1`` on, this rank's own the
-            last; what a producer reads that writes a :class:`MappedOutput` in rotated order.
+        rotated: ``[M, K]``: the same rows, from those for rank ``rank + 1`` on, this rank's own the
+            last. A producer that writes a :class:`MappedOutput` in rotated order reads it.
     """
 
     natural: torch.Tensor
@@ -38,17 +36,17 @@ def empty_rotating(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> RotatingInput:
-    """Memory for ``[M, K]`` that is mapped twice in a row. Collective.
+    """Allocate memory for ``[M, K]`` that is mapped twice in a row. Collective.
 
     Within one kernel use one of the two tensors only: CUDA does not order accesses through two
     addresses of the same memory.
 
     Args:
         shape: M, which the ranks divide, and K; rows may be padded, as in :class:`MappedOutput`.
-        dtype, group, device: as there.
+        dtype, group, device: see :class:`MappedOutput`.
 
     Raises:
-        ArgumentError: the ranks do not divide M, or padding would take more than half.
+        ArgumentError: The ranks do not divide M, or padding would take more than half.
     """
     owner = group_of(group, device)
     if len(shape) != 2 or shape[0] % owner.world_size:
@@ -60,11 +58,11 @@ def empty_rotating(
     owner.agree("empty_rotating", shape=(rows, columns), dtype=str(dtype))
     chunk = chunk_of_rows("empty_rotating", rows, columns, dtype.itemsize, owner.granularity)
     block = owner.allocate(chunk.nbytes)
-    mine = block.address + owner.rank * block.stride
-    natural = tensor_at(owner, mine, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
+    address = block.address + owner.rank * block.stride
+    natural = tensor_at(owner, address, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
     if owner.world_size == 1:
         return RotatingInput(natural, natural)
-    mapping = Mapping(block, owner.device, *owner.remap([mine, mine], chunk.nbytes))
+    mapping = Mapping(block, owner.device, *owner.remap([address, address], chunk.nbytes))
     start = (
         (owner.rank + 1)
         % owner.world_size

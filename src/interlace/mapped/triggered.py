@@ -1,6 +1,4 @@
-"""``TriggeredTransfers``: an output of this rank's own memory, whose parts copy engines take away
-as they are completed.
-"""
+"""``TriggeredTransfers``: an output in local memory; copy engines send each completed part."""
 
 from __future__ import annotations
 
@@ -18,33 +16,32 @@ from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2
 
 OPERATOR = "triggered transfers"
-_MOST_TILES = 1 << 30
+_MAX_TILES = 1 << 30
 
 
 class TriggeredTransfers(MappedOutput):
-    """A :class:`MappedOutput` whose parts copy engines take to their ranks, as they are completed;
-    no store leaves the GPU.
+    """A :class:`MappedOutput` whose parts copy engines send to their ranks once they are complete.
 
-    The tensor that :meth:`begin` gives is memory of this rank. Once a part of it is complete, a
-    copy engine takes it to its rank, while kernels go on: communication takes no processor. When a
-    part is complete is said in one of two ways:
+    No store leaves the GPU: the tensor that :meth:`begin` returns is memory of this rank. Once a
+    part of it is complete, a copy engine sends it to its rank, while kernels go on: communication
+    takes no SM. There are two ways to tell that a part is complete:
 
-    - The program says it: :meth:`send`, after the kernel that completes the part. For kernels that
-      nobody can change, called once for each part.
-    - The kernel says it, with ``tiles``: the rows for each rank are cut into *pieces*, each with a
+    - The program calls :meth:`send` after the kernel that completes the part, once for each part.
+      This is for kernels that cannot be changed.
+    - The kernel counts, with ``tiles``: the rows for each rank are cut into *pieces*, each with a
       counter in :attr:`counters`; a kernel that has stored a tile adds 1 to the counter of the
-      tile's piece (:func:`interlace.language.count`). A piece leaves as soon as its counter has
-      come to its number of tiles. :meth:`exchange` checks the counts: a kernel that has counted a
-      tile twice, or left one out, leaves nothing hanging, and raises :class:`MiscountError`.
+      tile's piece (:func:`interlace.language.count`). A piece is sent as soon as its counter has
+      reached its number of tiles. :meth:`exchange` checks the counts: if a kernel has counted a
+      tile twice, or left one out, no wait hangs, and :class:`MiscountError` is raised.
 
-    Complete the part for the next rank first, then the one for the rank after, this rank's own
-    last: all copies but the last one are then hidden, and no two ranks send to the same one. Loads
+    Complete the part for the next rank first, then the part for the rank after it, this rank's own
+    last: all copies but the last one are then hidden, and no two ranks send to the same rank. Loads
     from the tensor are as fast as from any.
 
     Attributes:
         counters: int32, one for each piece in the order of the tensor's rows, zero when an epoch
-            begins; of no elements without ``tiles``.
-        pieces: that each rank's part is cut into.
+            begins; without elements if there are no ``tiles``.
+        pieces: The number of pieces that each rank's part is cut into.
     """
 
     @makes_ordinary_tensors
@@ -59,18 +56,18 @@ class TriggeredTransfers(MappedOutput):
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Allocate an output of ``shape``, and say how its parts become complete. Collective: every
-        rank gives the same arguments.
+        """Allocate an output of ``shape``. Collective: every rank gives the same arguments.
 
         Args:
-            shape, dtype, order, group, device: as for :class:`MappedOutput`.
-            tiles: that kernels count of each piece: one number for all, or one for each, in the
-                order of the tensor's rows. None: parts are sent by :meth:`send`.
-            pieces: that the rows for one rank are cut into; must divide them.
+            shape, dtype, order, group, device: see :class:`MappedOutput`.
+            tiles: the number of tiles that kernels count in each piece: one number for all pieces,
+                or one for each, in the order of the tensor's rows. None: parts are sent by
+                :meth:`send`.
+            pieces: the number of pieces that the rows for one rank are cut into; must divide them.
 
         Raises:
-            BackendError: the driver has no stream memory operations, which counting needs.
-            As for :class:`MappedOutput`.
+            BackendError: The driver has no stream memory operations, which counting needs; or any
+                error of :class:`MappedOutput`.
         """
         sizes = tuple(int(size) for size in shape)
         super().__init__(sizes, dtype=dtype, order=order, group=group, device=device)
@@ -82,10 +79,10 @@ class TriggeredTransfers(MappedOutput):
         counts = (
             [tiles] * (ranks * pieces)
             if isinstance(tiles, int)
-            else [int(each) for each in tiles or ()]
+            else [int(count) for count in tiles or ()]
         )
         if tiles is not None and (
-            len(counts) != ranks * pieces or not all(0 <= each < _MOST_TILES for each in counts)
+            len(counts) != ranks * pieces or not all(0 <= count < _MAX_TILES for count in counts)
         ):
             raise ArgumentError(
                 "TriggeredTransfers: tiles must be a number of 0 or more, or one for each of "
@@ -95,12 +92,12 @@ class TriggeredTransfers(MappedOutput):
         self.pieces = pieces
         self._sent: set[int] = set()
         self._queues: list[TransferQueue] = []
-        # A driver without stream memory operations may be that of one rank
+        # The driver of a single rank may be without stream memory operations.
         with self.group.together(OPERATOR):
             self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
             self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
             if tiles is not None:
-                self._sound = torch.ones(1, dtype=torch.int32, device=self.group.device)
+                self._is_valid = torch.ones(1, dtype=torch.int32, device=self.group.device)
                 self._queues = [
                     TransferQueue(self.group, self._triggers(half, counts)) for half in range(2)
                 ]
@@ -118,12 +115,12 @@ class TriggeredTransfers(MappedOutput):
         ]
 
     def _order(self) -> list[int]:
-        """Parts in the order in which they should be completed: the next rank's first."""
+        """Return the parts in the order to complete them in, the next rank's first."""
         rank, ranks = self.group.rank, self.group.world_size
         return sorted(range(ranks), key=lambda part: (self.destinations[part] - rank - 1) % ranks)
 
     def _transfers(self, half: int, part: int) -> list[Transfer]:
-        """The copies of a part's pieces; none of this rank's own, which is where it belongs."""
+        """Return the copies of a part's pieces; this rank's own part needs none."""
         rank, to = self.group.rank, self.destinations[part]
         if to == rank:
             return []
@@ -138,13 +135,13 @@ class TriggeredTransfers(MappedOutput):
         ]
 
     def _homes(self) -> list[list[int]]:
-        """The part for this rank is stored where it is received; the others wait for their copies."""
+        """Return the addresses of the parts; this rank's own is stored where it is received."""
         rank, ranks = self.group.rank, self.group.world_size
         waiting: list[int] = []
         if ranks > 1:
             self._staging = self.group.allocate(self._chunk.nbytes, ranks - 1)
-            mine = self._staging.address + rank * self._staging.stride
-            waiting = [mine + i * self._chunk.nbytes for i in range(ranks - 1)]
+            first = self._staging.address + rank * self._staging.stride
+            waiting = [first + i * self._chunk.nbytes for i in range(ranks - 1)]
         homes = []
         for half in range(2):
             free = iter(waiting)
@@ -157,19 +154,18 @@ class TriggeredTransfers(MappedOutput):
         return homes
 
     def begin(self) -> torch.Tensor:
-        """The tensor to write in this epoch, and :attr:`counters` at zero; see
-        :meth:`MappedOutput.begin`.
+        """Return the tensor to write in this epoch, and set :attr:`counters` to zero.
 
-        Hand both to a kernel, or to several, on the current stream.
+        Pass both to a kernel, or to several, on the current stream. See :meth:`MappedOutput.begin`.
 
         Raises:
-            BackendError: a CUDA graph is being captured, and might wait before the kernel:
-            ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1. As :meth:`MappedOutput.begin`.
+            BackendError: A CUDA graph is being captured, and might wait before the kernel, because
+                ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1; or any error of :meth:`MappedOutput.begin`.
         """
         if self._queues:
             self._queues[self.half].require_queues()
         target = super().begin()
-        # The last epoch's copies, maybe awaited by another stream, read the same memory
+        # The last epoch's copies, which another stream may wait for, read the same memory.
         with self.group.running():
             self.counters.zero_()
         self._sent.clear()
@@ -178,15 +174,16 @@ class TriggeredTransfers(MappedOutput):
         return target
 
     def send(self, part: int) -> None:
-        """The kernels on the current stream so far complete a part: take it to its rank, beside
-        those that follow.
+        """Send a part that is complete after the kernels enqueued on the current stream until now.
+
+        The copy runs while kernels go on that are enqueued later.
 
         Args:
-            part: which one, in the order of the tensor's rows; it is for rank
+            part: The index of the part in the order of the tensor's rows; it is for rank
                 ``destinations[part]``.
 
         Raises:
-            ArgumentError: no epoch has begun, the part was sent, or tiles are counted.
+            ArgumentError: No epoch has begun, the part was sent, or tiles are counted.
         """
         if (
             not self._writing
@@ -203,8 +200,9 @@ class TriggeredTransfers(MappedOutput):
         push(self.group, self._transfers(self.half, part))
 
     def _complete(self) -> None:
-        """Check what kernels have counted, or send what was not sent yet; then wait, on the current
-        stream, for all copies.
+        """Check the counts, or send the parts that were not sent; then wait for all copies.
+
+        The current stream waits, not the host.
         """
         if self._queues:
             self._settle()
@@ -217,8 +215,9 @@ class TriggeredTransfers(MappedOutput):
             join(self.group)
 
     def abandon(self) -> None:
-        """See :meth:`MappedOutput.abandon`. Parts that were sent have gone; nobody takes them for a
-        result.
+        """Give up the epoch, as :meth:`MappedOutput.abandon` does.
+
+        Parts that were sent have arrived, but no peer takes them for a result.
         """
         if self._writing and self._queues:
             self._queues[self.half].disarm()
@@ -231,16 +230,12 @@ class TriggeredTransfers(MappedOutput):
         from interlace.mapped import kernel
 
         with self.group.running():
-            arguments = (
-                self.counters,
-                self._tiles,
-                self._sound,
-                self.group.context(OPERATOR),
-                self.counters.numel(),
-            )
-            Launch(
-                kernel.settle,
-                (1,),
-                arguments,
-                {"PIECES": next_power_of_2(self.counters.numel()), "num_warps": 1},
-            )()
+            arguments = {
+                "counters": self.counters,
+                "tiles": self._tiles,
+                "is_valid": self._is_valid,
+                "ctx": self.group.context(OPERATOR),
+                "pieces": self.counters.numel(),
+            }
+            constants = {"PIECES": next_power_of_2(self.counters.numel()), "num_warps": 1}
+            Launch(kernel.settle, (1,), arguments, constants)()

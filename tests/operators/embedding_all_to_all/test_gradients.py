@@ -1,4 +1,4 @@
-"""Gradients of ``embedding_all_to_all``, and updates fused into its backward pass, against float64."""
+"""Gradients of ``embedding_all_to_all``, and its fused updates, against float64."""
 
 import dataclasses
 

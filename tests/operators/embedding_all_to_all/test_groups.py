@@ -1,4 +1,4 @@
-"""``embedding_all_to_all`` on several groups, as its memory grows and goes, and when a peer fails."""
+"""``embedding_all_to_all``: several groups, memory that grows and goes, and peers that fail."""
 
 import dataclasses
 import time

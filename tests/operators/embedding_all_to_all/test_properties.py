@@ -116,7 +116,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
 
 
 def _backward_traffic(calls):
-    """What each call's backward pass sent, and how many distinct rows of each table were looked up."""
+    """Return the traffic of each call's backward pass, and the distinct rows of each table."""
     traffic, rank = interlace.group_of().traffic, dist.get_rank()
     answers = []
     for call in calls:
@@ -196,7 +196,7 @@ def _back_to_back(call, count, faults):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
-    """A buffer that is written before its reader is done, or after its tensor is gone, shows here."""
+    """Buffers are not written before their readers are done, nor after their tensors are freed."""
     call = Call(
         ((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2)
     )

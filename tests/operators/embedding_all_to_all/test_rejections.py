@@ -32,22 +32,28 @@ TWICE = _t(5, 4)
         (W, IDS, ENDS, {}, "weights must be a list of tables; got one tensor. Write [weights]."),
         ([W] * 4097, IDS, ENDS, {}, "a rank must have at most 4096 tables; got 4097."),
         ([W[0]], IDS, ENDS, {}, "weights[0] must be [rows, width]; got shape [4]."),
-        ([_t(5, 4, dtype=f64)], IDS, ENDS, {}, "weights[0] must be float16, bfloat16 or float32; got torch.float64."),
+        ([_t(5, 4, dtype=f64)], IDS, ENDS, {},
+            "weights[0] must be float16, bfloat16 or float32; got torch.float64."),
         ([W, _t(5, 4, dtype=torch.float16)], IDS, ENDS, {},
             "weights[1] must have the dtype of weights[0], torch.float32; got torch.float16."),
-        ([W, _t(5, 4, device="meta")], IDS, ENDS, {}, "weights[1] must be on the device of indices, cpu; got meta."),
+        ([W, _t(5, 4, device="meta")], IDS, ENDS, {},
+            "weights[1] must be on the device of indices, cpu; got meta."),
         ([_t(5, 2049)], IDS, ENDS, {},
-            "weights[0] must be between 1 and 2048 wide; got 2049. Cut a wider table by columns into several."),
-        ([_t(4, 5).T], IDS, ENDS, {}, "weights[0] must have contiguous rows; got strides [1, 5]. Call .contiguous() once."),
+            "weights[0] must be between 1 and 2048 wide; got 2049. Cut a wider table by columns "
+            "into several."),
+        ([_t(4, 5).T], IDS, ENDS, {},
+            "weights[0] must have contiguous rows; got strides [1, 5]. Call .contiguous() once."),
         ([W], _t(3, 1, dtype=i64), ENDS, {}, "indices must have one dimension; got shape [3, 1]."),
         ([W], _t(3), ENDS, {}, "indices must be int32 or int64; got torch.float32."),
         ([W], IDS, _t(3), {}, "offsets must be int32 or int64; got torch.float32."),
-        ([W], IDS, _t(3, dtype=i64, device="meta"), {}, "offsets must be on the device of indices, cpu; got meta."),
+        ([W], IDS, _t(3, dtype=i64, device="meta"), {},
+            "offsets must be on the device of indices, cpu; got meta."),
         ([W, _t(5, 4)], IDS, _t(4, dtype=i64), {},
             "offsets must be [T * B + 1] for T = 2 tables; got 4. "
             "They are table-major over the global batch: table 0's bags of all samples first."),
         ([W], IDS, ENDS, {"batch_size": 3}, "batch_size must be what offsets say, 2; got 3."),
-        ([], IDS[:0], ENDS[:1], {}, "a rank without tables must be told the global batch; got batch_size=None."),
+        ([], IDS[:0], ENDS[:1], {},
+            "a rank without tables must be told the global batch; got batch_size=None."),
         ([W], IDS, ENDS, {"mode": "max"}, "mode must be sum or mean; got 'max'."),
         ([W], IDS, ENDS, {"per_sample_weights": _t(2)},
             "per_sample_weights must be [3], one for each index; got shape [2]."),
@@ -56,20 +62,25 @@ TWICE = _t(5, 4)
         ([W], IDS, ENDS, {"per_sample_weights": _t(3), "mode": "mean"},
             "per_sample_weights must go with mode='sum'; got mode='mean'."),
         ([W], IDS, ENDS, {"per_sample_weights": _t(3).requires_grad_()},
-            "per_sample_weights must not require a gradient, which is not implemented; got one that does. Detach it."),
-        ([W], IDS, ENDS, {"output_dtype": f64}, "output_dtype must be float16, bfloat16 or float32; got torch.float64."),
+            "per_sample_weights must not require a gradient, which is not implemented; got one "
+            "that does. Detach it."),
+        ([W], IDS, ENDS, {"output_dtype": f64},
+            "output_dtype must be float16, bfloat16 or float32; got torch.float64."),
         ([W], IDS, ENDS, {"gradient": "both"},
-            "gradient must be 'dense', 'sparse', interlace.optim.SGD or interlace.optim.RowWiseAdagrad; got 'both'."),
+            "gradient must be 'dense', 'sparse', interlace.optim.SGD or "
+            "interlace.optim.RowWiseAdagrad; got 'both'."),
         ([TWICE, TWICE], IDS, _t(5, dtype=i64), {"gradient": SGD(0.1)},
             "a fused update must have each table once; got the same memory twice in weights."),
         ([W.clone().requires_grad_() * 2], IDS, ENDS, {"gradient": SGD(0.1)},
-            "a fused update must have tables that are leaves of the graph; weights[0] was computed. Pass the parameter itself."),
+            "a fused update must have tables that are leaves of the graph; weights[0] was "
+            "computed. Pass the parameter itself."),
         ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [])},
             "RowWiseAdagrad's states must be one for each of 1 tables; got 0."),
         ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [_t(4)])},
             "RowWiseAdagrad's states[0] must be contiguous float32 [5]; got torch.float32 [4]."),
         ([W], IDS, ENDS, {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
-        ([W], IDS, ENDS, {"config": "direct"}, "config must be an EmbeddingAllToAllConfig; got str."),
+        ([W], IDS, ENDS, {"config": "direct"},
+            "config must be an EmbeddingAllToAllConfig; got str."),
     ],
 )  # fmt: skip
 def test_bad_arguments(weights, indices, offsets, more, message):
@@ -109,12 +120,15 @@ def test_a_configuration_is_its_text():
         "sliced", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
     )
     assert EmbeddingAllToAllConfig.parse(str(config)) == config
+    assert str(config).startswith("protocol=sliced, order=local_first, push=tiles, block_bags=8, ")
     for text in (
         "",
         "direct",
-        "direct remote_first direct four",
-        "direct remote_first direct 3",
-        f"{config} 9",
+        " ".join(str(value) for value in dataclasses.astuple(config)),
+        str(config).replace("block_bags=8", "block_bags=four"),
+        str(config).replace("block_bags=8", "block_bags=3"),
+        str(config).replace("push_rows=4, ", ""),
+        f"{config}, more=9",
     ):
         with pytest.raises(ArgumentError, match="EmbeddingAllToAllConfig: "):
             EmbeddingAllToAllConfig.parse(text)
@@ -195,15 +209,22 @@ def _disagree(name, values):
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("batch", (6, 7), "the global batch must be the same on every rank; got 6 on rank 0, 7 on rank 1."),
-        ("dtype", ("float32", "float16"), "the dtype of weights must be the same on every rank; got 'torch.float32' on rank 0, "
+        ("batch", (6, 7),
+            "the global batch must be the same on every rank; got 6 on rank 0, 7 on rank 1."),
+        ("dtype", ("float32", "float16"),
+            "the dtype of weights must be the same on every rank; got 'torch.float32' on rank 0, "
             "'torch.float16' on rank 1."),
-        ("output_dtype", (None, torch.float16), "output dtype must be the same on every rank; got None on rank 0, "
+        ("output_dtype", (None, torch.float16),
+            "output dtype must be the same on every rank; got None on rank 0, "
             "'torch.float16' on rank 1."),
-        ("mode", ("sum", "mean"), "mode must be the same on every rank; got 'sum' on rank 0, 'mean' on rank 1."),
-        ("impl", ("fused", "auto"), "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
-        ("name", ("users", "items"), "name must be the same on every rank; got 'users' on rank 0, 'items' on rank 1."),
-        ("check_indices", (True, False), "check indices must be the same on every rank; got True on rank 0, False on rank 1."),
+        ("mode", ("sum", "mean"),
+            "mode must be the same on every rank; got 'sum' on rank 0, 'mean' on rank 1."),
+        ("impl", ("fused", "auto"),
+            "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        ("name", ("users", "items"),
+            "name must be the same on every rank; got 'users' on rank 0, 'items' on rank 1."),
+        ("check_indices", (True, False),
+            "check indices must be the same on every rank; got True on rank 0, False on rank 1."),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message):

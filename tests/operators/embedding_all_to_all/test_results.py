@@ -1,4 +1,4 @@
-"""What ``embedding_all_to_all`` computes: examples, then everything against float64, bit equality."""
+"""Results of ``embedding_all_to_all``: examples, comparison with float64, bit equality."""
 
 import dataclasses
 
@@ -169,7 +169,7 @@ def test_explain_names_the_configuration():
     assert text.startswith(
         "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 "
         "lookups a bag, on 1 rank: "
-        "fused (direct interleaved direct 8 "
+        "fused (protocol=direct, order=interleaved, push=direct, block_bags=8, "
     )
     with pytest.raises(
         interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"

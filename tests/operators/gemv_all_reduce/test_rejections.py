@@ -117,10 +117,34 @@ def test_bad_configurations(change, message):
 
 def test_a_configuration_is_its_text():
     config = GemvAllReduceConfig("two_phase", 8, 32, 2, 3, 7, 64)
+    assert str(config) == (
+        "protocol=two_phase, block_n=8, block_k=32, num_warps=2, num_stages=3, max_programs=7, "
+        "max_registers=64"
+    )
     assert GemvAllReduceConfig.parse(str(config)) == config
+    assert GemvAllReduceConfig.parse(_GOOD) == GemvAllReduceConfig(block_k=64)
 
 
-@pytest.mark.parametrize("text", ["", "one_shot four", "one_shot 4 64 4 1 0 0 9", "one_shot 3"])
+_GOOD = (
+    "protocol=one_shot, block_n=4, block_k=64, num_warps=4, num_stages=1, max_programs=0, "
+    "max_registers=0"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "one_shot 4 64 4 1 0 0",
+        _GOOD.replace("block_n=4", "block_n=four"),
+        _GOOD.replace("block_n=4", "block_n=3"),
+        _GOOD.replace(", max_registers=0", ""),
+        _GOOD.replace("block_n=4, block_k=64", "block_k=64, block_n=4"),
+        _GOOD + ", more=9",
+        _GOOD + ", block_n=4",
+        _GOOD + " ",
+    ],
+)
 def test_text_that_is_no_configuration(text):
     with pytest.raises(ArgumentError, match="GemvAllReduceConfig: "):
         GemvAllReduceConfig.parse(text)
@@ -129,19 +153,27 @@ def test_text_that_is_no_configuration(text):
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("tokens", (2, 3), "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank 1."),
-        ("tokens", (None, 1), "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
-        ("rows", (5, 6), "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank 1."),
-        ("dtype", ("float32", "bfloat16"), "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
+        ("tokens", (2, 3),
+            "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank "
+            "1."),
+        ("tokens", (None, 1),
+            "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
+        ("rows", (5, 6),
+            "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank "
+            "1."),
+        ("dtype", ("float32", "bfloat16"),
+            "dtype must be the same on every rank; got 'torch.float32' on rank 0, "
                 "'torch.bfloat16' on rank 1."),
-        ("bias", (True, False), "bias must be the same on every rank; got True on rank 0, False on rank 1."),
-        ("impl", ("fused", "auto"), "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        ("bias", (True, False),
+            "bias must be the same on every rank; got True on rank 0, False on rank 1."),
+        ("impl", ("fused", "auto"),
+            "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
         (
             "config",
             (GemvAllReduceConfig(block_n=8), GemvAllReduceConfig(block_n=16)),
             (
-                "config must be the same on every rank; got 'one_shot 8 1024 4 1 0 0' on rank 0, "
-                "'one_shot 16 1024 4 1 0 0' on rank 1."
+                f"config must be the same on every rank; got '{GemvAllReduceConfig(block_n=8)}' on "
+                f"rank 0, '{GemvAllReduceConfig(block_n=16)}' on rank 1."
             ),
         ),
     ],

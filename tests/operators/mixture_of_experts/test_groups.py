@@ -1,4 +1,4 @@
-"""``mixture_of_experts`` call after call with late ranks, on several groups, and when a peer fails."""
+"""``mixture_of_experts``: calls with late ranks, several groups, and peers that fail."""
 
 import dataclasses
 import time

@@ -66,10 +66,10 @@ def test_matches_float64(ranks, world_size):
 
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
-    from interlace.operators.mixture_of_experts import launch
+    from interlace.operators.mixture_of_experts import steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "fits_descriptors", lambda call, config: True)
+        patch.setattr(steps, "fits_descriptors", lambda call, config: True)
         return run([call])
 
 
@@ -126,7 +126,7 @@ def _traffic(call):
     routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
 )  # fmt: skip
 def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
-    """For any call: bytes, messages and signals of each rank, both ways; and the results are right."""
+    """Costs equal counted bytes, messages and signals, both ways, and results are correct."""
     top_k = min(top_k, local) if routing == "few" else top_k
     call = Call(2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed)
     outcomes = ranks(2).run(_traffic, call)

@@ -153,3 +153,4 @@ def test_configurations(make, message):
     with pytest.raises(ArgumentError, match=re.escape(f"MixtureOfExpertsConfig: {message}")):
         make()
     assert MixtureOfExpertsConfig.parse(str(SMALL)) == SMALL
+    assert "block_m=" in str(SMALL)

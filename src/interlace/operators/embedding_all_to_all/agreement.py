@@ -1,5 +1,6 @@
-"""What ranks tell each other about their tables: in every call, or once for each name, and then a
-constant of graphs.
+"""The agreement of ranks about their tables: in every call, or once per name.
+
+The agreement of a name is a constant of graphs.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.record import MAX_RANKS
 
 anchors: dict[str, torch.Tensor] = {}
-"""By device, a tensor that requires a gradient, which is zero: the operator's output then requires
-one on every rank.
+"""A tensor per device that requires a gradient, which is zero.
 
-A compiled function takes it as an input, like any tensor that is global. Made within, it would not
-count: on a rank whose own tables do not train, the graph would be one without a backward pass, in
-which the peers wait for this rank.
+Because of it the operator's output requires a gradient on every rank.
+
+A compiled function takes it as an input, like any global tensor. Made within the function, it would
+not count: on a rank whose own tables do not train, the graph would have no backward pass, and the
+peers would wait for this rank in theirs.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of a call.
+    """The properties of a call that all ranks know.
 
     Attributes:
-        rank: this one.
-        counts: tables of each rank.
-        widths: of all ranks' tables, in one list.
-        output_dtype: ``"float32"``, say.
-        trains: whether the backward pass takes place, on every rank.
+        rank: This rank.
+        counts: Number of tables of each rank.
+        widths: Widths of all ranks' tables, in one list.
+        output_dtype: Element type of the output, such as ``"float32"``.
+        trains: Whether the backward pass takes place, on every rank.
     """
 
     rank: int
@@ -46,17 +48,17 @@ class Agreed:
 
 
 class Question(NamedTuple):
-    """What this rank knows of a call before it has asked the others.
+    """The properties of a call that this rank knows before it has asked its peers.
 
     Attributes:
-        group_name: of the process group; ``""`` for the default one.
-        device: of the tensors.
-        name: tells calls apart whose tables differ on some ranks; ``""`` for none.
-        widths: of this rank's tables.
-        dtype: of this rank's tables; None if it has none.
-        output_dtype: as the caller gave it, or None.
-        grad_enabled: whether gradients are recorded.
-        trains: whether they are, and one of this rank's tables requires one.
+        group_name: Name of the process group; ``""`` for the default one.
+        device: Device of the tensors.
+        name: Name that tells calls apart whose tables differ on some ranks; ``""`` for none.
+        widths: Widths of this rank's tables.
+        dtype: Element type of this rank's tables; None if it has none.
+        output_dtype: The caller's ``output_dtype``, or None.
+        grad_enabled: Whether gradients are recorded.
+        trains: Whether gradients are recorded and one of this rank's tables requires one.
     """
 
     group_name: str
@@ -70,18 +72,17 @@ class Question(NamedTuple):
 
 
 def ask(fields: tuple[Any, ...]) -> Agreed:
-    """What all ranks say of a call without a name: exchanged on the host in every call, between two
-    compiled graphs.
+    """Agree on a call without a name, on the host, between two compiled graphs.
 
     Args:
-        fields: of the :class:`Question`.
+        fields: The fields of the :class:`Question`.
 
     Raises:
-        RankMismatchError: tables or outputs of different dtypes.
-        ArgumentError: no rank has a table, and nobody says what dtype the output has.
+        RankMismatchError: Tables or outputs have different dtypes.
+        ArgumentError: No rank has a table, and none says which dtype the output has.
     """
     frames = torch._C._dynamo.eval_frame
-    # Between two graphs, Dynamo would compile what is called from here
+    # Between two graphs, Dynamo would compile the functions that are called from here.
     before = frames.set_eval_frame(None)
     try:
         question = Question(*fields)
@@ -92,7 +93,7 @@ def ask(fields: tuple[Any, ...]) -> Agreed:
         frames.set_eval_frame(before)
 
 
-# What torch.compiler.disable does, without importing the compiler, which takes seconds.
+# This does the same as torch.compiler.disable, without importing the compiler, which takes seconds.
 ask._torchdynamo_disable = True  # type: ignore[attr-defined]
 ask._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     f"{OPERATOR} without a name asks the other ranks in every call; pass name=... to have the "
@@ -101,24 +102,25 @@ ask._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 
 def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
-    """What all ranks said of the calls with a name when the first one was made: a constant of
-    compiled graphs.
+    """Return the agreement that ranks reached in the first call with a name.
 
-    The name, the output's dtype and whether gradients are recorded are the same on every rank, so
-    every rank asks in the same call, or none does. This rank's widths and dtype are no part of that
-    key, and must not change. Whether a rank trains its tables may change: once one did, every
-    rank's backward pass takes part, also that of a rank which has frozen its tables since. As long
-    as no rank does, calls that record gradients ask again.
+    It is a constant of compiled graphs. The name, the output's dtype and whether gradients are
+    recorded are the same on every rank, so every rank asks in the same call, or none does. This
+    rank's widths and dtype are no part of that key, and must not change. Whether a rank trains its
+    tables may change: once one did, every rank's backward pass takes part, also that of a rank
+    which has frozen its tables since. As long as no rank does, calls that record gradients ask
+    again.
 
     Args:
-        fields: of the :class:`Question`; a plain tuple, as tracing can evaluate no other.
-        traced: the call is traced into a graph. A graph is traced again when only this rank's
+        fields: The fields of the :class:`Question`; a plain tuple, as tracing can evaluate no
+            other type.
+        traced: The call is traced into a graph. A graph is traced again when only this rank's
             arguments change, so nothing is asked then: the answer to the first trace is final.
 
     Raises:
-        RankMismatchError: on every rank, if tables or outputs have different dtypes.
-        ArgumentError: no rank has a table, and nobody says what dtype the output has; or this
-            rank's tables are not those that had this name before.
+        RankMismatchError: Tables or outputs have different dtypes; raised on every rank.
+        ArgumentError: No rank has a table, and none says which dtype the output has; or this rank's
+            tables are not those that had this name before.
     """
     question = Question(*fields)
     group = _group(question)
@@ -138,7 +140,7 @@ def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
     return _agreed(group, question, answers, trains)
 
 
-# What torch.compiler.assume_constant_result does.
+# This does the same as torch.compiler.assume_constant_result.
 recall._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -163,7 +165,10 @@ def _answers(group: Group, question: Question, more: dict[str, bool]) -> Answers
 
 
 def _require_outputs(answers: Answers) -> None:
-    """Refuse tables from which no output can be made; on every rank, as all have the same answers."""
+    """Refuse tables from which no output can be made.
+
+    All ranks have the same answers, so all refuse.
+    """
     dtypes = [answer["dtype"] for answer in answers]
     held = {dtype for dtype in dtypes if dtype is not None}
     if len(held) > 1:
@@ -192,8 +197,8 @@ def _agreed(group: Group, question: Question, answers: Answers, trains: bool) ->
     )
 
 
-def checks_indices(wanted: bool | None, device: torch.device) -> bool:
-    """Whether a call looks at the numbers in indices and offsets."""
-    if wanted is not None:
-        return wanted
+def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
+    """Decide whether a call looks at the numbers in indices and offsets."""
+    if check_indices is not None:
+        return check_indices
     return device.type == "cpu" or os.environ.get("INTERLACE_CHECK_INDICES", "0") not in ("", "0")

@@ -55,7 +55,7 @@ def embedding_all_to_all(
         per_sample_weights: ``[number of lookups]``: factors of the rows; with ``mode="sum"`` only.
         mode: ``"sum"`` or ``"mean"``.
         output_dtype: default: the tables' dtype.
-        gradient: what the backward pass does for the tables. ``"dense"``: gradients of the tables'
+        gradient: result of the backward pass for the tables. ``"dense"``: gradients of the tables'
             shape. ``"sparse"``: COO gradients of the distinct rows, coalesced (waits for the device
             once; not in CUDA graphs). Or an update that the backward pass applies itself, and then
             no gradient at all: :class:`interlace.optim.SGD` or
@@ -71,13 +71,14 @@ def embedding_all_to_all(
             it when it is made.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or
-            ``"auto"``: what was measured to be faster. An explicit choice is never replaced.
-        config: how the fused kernels cut their work; default: from the tuned table. The same on
-            every rank.
+            ``"auto"``: the one that was measured to be faster. An explicit choice is never
+            replaced.
+        config: configuration of the fused kernels; default: from the tuned table. It must be the
+            same on every rank.
         check_indices: look for indices and offsets out of range before anything is sent, and tell
             every rank. Default: always on the CPU; on CUDA, where it waits for the device, if
-            ``INTERLACE_CHECK_INDICES=1`` is set. Without it, a row that is not there is undefined
-            behaviour. The same on every rank.
+            ``INTERLACE_CHECK_INDICES=1`` is set. Without it, a row that does not
+            exist is undefined behaviour. The same on every rank.
 
     Returns:
         ``[samples of this rank, sum of D over all tables of all ranks]``: columns are rank 0's
@@ -89,7 +90,7 @@ def embedding_all_to_all(
         that; ``record_stream`` does nothing here, as the memory is not torch's.
 
         The backward pass is collective: if any rank's tables require gradients, every rank must run
-            it.
+        it.
 
     Raises:
         ArgumentError: shapes, dtypes, devices or numbers do not fit, or tables are not those that
@@ -103,7 +104,8 @@ def embedding_all_to_all(
 
     Example:
         >>> # four ranks, two tables each, global batch 4096
-        >>> y = interlace.embedding_all_to_all([users, items], indices, offsets)  # [1024, 4 * (128 + 64)]
+        >>> y = interlace.embedding_all_to_all([users, items], indices, offsets)
+        >>> y.shape  # [1024, 4 * (128 + 64)]
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "embedding + All-to-All".
     """
@@ -112,7 +114,7 @@ def embedding_all_to_all(
     )
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
-    question = (  # a Question's fields
+    question = (  # the fields of a Question
         default_name(group),
         str(indices.device),
         name,

@@ -1,6 +1,4 @@
-"""From a gradient to a kernel launch: lookups sorted by row, memory, grid, the launch; and the
-unfused way.
-"""
+"""Launches of the backward pass: lookups sorted by row, memory and grid of a call."""
 
 from __future__ import annotations
 
@@ -10,36 +8,36 @@ from typing import Any
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group, process_group_named
+from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks, triton_dtype
-from interlace.operators.embedding_all_to_all import record, reference
+from interlace.comm.kernels import Launch, triton_dtype
+from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES, Call, widths_of
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_places
-from interlace.operators.embedding_all_to_all.tables import alignment, entry
+from interlace.operators.embedding_all_to_all.landing import describe_landing
+from interlace.operators.embedding_all_to_all.launch import Call, lanes_of
+from interlace.operators.embedding_all_to_all.layout import dense_bounds
+from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
+from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense, without_peers
 from interlace.units import ceil_div, next_power_of_2
 
 _NAME = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
-# Counters between that of tickets and the first segment's: another cache line, as well aligned
-_APART = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the kernel writes, for every table of this rank.
+    """The memory that the kernel writes, for every table of this rank.
 
     Attributes:
         update: ``"store"`` (gradients), ``"sgd"`` or ``"adagrad"``.
-        by_segment: gradients are stored by the number of the distinct row, not by the row's own.
-        address: bytes that ``places`` count from.
-        places: of each table; -1 for a table that is left alone.
-        strides: elements between two rows.
-        states: addresses of Adagrad's states; 0 otherwise.
-        rows: of each table.
-        dtype: of what is written, and of the tables.
+        by_segment: Gradients are stored by the number of the distinct row, not by the row's own.
+        address: The address that ``places`` count from.
+        places: Bytes from ``address`` to each table's memory; -1 for a table that is left alone.
+        strides: Elements between two rows of each table.
+        states: Addresses of Adagrad's states; 0 for other updates.
+        rows: Number of rows of each table.
+        dtype: Element type of the tables, and of the memory.
     """
 
     update: str
@@ -56,20 +54,21 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Sorted:
-    """This rank's lookups in the order of tables and rows; every tensor has a size known without
-    looking at the numbers.
+    """This rank's lookups in the order of tables and rows.
+
+    The sizes of all tensors are known without looking at the numbers.
 
     Attributes:
-        keys: of each lookup, its row's number among all rows of the rank; ascending.
-        bags: of each lookup, its bag.
-        scale: of each lookup, its factor, float32; None for 1.
-        segment_of: of each lookup, the number of its distinct row.
-        segments: where each distinct row's lookups begin; beyond the last, the number of lookups.
-        runs: where each run of at most ``run_lookups`` lookups of one row begins; beyond the last,
-            the number of lookups.
-        run_bags, run_keys, run_segments: of each run, the bag of its first lookup, its row's key
-            and its row's segment.
-        run_count: how many runs there are, on the device.
+        keys: The number of each lookup's row among all rows of the rank; ascending.
+        bags: The bag of each lookup.
+        scale: The factor of each lookup, float32; None for 1.
+        segment_of: The number of each lookup's distinct row.
+        segments: The first lookup of each distinct row; beyond the last, the number of lookups.
+        runs: The first lookup of each run of at most ``run_lookups`` lookups of one row; beyond the
+            last, the number of lookups.
+        run_bags, run_keys, run_segments: The bag of each run's first lookup, the key of its row and
+            the segment of its row.
+        run_count: The number of runs, on the device.
     """
 
     keys: torch.Tensor
@@ -85,22 +84,25 @@ class Sorted:
 
 
 def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
-    """Depends on indices and offsets alone, not on gradients; does not wait for the device."""
+    """Sort this rank's lookups by row.
+
+    The order depends on indices and offsets alone, not on gradients; the host does not wait.
+    """
     device, count = call.indices.device, call.indices.shape[0]
     batch, tables = call.layout.batch, len(rows)
     if not count:
-        none = torch.zeros(1, dtype=torch.int32, device=device)
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
         return Sorted(
-            none,
-            none,
-            None if call.scale is None else none.float(),
-            none,
-            none.repeat(2),
-            none.repeat(2),
-            none,
-            none,
-            none,
-            none,
+            keys=zero,
+            bags=zero,
+            scale=None if call.scale is None else zero.float(),
+            segment_of=zero,
+            segments=zero.repeat(2),
+            runs=zero.repeat(2),
+            run_bags=zero,
+            run_keys=zero,
+            run_segments=zero,
+            run_count=zero,
         )
     small = sum(rows) < 2**31 - 1
     first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
@@ -114,38 +116,36 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
         scale = lengths.clamp(min=1).float().reciprocal()[bags]
     new = torch.ones(count, dtype=torch.bool, device=device)
     torch.ne(keys[1:], keys[:-1], out=new[1:])
-    places = torch.arange(count + 1, dtype=torch.int32, device=device)
-    segment_of, segments = _starts(new, places)
-    first = (places[:-1] - segments[segment_of]) % run_lookups == 0
-    run_of, runs = _starts(first, places)
+    positions = torch.arange(count + 1, dtype=torch.int32, device=device)
+    segment_of, segments = _starts(new, positions)
+    first = (positions[:-1] - segments[segment_of]) % run_lookups == 0
+    run_of, runs = _starts(first, positions)
     scale, bags = None if scale is None else scale[order], bags[order]
     openings = runs.clamp(max=count - 1)
-    run_bags, run_keys, run_segments = (
-        each.index_select(0, openings) for each in (bags, keys, segment_of)
-    )
     return Sorted(
-        keys,
-        bags,
-        scale,
-        segment_of,
-        segments,
-        runs,
-        run_bags,
-        run_keys,
-        run_segments,
-        run_of[-1:] + 1,
+        keys=keys,
+        bags=bags,
+        scale=scale,
+        segment_of=segment_of,
+        segments=segments,
+        runs=runs,
+        run_bags=bags.index_select(0, openings),
+        run_keys=keys.index_select(0, openings),
+        run_segments=segment_of.index_select(0, openings),
+        run_count=run_of[-1:] + 1,
     )
 
 
-def _starts(first: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of the group that each element is in, given which ones begin a group; and where each
-    group begins.
+def _starts(first: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the group that each element is in, and the first element of each group.
+
+    ``first`` says which elements begin a group.
     """
     group_of = first.cumsum(0, dtype=torch.int32) - 1
-    return group_of, torch.searchsorted(group_of, places, out_int32=True)
+    return group_of, torch.searchsorted(group_of, positions, out_int32=True)
 
 
-# What autograd calls, through ``op``
+# Autograd calls these functions, through ``op``.
 
 
 def gradient(
@@ -156,16 +156,16 @@ def gradient(
     table_dtype: torch.dtype,
     sparse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's tables. Collective.
+    """Compute the gradients of this rank's tables. Collective.
 
     Returns:
         Dense: all gradients one after the other, each from a multiple of 64 elements on; two empty
             tensors.
         Sparse: ``[lookups, widest]``, the sum of each distinct row, then its row number among all
-        rows of the rank ``[lookups]``, then where each table's begin, ``[tables + 1]``.
+            rows of the rank ``[lookups]``, then the first sum of each table, ``[tables + 1]``.
     """
     widths, device = call.layout.widths[call.rank], call.indices.device
-    none = torch.empty(0, dtype=torch.int64, device=device)
+    empty = torch.empty(0, dtype=torch.int64, device=device)
     config = call.chosen()
     if sparse:
         sorted_lookups = sort_lookups(call, rows, config.run_lookups)
@@ -173,25 +173,31 @@ def gradient(
             call.indices.shape[0], max(widths, default=1), dtype=table_dtype, device=device
         )
         stride = values.shape[1]
-        strides, places = [stride] * len(rows), [0] * len(rows)
+        strides, starts = [stride] * len(rows), [0] * len(rows)
     else:
-        elements = dense_places(rows, widths)
+        elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         sorted_lookups = None
-        strides, places = list(widths), [place * table_dtype.itemsize for place in elements[:-1]]
-    places = [place if wanted else -1 for place, wanted in zip(places, trainable, strict=True)]
+        strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
     if call.impl == "unfused":
-        own = _exchanged(call, grad)
+        table_grads = exchange(call, grad)
         if not sparse:
-            _store_dense(call, own, values, rows, trainable)
-            return values, none, torch.empty_like(none)
-        call, grad = _alone(call), own
+            store_dense(call, table_grads, values, rows, trainable)
+            return values, empty, torch.empty_like(empty)
+        call, grad = without_peers(call), table_grads
     target = Target(
-        "store", sparse, values.data_ptr(), places, strides, [0] * len(rows), rows, table_dtype
+        update="store",
+        by_segment=sparse,
+        address=values.data_ptr(),
+        places=[start if trains else -1 for start, trains in zip(starts, trainable, strict=True)],
+        strides=strides,
+        states=[0] * len(rows),
+        rows=rows,
+        dtype=table_dtype,
     )
     _launch(call, grad, target, config, sorted_lookups)
     if sorted_lookups is None:
-        return values, none, torch.empty_like(none)
+        return values, empty, torch.empty_like(empty)
     return values, *_distinct_rows(call, sorted_lookups, rows)
 
 
@@ -206,14 +212,14 @@ def update(
 ) -> None:
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
     if call.impl == "unfused":
-        call, grad = _alone(call), _exchanged(call, grad)
+        call, grad = without_peers(call), exchange(call, grad)
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,
         address=0,
         places=[
-            weight.data_ptr() if wanted else -1
-            for weight, wanted in zip(call.weights, trainable, strict=True)
+            weight.data_ptr() if trains else -1
+            for weight, trains in zip(call.weights, trainable, strict=True)
         ],
         strides=[weight.stride(0) for weight in call.weights],
         states=[state.data_ptr() for state in states] or [0] * len(call.weights),
@@ -226,19 +232,21 @@ def update(
 
 
 def _distinct_rows(
-    call: Call, found: Sorted, rows: Sequence[int]
+    call: Call, lookups_by_row: Sorted, rows: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row number of every distinct row, and how many of them come before each table; sizes do not
-    depend on the numbers.
+    """Return the number of every distinct row, and the count of distinct rows before each table.
+
+    Sizes do not depend on the numbers.
     """
     count = call.indices.shape[0]
     first_keys = [sum(rows[:table]) for table in range(len(rows) + 1)]
     limits = on_device(call.group, [first_keys])[0]
     if not count:
         return torch.empty_like(limits[:0]), torch.zeros_like(limits)
-    begins = torch.searchsorted(found.keys, limits.to(found.keys.dtype))
-    numbers = torch.cat([found.segment_of, found.segment_of[-1:] + 1])[begins]
-    return found.keys[found.segments[:-1].clamp(max=count - 1)].long(), numbers.long()
+    keys, segment_of = lookups_by_row.keys, lookups_by_row.segment_of
+    begins = torch.searchsorted(keys, limits.to(keys.dtype))
+    numbers = torch.cat([segment_of, segment_of[-1:] + 1])[begins]
+    return keys[lookups_by_row.segments[:-1].clamp(max=count - 1)].long(), numbers.long()
 
 
 # The launch
@@ -249,21 +257,22 @@ def _launch(
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
-    found: Sorted | None,
+    lookups_by_row: Sorted | None,
 ) -> None:
     group, layout = call.group, call.layout
     group.check()
     mark = agree(call)
     if layout.batch == 0 or layout.columns == 0:
         return
-    found = sort_lookups(call, target.rows, config.run_lookups) if found is None else found
-    launch = prepare(group, call, grad.contiguous(), target, config, found, mark)
+    if lookups_by_row is None:
+        lookups_by_row = sort_lookups(call, target.rows, config.run_lookups)
+    launch = prepare(group, call, grad.contiguous(), target, config, lookups_by_row, mark)
     with group.running():
         launch()
 
 
 def agree(call: Call) -> int:
-    """The mark of this call's backward pass; see ``Group.agree``."""
+    """Agree on this call's backward pass; return its mark (``Group.agree``)."""
     return call.group.agree(
         _NAME,
         the_global_batch=call.layout.batch,
@@ -281,174 +290,109 @@ def prepare(
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
-    found: Sorted,
+    lookups_by_row: Sorted,
     mark: int,
 ) -> Launch:
-    """The backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``. Collective
-    when memory must grow.
+    """Prepare the backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``.
+
+    Collective when memory must grow.
     """
     require(group.backend)
-    from interlace.operators.embedding_all_to_all import kernel
+    from interlace.operators.embedding_all_to_all.kernels.backward import (
+        Runs,
+        Writing,
+        embedding_all_to_all_backward,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.transfer import Pushing
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
     entries, align = _records(call, target, grad)
-    tables = len(layout.widths[call.rank])
-    landing = landing_here = 0
+    landing = 0
     if ranks > 1:
         space = group.outputs.landing(layout.batch * max(layout.rank_columns) * call.dtype.itemsize)
         landing = space.address + space.index * space.buffer_bytes
-        landing_here = landing + group.rank * group.stride
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
-        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
+        tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(_NAME, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
-    owners, spans = _everyone(layout)
     lookups = call.indices.shape[0]
-    widths = widths_of(layout.widths[call.rank])
+    width, full = lanes_of(layout.widths[call.rank])
     slots = 2 * (lookups // config.run_lookups + 1)
-    takers = min(
+    updaters = min(
         config.update_programs,
         MAX_PROGRAMS - pushers,
         max(1, ceil_div(lookups, config.block_runs * _TICKET)),
     )
-    partials = torch.empty(slots * widths["WIDTH"], dtype=torch.float32, device=device)
-    counters = torch.zeros(_APART + slots, dtype=torch.int32, device=device)
-    arguments = (
-        on_device(group, entries), on_device(group, owners), on_device(group, spans), found.bags,
-        found.scale, found.segments, found.runs, found.run_bags, found.run_keys, found.run_segments,
-        found.run_count, counters, partials, counters[_APART:], grad.data_ptr(), landing,
-        landing_here, tiles, target.address, workspace.signals.address, workspace.epochs,
-        group.context(_NAME), mark, layout.batch, layout.chunk, tables, layout.columns // align,
-        max(layout.rank_columns) // align, layout.most_tables, target.learning_rate, target.epsilon,
-    )  # fmt: skip
-    options: dict[str, Any] = {
+    arguments = {
+        "tables": on_device(group, entries),
+        "owners": on_device(group, owners_of(layout)),
+        "bags": lookups_by_row.bags,
+        "scale": lookups_by_row.scale,
+        "segments": lookups_by_row.segments,
+        "runs": lookups_by_row.runs,
+        "run_bags": lookups_by_row.run_bags,
+        "run_keys": lookups_by_row.run_keys,
+        "run_segments": lookups_by_row.run_segments,
+        "run_count": lookups_by_row.run_count,
+        "tickets": torch.zeros(record.ARRIVALS + slots, dtype=torch.int32, device=device),
+        "partials": torch.empty(slots * width, dtype=torch.float32, device=device),
+        "gradient": grad.data_ptr(),
+        "landing": landing,
+        "tiles": tiles,
+        "target": target.address,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "B": layout.batch,
+        "chunk": layout.chunk,
+        "column_groups": layout.columns // align,
+        "landing_groups": max(layout.rank_columns) // align,
+        "max_tables": layout.most_tables,
+        "learning_rate": target.learning_rate,
+        "epsilon": target.epsilon,
+    }
+    widest = next_power_of_2(max(max(widths, default=1) for widths in layout.widths))
+    constants: dict[str, Any] = {
         "WORLD_SIZE": ranks,
-        "PUSHERS": pushers,
-        "UPDATE": target.update,
-        "BY_SEGMENT": target.by_segment,
-        "DTYPE": triton_dtype(target.dtype),
-        "OUT": triton_dtype(call.dtype),
-        **widths,
-        "RUNS": config.block_runs,
-        "UNROLL": config.run_unroll,
-        "ALIGN": align,
-        "ROWS": config.push_rows,
-        "BLOCKS": config.push_blocks,
-        "PIECE": next_power_of_2(max(max(each, default=1) for each in layout.widths)),
-        "RUN_LOOKUPS": config.run_lookups,
-        "TICKET": _TICKET,
+        "PUSHING": Pushing(pushers, config.push_rows, config.push_blocks, widest),
+        "RUNS": Runs(config.block_runs, config.run_lookups, _TICKET, config.run_unroll),
+        "WRITING": Writing(target.update, target.by_segment),
+        "VECTORS": Vectors(
+            triton_dtype(target.dtype), triton_dtype(call.dtype), width, full, align
+        ),
         "num_warps": config.update_warps,
     }
     if config.update_registers:
-        options["maxnreg"] = config.update_registers
-    return Launch(
-        kernel.embedding_all_to_all_backward, (pushers + takers,), arguments, options, (grad, found)
-    )
+        constants["maxnreg"] = config.update_registers
+    keep = (grad, lookups_by_row)
+    return Launch(embedding_all_to_all_backward, (pushers + updaters,), arguments, constants, keep)
 
 
 def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
-    """This rank's table records, and how all vectors that the kernel moves are aligned, in
-    elements.
-    """
+    """Return this rank's table records, and the alignment of all vectors in elements."""
     layout, rank = call.layout, call.rank
     first, widths = layout.first_column(rank), layout.widths[rank]
     rows = [
         entry(
             width=width, column=first + column, own_column=column,
-            first_key=sum(target.rows[:table]), target=place, target_stride=stride, state=state,
+            first_key=sum(target.rows[:table]), target=start, target_stride=stride, state=state,
         )
-        for table, (width, column, place, stride, state) in enumerate(
-            zip(widths, layout.table_columns(rank), target.places, target.strides, target.states, strict=True)
+        for table, (width, column, start, stride, state) in enumerate(
+            zip(
+                widths, layout.table_columns(rank), target.places, target.strides, target.states,
+                strict=True,
+            )
         )
     ]  # fmt: skip
     starts = [
-        (target.address + place) // target.dtype.itemsize for place in target.places if place >= 0
+        (target.address + start) // target.dtype.itemsize for start in target.places if start >= 0
     ]
-    every = [width for widths in layout.widths for width in widths]
-    numbers = [*every, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
+    all_widths = [width for widths in layout.widths for width in widths]
+    numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
     return rows or [entry(width=1, column=0, own_column=0)], alignment(
         numbers, min(target.dtype.itemsize, call.dtype.itemsize)
     )
-
-
-def _describe_landing(
-    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
-) -> Any:
-    """A tensor descriptor of every rank's landing, ``[rank, sample, column]``, in blocks of
-    ``rows`` by a table's columns.
-
-    None where it cannot describe the blocks: there, ordinary stores put the same bytes in the same
-    places.
-    """
-    width = max(max(widths, default=1) for widths in layout.widths)
-    alike = all(
-        each == width == next_power_of_2(width) for widths in layout.widths for each in widths
-    )
-    if not alike or align * dtype.itemsize != 16 or rows * width * dtype.itemsize > MOST_TILE_BYTES:
-        return None
-    columns = max(layout.rank_columns)
-    return describe_ranks(
-        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
-    )
-
-
-def _everyone(layout: Layout) -> tuple[list[list[int]], list[list[int]]]:
-    """Of every owner: its number of tables; and of every table of every owner: ``[column, column
-    there, width]``.
-    """
-    owners = [[len(widths)] for widths in layout.widths]
-    spans = []
-    for owner, widths in enumerate(layout.widths):
-        first = layout.first_column(owner)
-        spans += [
-            [first + there, there, width]
-            for there, width in zip(layout.table_columns(owner), widths, strict=True)
-        ]
-        spans += [[0, 0, 0]] * (layout.most_tables - len(widths))
-    return owners, spans
-
-
-# The unfused way
-
-
-def _exchanged(call: Call, grad: torch.Tensor) -> torch.Tensor:
-    """The gradients of this rank's tables, ``[batch, columns of this rank]``, by an all-to-all of
-    torch.
-    """
-    call.group.check()
-    layout = call.layout
-    samples = [layout.samples(rank) for rank in range(layout.world_size)]
-    process_group = process_group_named(call.group_name)
-    return reference.exchange_gradient(
-        grad, samples, list(layout.rank_columns), call.rank, process_group
-    )
-
-
-def _store_dense(
-    call: Call,
-    own: torch.Tensor,
-    values: torch.Tensor,
-    rows: Sequence[int],
-    trainable: Sequence[bool],
-) -> None:
-    widths, batch = call.layout.widths[call.rank], call.layout.batch
-    places = dense_places(rows, widths)
-    for table, part in enumerate(own.split(list(widths), 1)):
-        if not trainable[table]:
-            continue
-        bounds = call.offsets[table * batch : (table + 1) * batch + 1]
-        lookups = slice(int(bounds[0]), int(bounds[-1]))
-        scale = None if call.scale is None else call.scale[lookups]
-        total = torch.zeros(rows[table], widths[table], device=own.device)
-        total.index_add_(
-            0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
-        )
-        values[places[table] :][: total.numel()].copy_(total.reshape(-1))
-
-
-def _alone(call: Call) -> Call:
-    """The same call after the exchange: this rank's tables for the whole batch, without peers."""
-    layout = Layout((call.layout.widths[call.rank],), call.layout.batch)
-    return dataclasses.replace(call, layout=layout, rank=0, alone=True)

@@ -1,8 +1,9 @@
-"""How ``embedding_all_to_all`` cuts its work; chosen by the tuned table, or given by the caller."""
+"""The configuration of ``embedding_all_to_all``, tuned or set by the caller."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.errors import ArgumentError
@@ -21,33 +22,35 @@ class EmbeddingAllToAllConfig:
 
     Attributes:
         protocol: ``"direct"`` (vectors go from registers straight to their final place),
-            ``"tiles"`` (the same through tensor descriptors, where a rank's tables are all as wide
-            and that is a power of two), or ``"sliced"`` (slices are staged, then put, fenced and
-            flagged one by one, as a network wants it).
-        order: of destinations: ``"interleaved"`` (all in turn, so that links and memory are busy
-            from beginning to end), ``"remote_first"`` (the paper's; own samples last) or
+            ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
+            width, a power of two), or ``"sliced"`` (slices are staged, then put, fenced and flagged
+            one by one, as a network requires it).
+        order: order of destinations: ``"interleaved"`` (all in turn, so that links and memory are
+            busy from beginning to end), ``"remote_first"`` (the paper's; own samples last) or
             ``"local_first"``.
-        push: how the backward pass sends gradients: ``"direct"`` or ``"tiles"``, as above.
+        push: stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: bags of one table and destination that a program pools at a time; a power of
             two.
         unroll: lookups of a bag whose rows are in flight together.
-        num_warps: warps a program.
-        max_programs: programs at most, each taking several blocks; on a GPU, no more than fit at
-            once.
-        max_registers: registers a thread at most, so that more programs are resident; 0 for the
-            compiler's choice.
+        num_warps: warps per program.
+        max_programs: maximum number of programs, which then pool several blocks each; on a GPU, no
+            more than fit at once.
+        max_registers: maximum number of registers per thread, so that more programs are resident;
+            0 for the compiler's choice.
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
         push_programs: programs of the backward pass that send gradients, beside ``update_programs``
             that apply them.
         push_rows: samples of one table that such a program sends at a time; a power of two.
-        push_blocks: blocks of as many samples that it sends before it waits for their arrival.
+        push_blocks: blocks of ``push_rows`` samples that it sends before it waits for their
+            arrival.
         update_programs: programs that apply gradients; may be more than are resident.
         block_runs: runs of lookups of one row that a program adds at a time; a power of two.
         run_unroll: lookups of a run whose gradients are in flight together.
-        run_lookups: lookups of one row that are a run; a row with more has its sum cut there. Bits
-            of sums depend on it.
-        update_warps: warps a program of the backward pass.
-        update_registers: registers a thread of it at most; 0 for the compiler's choice.
+        run_lookups: maximum number of lookups in a run; the sum of a row with more lookups is cut
+            into runs. The bits of sums depend on it.
+        update_warps: warps per program of the backward pass.
+        update_registers: maximum number of registers per thread of the backward pass; 0 for the
+            compiler's choice.
     """
 
     protocol: str = "direct"
@@ -76,7 +79,7 @@ class EmbeddingAllToAllConfig:
                     f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got "
                     f"{getattr(self, name)!r}."
                 )
-        for name, most in (
+        for name, maximum in (
             ("block_bags", 64),
             ("num_warps", 32),
             ("push_rows", 64),
@@ -84,12 +87,12 @@ class EmbeddingAllToAllConfig:
             ("update_warps", 32),
         ):
             value = getattr(self, name)
-            if not 1 <= value <= most or value & (value - 1):
+            if not 1 <= value <= maximum or value & (value - 1):
                 raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {most}; got "
-                    f"{value}."
+                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {maximum}; "
+                    f"got {value}."
                 )
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("unroll", 1, 32),
             ("max_programs", 1, MAX_PROGRAMS),
             ("slice_blocks", 1, 1024),
@@ -101,45 +104,57 @@ class EmbeddingAllToAllConfig:
             ("max_registers", 0, 255),
             ("update_registers", 0, 255),
         ):
-            if not least <= getattr(self, name) <= most:
+            if not minimum <= getattr(self, name) <= maximum:
                 raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be between {least} and {most}; got "
+                    f"EmbeddingAllToAllConfig: {name} must be between {minimum} and {maximum}; got "
                     f"{getattr(self, name)}."
                 )
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+        )
 
     @classmethod
     def parse(cls, text: str) -> EmbeddingAllToAllConfig:
-        """The configuration whose ``str`` is ``text``."""
+        """Return the configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: ``text`` is anything else.
+        """
+        kinds: dict[str, Any] = {
+            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
+        }
         try:
-            protocol, order, push, *numbers = text.split()
-            return cls(protocol, order, push, *map(int, numbers))
-        except (TypeError, ValueError) as error:
+            items = (item.split("=", 1) for item in text.split(", "))
+            config = cls(**{name: kinds[name](value) for name, value in items})
+        except (KeyError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
+            config = None
+        if config is None or str(config) != text:
             raise ArgumentError(
                 f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}."
-            ) from None
+            )
+        return config
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:
-    """A sound choice where nothing has been measured: what was fastest on H200s for most pooling
-    factors (decision 0006).
+    """Return a configuration for sizes that have not been measured.
+
+    It was the fastest on H200s for most pooling factors (decision 0006).
 
     Args:
-        width: of the widest table.
-        itemsize: bytes of a table's element.
-        processors: of the GPU: 32 warps each, the most at which one-warp programs may all be
-            resident.
+        width: Width of the widest table.
+        itemsize: Bytes of a table's element.
+        processors: Number of SMs of the GPU; each holds 32 resident one-warp programs.
     """
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
-    bags = max(1, min(8, 2048 * warps // (block * itemsize)))  # 2 KB of rows at a time a warp
+    bags = max(1, min(8, 2048 * warps // (block * itemsize)))  # 2 KB of rows at a time per warp
     flying = max(1, min(4, 8 * warps // bags * 4 // itemsize))
-    runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums a warp
+    runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums per warp
     return EmbeddingAllToAllConfig(
         block_bags=bags, unroll=flying, num_warps=warps,
         max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),

@@ -1,13 +1,10 @@
-"""From a call to a kernel launch: which implementation, which configuration, which memory, which
-grid.
-"""
+"""Launches of the forward pass: implementation, configuration, memory and grid of a call."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -38,7 +35,7 @@ programs of this.
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The configuration that a call without one takes, and why."""
+    """The configuration of a call that names none, and the reason for it."""
 
     config: EmbeddingAllToAllConfig
     reason: str
@@ -55,16 +52,18 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest configuration by the tuned table of this GPU; on the CPU backend one of few
-    programs.
+    """Return the fastest configuration by the tuned table of this GPU.
+
+    On the CPU backend it has few programs.
 
     Args:
-        tables, width: of the rank that has most, and of the widest table.
-        pooling_factor: lookups of a bag on average, a power of two, so that jagged calls share a
-            kernel.
+        tables: Number of tables of the rank that has most.
+        width: Width of the widest table.
+        pooling_factor: Average number of lookups per bag, rounded to a power of two, so that jagged
+            calls share a kernel.
     """
-    here = processors(device) if device.type == "cuda" else 1
-    config = default_config(width=width, itemsize=dtype.itemsize, processors=here)
+    count = processors(device) if device.type == "cuda" else 1
+    config = default_config(width=width, itemsize=dtype.itemsize, processors=count)
     if device.type == "cpu":
         small = dataclasses.replace(
             config,
@@ -83,12 +82,12 @@ def choose(
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if tuned is None:
         return Choice(
             config, "nothing was measured on this GPU near these sizes; the default configuration"
         )
-    return Choice(EmbeddingAllToAllConfig.parse(found.config), found.reason)
+    return Choice(EmbeddingAllToAllConfig.parse(tuned.config), tuned.reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +95,8 @@ class Call:
     """One call whose arguments ``api`` has validated, on one rank; see ``op`` for the fields.
 
     Attributes:
-        dtype: of the output, and so of the gradients that travel.
-        alone: whether this rank computes without its peers, whatever the group.
+        dtype: Element type of the output, and so of the gradients that travel.
+        alone: Whether this rank computes without its peers, whatever the group.
     """
 
     weights: Sequence[torch.Tensor]
@@ -124,7 +123,7 @@ class Call:
         return self.weights[0].dtype if self.weights else self.dtype
 
     def agree(self, check: bool) -> int:
-        """The mark of this call; see ``Group.agree``."""
+        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
         return self.group.agree(
             OPERATOR,
             the_global_batch=self.layout.batch,
@@ -137,7 +136,7 @@ class Call:
         )
 
     def chosen(self) -> EmbeddingAllToAllConfig:
-        """The given configuration, or the tuned one."""
+        """Return the caller's configuration, or the tuned one."""
         if self.config:
             return EmbeddingAllToAllConfig.parse(self.config)
         bags = max(1, len(self.weights) * self.layout.batch)
@@ -153,7 +152,7 @@ class Call:
 
 
 def run(call: Call, check: bool) -> torch.Tensor:
-    """The forward pass: ``[samples of this rank, columns]``."""
+    """Run the forward pass; return ``[samples of this rank, columns]``."""
     group, layout = call.group, call.layout
     group.check()
     mark = call.agree(check)
@@ -193,15 +192,15 @@ def run(call: Call, check: bool) -> torch.Tensor:
 
 
 def refuse_bad_values(call: Call) -> None:
-    """Look at indices and offsets, and tell every rank what is wrong on any; waits for the device.
+    """Look at indices and offsets, and tell every rank about errors on any; waits for the device.
 
     Raises:
         ArgumentError: on every rank.
     """
     wrong = check_values(call.weights, call.indices, call.offsets, call.layout.batch)
-    for rank, found in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
-        if found is not None:
-            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {found} Nothing was computed.")
+    for rank, error in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
+        if error is not None:
+            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {error} Nothing was computed.")
 
 
 def prepare(
@@ -211,14 +210,19 @@ def prepare(
     mark: int,
     buffers: int,
     buffer_bytes: int,
-    taken: int,
+    buffer_index: int,
 ) -> Launch:
-    """The forward launch, into buffer ``taken`` of those from ``buffers`` on (rank 0's copy).
+    """Prepare the forward launch, into a buffer of the output.
 
+    It is buffer ``buffer_index`` of those from the address ``buffers`` on (rank 0's copy).
     Collective when the workspace must grow.
     """
     require(group.backend)
-    from interlace.operators.embedding_all_to_all import kernel
+    from interlace.operators.embedding_all_to_all.kernels.forward import (
+        Pooling,
+        embedding_all_to_all_forward,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks = call.layout, call.layout.world_size
     blocks = ceil_div(layout.chunk, config.block_bags)
@@ -236,18 +240,12 @@ def prepare(
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
-    widths = widths_of(layout.widths[call.rank])
+    width, full = lanes_of(layout.widths[call.rank])
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
-        # Where descriptors cannot describe the blocks, ordinary stores put the same bytes in the
-        # same places.
-        fits = (
-            widths["WHOLE"]
-            and align * call.dtype.itemsize == 16
-            and bool(call.weights)
-            and ranks > 1
-        )
-        fits = fits and config.block_bags * widths["WIDTH"] * call.dtype.itemsize <= MOST_TILE_BYTES
+        # Where descriptors cannot describe the blocks, ordinary stores write the same bytes.
+        fits = full and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        fits = fits and config.block_bags * width * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
         sizes = [
@@ -255,48 +253,58 @@ def prepare(
             (layout.chunk, layout.columns),
             (layout.columns, 1),
         ]
-        tiles = describe_ranks(
-            group, buffers, call.dtype, sizes, [config.block_bags, widths["WIDTH"]]
-        )
+        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, width])
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
-    arguments = (
-        on_device(group, rows), call.indices.contiguous(), call.offsets.contiguous(),
-        None if call.scale is None else call.scale.contiguous(), tiles, buffers,
-        workspace.data.address, workspace.signals.address,
-        0 if staging is None else staging.data_ptr(), workspace.epochs, group.context(operator),
-        counts, mark, buffer_bytes, taken, slots, layout.batch, layout.chunk, len(call.weights),
-        layout.columns // align, layout.rank_columns[call.rank] // align,
-    )  # fmt: skip
-    options = {
+    arguments = {
+        "tables": on_device(group, rows),
+        "indices": call.indices.contiguous(),
+        "offsets": call.offsets.contiguous(),
+        "weights": None if call.scale is None else call.scale.contiguous(),
+        "tiles": tiles,
+        "buffers": buffers,
+        "grants": workspace.data.address,
+        "signals": workspace.signals.address,
+        "staging": 0 if staging is None else staging.data_ptr(),
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "table_counts": counts,
+        "call": mark,
+        "buffer_bytes": buffer_bytes,
+        "buffer_index": buffer_index,
+        "slots": slots,
+        "B": layout.batch,
+        "chunk": layout.chunk,
+        "T": len(call.weights),
+        "column_groups": layout.columns // align,
+        "own_groups": layout.rank_columns[call.rank] // align,
+    }
+    constants = {
         "WORLD_SIZE": ranks,
         "PROTOCOL": protocol,
         "ORDER": config.order,
-        "MEAN": call.mode == "mean",
-        "DTYPE": triton_dtype(call.table_dtype),
-        "OUT": triton_dtype(call.dtype),
-        **widths,
-        "BAGS": config.block_bags,
-        "UNROLL": config.unroll,
-        "ALIGN": align,
         "SLICE_BLOCKS": config.slice_blocks,
+        "POOLING": Pooling(config.block_bags, config.unroll, mean=call.mode == "mean"),
+        "VECTORS": Vectors(
+            triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
+        ),
         "num_warps": config.num_warps,
     }
     if config.max_registers:
-        options["maxnreg"] = config.max_registers
-    return Launch(kernel.embedding_all_to_all_forward, (programs,), arguments, options, (staging,))
+        constants["maxnreg"] = config.max_registers
+    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants, (staging,))
 
 
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """This rank's table records, and how its vectors are aligned, in elements."""
-    places = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
+    """Return this rank's table records, and the alignment of its vectors in elements."""
+    tables = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
     return _forward_records(
-        places, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
+        tables, call.layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _forward_records(
-    places: tuple[tuple[int, int], ...],
+    tables: tuple[tuple[int, int], ...],
     layout: Layout,
     rank: int,
     itemsize: int,
@@ -306,17 +314,17 @@ def _forward_records(
     rows = tuple(
         entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
         for (address, stride), width, column in zip(
-            places, widths, layout.table_columns(rank), strict=True
+            tables, widths, layout.table_columns(rank), strict=True
         )
     )
-    starts = [address // itemsize for address, _ in places]
-    numbers = [layout.columns, first, *widths, *(stride for _, stride in places), *starts]
+    starts = [address // itemsize for address, _ in tables]
+    numbers = [layout.columns, first, *widths, *(stride for _, stride in tables), *starts]
     return rows or (entry(width=1, column=0, own_column=0),), alignment(
         numbers, min(itemsize, output_itemsize)
     )
 
 
-def widths_of(widths: Sequence[int]) -> dict[str, Any]:
-    """``WIDTH`` and ``WHOLE``: lanes of a vector, and whether every table fills them."""
+def lanes_of(widths: Sequence[int]) -> tuple[int, bool]:
+    """Return the lanes of a vector, a power of two, and whether every table fills them."""
     width = next_power_of_2(max(widths, default=1))
-    return {"WIDTH": width, "WHOLE": all(each == width for each in widths)}
+    return width, all(table_width == width for table_width in widths)

@@ -1,4 +1,4 @@
-"""Who holds which columns and which samples: what every rank of a call knows of all the others."""
+"""The columns and samples of every rank, which all ranks of a call know."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Layout:
     equal chunks by rank, the last ones smaller or empty where the ranks do not divide the batch.
 
     Attributes:
-        widths: of every table, by rank.
-        batch: samples of all ranks.
+        widths: Width of every table, by rank.
+        batch: Samples of all ranks.
     """
 
     widths: tuple[tuple[int, ...], ...]
@@ -31,55 +31,57 @@ class Layout:
 
     @property
     def chunk(self) -> int:
-        """Samples of a rank; the last ranks may have fewer."""
+        """Number of samples per rank; the last ranks may have fewer."""
         return ceil_div(self.batch, self.world_size)
 
     def samples(self, rank: int) -> int:
-        """Samples that ``rank`` owns."""
+        """Return the number of samples that ``rank`` owns."""
         return max(0, min(self.chunk, self.batch - rank * self.chunk))
 
     @functools.cached_property
     def rank_columns(self) -> tuple[int, ...]:
-        """Columns of each rank's tables together."""
+        """Number of columns of each rank's tables together."""
         return tuple(map(sum, self.widths))
 
     @property
     def columns(self) -> int:
-        """Columns of the output."""
+        """Number of columns of the output."""
         return sum(self.rank_columns)
 
     def first_column(self, rank: int) -> int:
-        """Where ``rank``'s columns start in the output."""
+        """Return the column of the output at which ``rank``'s columns start."""
         return sum(self.rank_columns[:rank])
 
     def table_columns(self, rank: int) -> list[int]:
-        """Where each of ``rank``'s tables starts within that rank's columns."""
+        """Return the column, among those of ``rank``, at which each of its tables starts."""
         return [0, *itertools.accumulate(self.widths[rank])][: len(self.widths[rank])]
 
     @property
     def most_tables(self) -> int:
-        """Tables of the rank that has most."""
+        """Number of tables of the rank that has most."""
         return max(map(len, self.widths))
 
     @classmethod
     def of(cls, counts: Sequence[int], widths: Sequence[int], batch: int) -> Layout:
-        """From each rank's number of tables and all widths in one list: how operators carry it
-        through graphs.
+        """Make a layout from each rank's number of tables and the list of all widths.
+
+        Graphs carry layouts in this form.
         """
         return cls(_by_rank(tuple(counts), tuple(widths)), batch)
 
 
 @functools.lru_cache(maxsize=256)
 def _by_rank(counts: tuple[int, ...], widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    rest = iter(widths)
-    return tuple(tuple(itertools.islice(rest, count)) for count in counts)
+    remaining = iter(widths)
+    return tuple(tuple(itertools.islice(remaining, count)) for count in counts)
 
 
-def dense_places(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
-    """Where each table's dense gradient begins in one tensor of all, in elements, and where the
-    last one ends.
+def dense_bounds(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
+    """Return the bounds of all tables' dense gradients in one tensor, in elements.
+
+    The first ones are the starts of the gradients, the last one is the end.
     """
-    places = [0]
+    bounds = [0]
     for count, width in zip(rows, widths, strict=True):
-        places.append(places[-1] + round_up(count * width, 64))
-    return places
+        bounds.append(bounds[-1] + round_up(count * width, 64))
+    return bounds

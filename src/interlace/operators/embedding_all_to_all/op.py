@@ -1,10 +1,11 @@
 """``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is
 imported by the first call.
 
-Arguments that the operator and its two backward halves share: ``batch`` samples of all ranks;
-``counts``, each rank's number of tables, and ``widths``, of all of them in rank order; ``rank``,
-this one; ``pooling``, the mode (torch's functionalisation has an argument of that name); ``dtype``,
-of the output. ``anchor`` makes the output require a gradient on ranks whose tables do not.
+The operator and its two backward halves share these arguments: ``batch``, the samples of all ranks;
+``counts``, each rank's number of tables; ``widths``, the widths of all tables in rank order;
+``rank``, this rank; ``pooling``, the mode (torch's functionalisation has an argument ``mode``);
+``dtype``, the element type of the output. ``anchor`` makes the output require a gradient on ranks
+whose tables do not.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from typing import Any
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_places
+from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
-_HOW = "str group_name, str impl, str config"
+_OPTIONS = "str group_name, str impl, str config"
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, Tensor? anchor, "
-    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_HOW}, bool "
-    "check) -> Tensor",
+    f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_OPTIONS}, "
+    "bool check) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 _library.define(
     "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, "
-    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_HOW}) -> "
+    f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_OPTIONS}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
@@ -38,7 +39,7 @@ _library.define(
     "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor "
     "indices, Tensor offsets, "
     f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, "
-    f"float epsilon, {_HOW}) -> Tensor",
+    f"float epsilon, {_OPTIONS}) -> Tensor",
     tags=OPERATOR_TAGS,
 )
 
@@ -52,12 +53,12 @@ def _call(
     rank: int,
     mode: str,
     dtype: torch.dtype,
-    how: Sequence[str],
+    options: Sequence[str],
 ) -> Any:
     from interlace.operators.embedding_all_to_all.launch import Call
 
     batch, counts, widths = layout
-    group_name, impl, config = how
+    group_name, impl, config = options
     columns = Layout.of(counts, widths, batch)
     numbers = indices.contiguous(), offsets.contiguous()
     return Call(weights, *numbers, scale, columns, rank, mode, dtype, group_name, impl, config)
@@ -86,11 +87,9 @@ def _run(
 ) -> torch.Tensor:
     from interlace.operators.embedding_all_to_all.launch import run
 
-    how = group_name, impl, config
-    return run(
-        _call(weights, indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how),
-        check,
-    )
+    layout, options = (batch, counts, widths), (group_name, impl, config)
+    call = _call(weights, indices, offsets, scale, layout, rank, mode, dtype, options)
+    return run(call, check)
 
 
 def _fake(
@@ -127,11 +126,12 @@ def _run_gradient(
     trainable: Sequence[bool],
     table_dtype: torch.dtype,
     sparse: bool,
-    *how: str,
+    *options: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from interlace.operators.embedding_all_to_all.backward import gradient
 
-    call = _call([], indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how)
+    layout = (batch, counts, widths)
+    call = _call([], indices, offsets, scale, layout, rank, mode, dtype, options)
     return *gradient(call, grad, rows, trainable, table_dtype, sparse), _for_anchor(grad, trainable)
 
 
@@ -150,19 +150,19 @@ def _fake_gradient(
     trainable: Sequence[bool],
     table_dtype: torch.dtype,
     sparse: bool,
-    *how: str,
+    *options: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    mine = _widths_of(counts, widths, rank)
+    own_widths = _widths_of(counts, widths, rank)
     lookups, nothing = indices.shape[0], _for_anchor(grad, trainable)
     if not sparse:
-        values = grad.new_empty(dense_places(rows, mine)[-1], dtype=table_dtype)
+        values = grad.new_empty(dense_bounds(rows, own_widths)[-1], dtype=table_dtype)
         return (
             values,
             grad.new_empty(0, dtype=torch.int64),
             grad.new_empty(0, dtype=torch.int64),
             nothing,
         )
-    values = grad.new_empty(lookups, max(mine, default=1), dtype=table_dtype)
+    values = grad.new_empty(lookups, max(own_widths, default=1), dtype=table_dtype)
     return (
         values,
         grad.new_empty(lookups, dtype=torch.int64),
@@ -172,10 +172,9 @@ def _fake_gradient(
 
 
 def _for_anchor(grad: torch.Tensor, trainable: Sequence[bool]) -> torch.Tensor:
-    """The anchor's gradient: zero. Of no elements on a rank that trains tables, where nobody asks
-    for it.
+    """Return the anchor's gradient: zero, or no elements on a rank that trains tables.
 
-    On a rank that trains none, it is all that depends on the backward half. Without it a compiler
+    On a rank that trains no table, nothing else depends on the backward half. Without it a compiler
     would leave the call out, and peers would wait for this rank's gradients.
     """
     return grad.new_zeros((0,) if any(trainable) else (), dtype=torch.float32)
@@ -198,11 +197,12 @@ def _run_update(
     kind: str,
     learning_rate: float,
     epsilon: float,
-    *how: str,
+    *options: str,
 ) -> torch.Tensor:
     from interlace.operators.embedding_all_to_all.backward import update
 
-    call = _call(weights, indices, offsets, scale, (batch, counts, widths), rank, mode, dtype, how)
+    layout = (batch, counts, widths)
+    call = _call(weights, indices, offsets, scale, layout, rank, mode, dtype, options)
     update(call, grad, states, trainable, kind, learning_rate, epsilon)
     return _for_anchor(grad, trainable)
 
@@ -228,17 +228,18 @@ def _fake_update(
 
 # Autograd
 
-_INPUTS = 19  # of embedding_all_to_all
+_INPUTS = 19  # arguments of embedding_all_to_all
 _ANCHOR = 4
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weights, indices, offsets, scale, _, states, *rest = inputs
-    _, _, _, _, _, _, ctx.gradient, ctx.learning_rate, ctx.epsilon, *how, _ = rest
-    ctx.layout, ctx.how, ctx.tables = tuple(rest[:6]), tuple(how), len(weights)
+    weights, indices, offsets, scale, _, states, *layout_and_options = inputs
+    layout, options = layout_and_options[:6], layout_and_options[6:]
+    ctx.gradient, ctx.learning_rate, ctx.epsilon, *options, _ = options
+    ctx.layout, ctx.options, ctx.tables = tuple(layout), tuple(options), len(weights)
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]
-    ctx.table_dtype = weights[0].dtype if weights else rest[5]
+    ctx.table_dtype = weights[0].dtype if weights else layout[5]
     ctx.updates = ctx.gradient not in ("dense", "sparse")
     ctx.scaled = scale is not None
     kept = [*weights, *states] if ctx.updates else []
@@ -258,7 +259,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
         for_anchor = torch.ops.interlace.embedding_all_to_all_update(
             grad, weights, states, indices, offsets, scale, *ctx.layout,
-            ctx.trainable, ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.how,
+            ctx.trainable, ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options,
         )  # fmt: skip
         nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
         return tuple(nothing)
@@ -273,25 +274,27 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.trainable,
         ctx.table_dtype,
         sparse,
-        *ctx.how,
+        *ctx.options,
     )
     _, counts, widths, rank, *_ = ctx.layout
-    mine = _widths_of(counts, widths, rank)
+    own_widths = _widths_of(counts, widths, rank)
     tables = (
-        _sparse(values, keys, bounds, ctx.rows, mine) if sparse else _dense(values, ctx.rows, mine)
+        _sparse(values, keys, bounds, ctx.rows, own_widths)
+        if sparse
+        else _dense(values, ctx.rows, own_widths)
     )
     nothing[0] = [
-        table if wanted else None for table, wanted in zip(tables, ctx.trainable, strict=True)
+        table if trains else None for table, trains in zip(tables, ctx.trainable, strict=True)
     ]
     nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
     return tuple(nothing)
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:
-    places = dense_places(rows, widths)
+    starts = dense_bounds(rows, widths)[:-1]
     return [
-        values[place : place + count * width].view(count, width)
-        for place, count, width in zip(places[:-1], rows, widths, strict=True)
+        values[start : start + count * width].view(count, width)
+        for start, count, width in zip(starts, rows, widths, strict=True)
     ]
 
 
@@ -302,20 +305,20 @@ def _sparse(
     rows: Sequence[int],
     widths: Sequence[int],
 ) -> list[torch.Tensor]:
-    # Sizes of COO tensors live on the host: this waits for the device
+    # Sizes of COO tensors live on the host, so this waits for the device.
     ends: list[int] = bounds.tolist()
-    found, first = [], 0
+    gradients, first = [], 0
     for table, (count, width) in enumerate(zip(rows, widths, strict=True)):
         part = slice(ends[table], ends[table + 1])
         numbers = (keys[part] - first)[None]
         size = (count, width)
-        found.append(
+        gradients.append(
             torch.sparse_coo_tensor(
                 numbers, values[part, :width], size, is_coalesced=True, check_invariants=False
             )
         )
         first += count
-    return found
+    return gradients
 
 
 def _widths_of(counts: Sequence[int], widths: Sequence[int], rank: int) -> Sequence[int]:

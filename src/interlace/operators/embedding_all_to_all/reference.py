@@ -1,6 +1,4 @@
-"""``embedding_all_to_all`` in steps of torch: the unfused operator that the fused kernels are
-checked against.
-"""
+"""``embedding_all_to_all`` in steps of torch, which the fused kernels are checked against."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def pool(
     batch: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """This rank's tables for every sample: ``[batch, columns of this rank]``."""
+    """Pool this rank's tables for every sample: ``[batch, columns of this rank]``."""
     pooled = [indices.new_empty(batch, 0, dtype=dtype)]
     for table, weight in enumerate(weights):
         bounds = offsets[table * batch : (table + 1) * batch + 1]
@@ -42,7 +40,10 @@ def exchange(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """All-to-all and unpack: ``[batch, columns[rank]]`` -> ``[samples[rank], sum of columns]``."""
+    """Run an all-to-all and unpack.
+
+    ``[batch, columns[rank]]`` -> ``[samples[rank], sum of columns]``.
+    """
     to_each, from_each = (
         [count * columns[rank] for count in samples],
         [samples[rank] * width for width in columns],
@@ -62,8 +63,9 @@ def exchange_gradient(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The transpose of :func:`exchange`: ``[samples[rank], sum of columns]`` -> ``[batch,
-    columns[rank]]``.
+    """Transpose :func:`exchange`.
+
+    ``[samples[rank], sum of columns]`` -> ``[batch, columns[rank]]``.
     """
     packed = torch.cat([part.reshape(-1) for part in gradient.split(columns, 1)])
     to_each, from_each = (
@@ -76,8 +78,9 @@ def exchange_gradient(
 def row_gradients(
     gradient: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor | None, mode: str
 ) -> torch.Tensor:
-    """Of one table: ``gradient [batch, width]``, ``offsets [batch + 1]`` -> float32 ``[lookups,
-    width]``, one row a lookup.
+    """Return the gradients of one table's lookups, one row per lookup.
+
+    ``gradient [batch, width]``, ``offsets [batch + 1]`` -> float32 ``[lookups, width]``.
     """
     lengths = offsets.diff()
     per_bag = (

@@ -1,4 +1,4 @@
-"""Updates that the backward pass of ``embedding_all_to_all`` applies itself: ``interlace.optim``."""
+"""Updates that the backward pass of ``embedding_all_to_all`` applies (``interlace.optim``)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from interlace.errors import ArgumentError
 
 
-def _require(name: str, what: str, value: float, *, positive: bool) -> None:
+def _require(name: str, argument: str, value: float, *, positive: bool) -> None:
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         rule = "positive" if positive else "not negative"
-        raise ArgumentError(f"{name}: {what} must be {rule} and finite; got {value}.")
+        raise ArgumentError(f"{name}: {argument} must be {rule} and finite; got {value}.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SGD:
-    """``row -= learning_rate * gradient of the row``, applied by the backward pass; no gradient is
-    stored.
+    """Stochastic gradient descent, applied by the backward pass; no gradient is stored::
+
+        row -= learning_rate * gradient of the row
 
     The arithmetic is float32; the row is rounded to the table's dtype, to nearest.
 
@@ -37,8 +38,9 @@ class SGD:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowWiseAdagrad:
-    """Adagrad with one number of state a row, applied by the backward pass; the standard for DLRM,
-    as in FBGEMM::
+    """Adagrad with one number of state per row, applied by the backward pass.
+
+    It is the standard for DLRM, as in FBGEMM::
 
         state[row] += mean over the row of gradient**2
         row -= learning_rate * gradient / (sqrt(state[row]) + epsilon)
@@ -50,7 +52,8 @@ class RowWiseAdagrad:
         learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph
             keeps it.
         epsilon: keeps the division finite.
-        states: of each of this rank's tables, float32 ``[rows]``, contiguous; updated in place.
+        states: state of each of this rank's tables, float32 ``[rows]``, contiguous; updated in
+            place.
     """
 
     learning_rate: float

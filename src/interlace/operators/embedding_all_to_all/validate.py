@@ -32,7 +32,7 @@ def validate(
     impl: str,
     config: object,
 ) -> None:
-    """Refuse what no rank could compute; see ``api`` for the rules."""
+    """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if isinstance(weights, torch.Tensor):
         raise ArgumentError(
             f"{OPERATOR}: weights must be a list of tables; got one tensor. Write [weights]."
@@ -73,7 +73,7 @@ def validate(
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
-    """Samples of all ranks: what the offsets say, or, on a rank without tables, the caller."""
+    """Return the samples of all ranks, from the offsets or, without tables, from the caller."""
     count = offsets.shape[0]
     if not tables:
         if batch_size is None:
@@ -100,8 +100,9 @@ def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
 def check_values(
     weights: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int
 ) -> str | None:
-    """What is wrong with the numbers in ``indices`` and ``offsets``, if anything is. Waits for the
-    device.
+    """Describe the first error in the numbers of ``indices`` and ``offsets``; None without one.
+
+    The host waits for the device.
     """
     lookups = indices.shape[0]
     if not weights:
@@ -110,22 +111,28 @@ def check_values(
         )
     ends = offsets[[0, -1]].tolist()
     if ends[0] != 0 or ends[1] != lookups:
-        return f"offsets must go from 0 to the number of indices, {lookups}; got {ends[0]} to {ends[1]}."
+        return (
+            f"offsets must go from 0 to the number of indices, {lookups}; got {ends[0]} to "
+            f"{ends[1]}."
+        )
     falls = (offsets.diff() < 0).nonzero()
     if falls.numel():
-        place = int(falls[0])
-        values = offsets[place : place + 2].tolist()
-        return f"offsets must not decrease; got {values[0]} and then {values[1]} at position {place + 1}."
+        position = int(falls[0])
+        values = offsets[position : position + 2].tolist()
+        return (
+            f"offsets must not decrease; got {values[0]} and then {values[1]} at position "
+            f"{position + 1}."
+        )
     bounds = offsets[:: max(batch, 1)].tolist()
     for table, weight in enumerate(weights):
         part = indices[bounds[table] : bounds[table + 1]] if batch else indices[:0]
         outside = ((part < 0) | (part >= weight.shape[0])).nonzero()
         if outside.numel():
-            place = bounds[table] + int(outside[0])
+            position = bounds[table] + int(outside[0])
             return (
                 f"indices of table {table} must be at least 0 and below {weight.shape[0]}, its "
                 "rows; "
-                f"got {int(indices[place])} at position {place}."
+                f"got {int(indices[position])} at position {position}."
             )
     return None
 
@@ -182,12 +189,12 @@ def _validate_scale(scale: torch.Tensor, indices: torch.Tensor, mode: str) -> No
 
 def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> None:
     if isinstance(gradient, (SGD, RowWiseAdagrad)):
-        places = [
+        addresses = [
             weight.data_ptr()
             for weight in weights
             if weight.numel() and weight.device.type != "meta"
         ]
-        if not torch.compiler.is_compiling() and len(set(places)) != len(places):
+        if not torch.compiler.is_compiling() and len(set(addresses)) != len(addresses):
             raise ArgumentError(
                 f"{OPERATOR}: a fused update must have each table once; got the same memory twice "
                 "in weights."

@@ -19,11 +19,11 @@ def gemv_all_reduce(
     impl: str = "auto",
     config: GemvAllReduceConfig | None = None,
 ) -> torch.Tensor:
-    """Matrix-vector product and the all-reduce of its result, in one kernel.
+    """Multiply a matrix by a vector and all-reduce the result, in one kernel.
 
     ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a
-    Transformer's decoding step, its weight sharded along K. While some programs still multiply,
-    others' partial sums are on their way to the peers.
+    Transformer's decoding step, its weight sharded along K. While some programs still multiply, the
+    partial sums of others are on their way to the peers.
 
     Partial sums are float32 and are added in rank order, so the result is the same, bit by bit, on
     every rank and in every run. Runs on the current stream, without synchronising the host; calls
@@ -35,11 +35,11 @@ def gemv_all_reduce(
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: which
-            of the two was measured to be faster; :func:`interlace.explain` says which and why. An
-            explicit choice is never replaced.
-        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
-            rank.
+        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: the
+            one of the two that was measured to be faster; :func:`interlace.explain` says which and
+            why. An explicit choice is never replaced.
+        config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
+            the same on every rank.
 
     Returns:
         ``[N]`` or ``[B, N]``, of x's dtype, the same on every rank.
@@ -58,7 +58,8 @@ def gemv_all_reduce(
             :func:`interlace.synchronize`, raises.
 
     Example:
-        >>> y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)  # [1, 8192/R], [4096, 8192/R] -> [1, 4096]
+        >>> # [1, 8192/R], [4096, 8192/R] -> [1, 4096]
+        >>> y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
     """

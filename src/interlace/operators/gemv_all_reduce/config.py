@@ -1,8 +1,9 @@
-"""How ``gemv_all_reduce`` cuts its work; chosen by the tuned table, or given by the caller."""
+"""The configuration of ``gemv_all_reduce``: its protocol and tiles, tuned or set by the caller."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.errors import ArgumentError
@@ -29,11 +30,12 @@ class GemvAllReduceConfig:
             then broadcasts).
         block_n: rows of the weight that a tile covers; a power of two.
         block_k: columns of the weight that a program loads at a time; a power of two.
-        num_warps: warps a program.
+        num_warps: warps per program.
         num_stages: loads in flight in the software pipeline (with several tokens).
-        max_programs: programs at most, each taking several tiles; 0 for a program a tile.
-        max_registers: registers a thread at most, so that more programs are resident; 0 for the
-            compiler's choice.
+        max_programs: maximum number of programs, which then compute several tiles each; 0 for one
+            program per tile.
+        max_registers: maximum number of registers per thread, so that more programs are resident;
+            0 for the compiler's choice.
     """
 
     protocol: str = "one_shot"
@@ -74,36 +76,46 @@ class GemvAllReduceConfig:
             )
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return (
-            f"{self.protocol} {self.block_n} {self.block_k} {self.num_warps} {self.num_stages} "
-            f"{self.max_programs} {self.max_registers}"
+        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
         )
 
     @classmethod
     def parse(cls, text: str) -> GemvAllReduceConfig:
-        """The configuration whose ``str`` is ``text``."""
+        """Return the configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: ``text`` is anything else.
+        """
+        kinds: dict[str, Any] = {
+            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
+        }
         try:
-            protocol, *numbers = text.split()
-            return cls(protocol, *map(int, numbers))
-        except (TypeError, ValueError) as error:
+            items = (item.split("=", 1) for item in text.split(", "))
+            config = cls(**{name: kinds[name](value) for name, value in items})
+        except (KeyError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
+            config = None
+        if config is None or str(config) != text:
             raise ArgumentError(
                 f"GemvAllReduceConfig: text must be str() of a configuration; got {text!r}."
-            ) from None
+            )
+        return config
 
 
 def block_tokens(tokens: int) -> int:
-    """Tokens a tile covers: a power of two, at most 64."""
+    """Return the number of tokens that a tile covers: a power of two, at most 64."""
     return min(64, next_power_of_2(tokens))
 
 
 def default_config(
     *, tokens: int, rows: int, world_size: int, itemsize: int
 ) -> GemvAllReduceConfig:
-    """A sound choice where nothing has been measured; its tiles fit the shared memory of small GPUs
-    too.
+    """Return a configuration for sizes that have not been measured.
+
+    Its tiles fit the shared memory of small GPUs too.
     """
     if tokens <= 1:
         block_n = 4

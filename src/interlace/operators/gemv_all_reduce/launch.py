@@ -1,6 +1,4 @@
-"""From a call to a kernel launch: which implementation, which configuration, which memory, which
-grid.
-"""
+"""Launches of ``gemv_all_reduce``: implementation, configuration, memory and grid of a call."""
 
 from __future__ import annotations
 
@@ -22,15 +20,16 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
 )
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``impl="auto"`` chose, and why; ``measured`` where the tuned table says so, rather than
-    a default.
+    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
+
+    ``measured`` is true if the tuned table says so, and false for a default.
     """
 
     impl: str
@@ -49,8 +48,9 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest implementation by the tuned table of this GPU; on the CPU backend always the
-    kernel.
+    """Return the fastest implementation by the tuned table of this GPU.
+
+    On the CPU backend it is always the kernel.
     """
     config = default_config(
         tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize
@@ -69,14 +69,14 @@ def choose(
         dtype=str(dtype).removeprefix("torch."),
         sizes={"tokens": tokens, "rows": rows, "columns": columns},
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    entry = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if entry is None:
         return Choice(
             "fused",
             config,
             "nothing was measured on this GPU near these sizes; the default configuration",
         )
-    return Choice(found.impl, GemvAllReduceConfig.parse(found.config), found.reason, measured=True)
+    return Choice(entry.impl, GemvAllReduceConfig.parse(entry.config), entry.reason, measured=True)
 
 
 def run(
@@ -103,8 +103,9 @@ def run(
         impl,
         config,
     )
-    how, chosen, mark = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
-    if how == "unfused":
+    decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
+    implementation, chosen, mark = decision
+    if implementation == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
@@ -130,7 +131,7 @@ def _decide(
     impl: str,
     config: str,
 ) -> tuple[str, GemvAllReduceConfig, int]:
-    """How calls alike run, with which configuration, and their mark."""
+    """Agree with the peers; return the implementation, the configuration and the calls' mark."""
     dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
     if len(set(dtypes)) > 1:
         raise ArgumentError(
@@ -174,55 +175,71 @@ def prepare(
     config: GemvAllReduceConfig,
     mark: int = 0,
 ) -> Launch:
-    """The launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``. Collective
-    when the workspace must grow.
+    """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
+
+    Collective when the workspace must grow.
 
     Args:
-        mark: what the ranks' agreement returned.
+        mark: The number that the ranks' agreement returned.
     """
     require(group.backend)
-    from interlace.operators.gemv_all_reduce import kernel
+    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
+    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
     block_b = block_tokens(tokens)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    options = {
-        "WORLD_SIZE": ranks,
-        "ONE_TILE": programs == tiles,
-        "EVEN": rows % config.block_n == 0 and tokens % block_b == 0,
-        "EVEN_K": columns > 0 and columns % config.block_k == 0,
+    # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    values = 2 if x.element_size() == 2 and block_b > 1 else 1
+    tiling = Tiling(
+        block_n=config.block_n,
+        block_b=block_b,
+        block_k=config.block_k,
+        even=rows % config.block_n == 0 and tokens % block_b == 0,
+        even_k=columns > 0 and columns % config.block_k == 0,
+        word_values=values,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
-        "PRECISION": "upcast" if group.backend == "cpu" else "ieee",
-        "BLOCK_N": config.block_n,
-        "BLOCK_B": block_b,
-        "BLOCK_K": config.block_k,
+        precision="upcast" if group.backend == "cpu" else "ieee",
+    )
+    constants = {
+        "WORLD_SIZE": ranks,
+        "ONE_TILE": programs == tiles,
+        "TILING": tiling,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     if config.max_registers:
-        options["maxnreg"] = config.max_registers
-    # Two values a word halve the bytes; float32 would lose digits, and a pair is two tokens.
-    values = options["VALUES"] = 2 if x.element_size() == 2 and block_b > 1 else 1
+        constants["maxnreg"] = config.max_registers
     operator = f"{OPERATOR}.{config.protocol}"
-    padded = tiles * config.block_n * block_b // values
+    words = tiles * config.block_n * block_b // values
     if config.protocol == "one_shot":
-        launched, slot, results = kernel.gemv_all_reduce_one_shot, round_up(padded, 16), 0
+        function, slot, results = gemv_all_reduce_one_shot, round_up(words, 16), 0
     else:
-        owned = ceil_div(config.block_n, ranks)
-        launched, slot, results = (
-            kernel.gemv_all_reduce_two_phase,
-            round_up(tiles * owned * block_b // values, 16),
-            padded,
-        )
-        options |= {"OWNED": owned, "BLOCK_OWNED": next_power_of_2(owned)}
-    # 16 words in front say which call this is.
+        owned_rows = tiles * ceil_div(config.block_n, ranks)
+        slot, results = round_up(owned_rows * block_b // values, 16), words
+        function = gemv_all_reduce_two_phase
+    # The 16 words in front of the slots say which call this is.
     workspace = group.workspace(operator, 8 * (16 + ranks * slot + results))
-    arguments = (
-        x, w, bias, y, workspace.data.address, workspace.epochs, group.context(operator),
-        mark, workspace.half_bytes // 8, slot, rows, tokens, columns, tiles, x.stride(0),
-        w.stride(0),
-    )  # fmt: skip
-    return Launch(launched, (programs,), arguments, options)
+    arguments = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "y": y,
+        "words": workspace.data.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "call": mark,
+        "half": workspace.half_bytes // 8,
+        "slot": slot,
+        "N": rows,
+        "B": tokens,
+        "K": columns,
+        "tiles": tiles,
+        "stride_x": x.stride(0),
+        "stride_w": w.stride(0),
+    }
+    return Launch(function, (programs,), arguments, constants)

@@ -52,8 +52,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The output is the same on every rank, and so is its gradient: nothing needs to be
-    communicated.
+    """Compute the gradients without communication.
+
+    The output is the same on every rank, and so is its gradient.
     """
     x, w = ctx.saved_tensors
     grad_bias = (
@@ -61,7 +62,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if ctx.has_bias and ctx.needs_input_grad[2]
         else None
     )
-    # Each rank's operands are others, so a second derivative is a sum over the ranks
+    # Ranks have different operands, so a second derivative is a sum over the ranks.
     if torch.is_grad_enabled():
         grad = replicated(grad, ctx.group_name)
     rows = grad.reshape(-1, grad.shape[-1])

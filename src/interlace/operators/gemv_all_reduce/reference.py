@@ -1,6 +1,4 @@
-"""``gemv_all_reduce`` as two steps of torch: the unfused pair that the fused kernel is checked
-against.
-"""
+"""``gemv_all_reduce`` as two steps of torch, which the fused kernel is checked against."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 def gemv_all_reduce(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """``all_reduce(x @ w.T) + bias``, every intermediate in the tensors' dtype."""
+    """Compute ``all_reduce(x @ w.T) + bias``, every intermediate in the tensors' dtype."""
     y = F.linear(x, w)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(y, group=group)

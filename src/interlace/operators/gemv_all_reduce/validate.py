@@ -11,7 +11,7 @@ from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceCo
 def validate(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: object
 ) -> None:
-    """Refuse what no rank could compute; see ``api`` for the rules."""
+    """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if x.dim() not in (1, 2):
         raise ArgumentError(f"{OPERATOR}: x must be [K] or [B, K]; got shape {list(x.shape)}.")
     if w.dim() != 2:

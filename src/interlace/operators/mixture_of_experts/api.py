@@ -25,10 +25,10 @@ def mixture_of_experts(
     """Send tokens to the experts that a router chose, and bring the weighted sum of their outputs
     back.
 
-    Dimensions: T tokens of this rank, k experts a token, R ranks, L experts a rank (E = R L in all;
-    rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of weights[t, j] *
-    f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x) * (w_in[e, :, 1]
-    @ x))`` (SwiGLU, as in Mixtral).
+    Dimensions: T tokens of this rank, k experts per token, R ranks, L experts per rank (E = R L in
+    total; rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of
+    weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
+    * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral).
 
     Two fused kernels: tokens go to their experts' ranks while the first product works on those that
     have arrived; tiles of the second product go straight to the tokens' ranks. Nothing waits for
@@ -47,15 +47,15 @@ def mixture_of_experts(
         w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
             :, 1]`` that of up.
         w_out: ``[L, hidden, F]`` of x's dtype.
-        capacity: rows that an expert takes from each rank at most. Further slots, by token and then
-            by j, are dropped: they add nothing to y. None: no limit.
+        capacity: maximum number of rows that an expert takes from each rank. Further slots, by
+            token and then by j, are dropped: they add nothing to y. None: no limit.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"unfused"`` (torch and all-to-all; waits for the device), or
             ``"auto"``: the fused kernels, as ``"unfused"`` has not been measured;
             :func:`interlace.explain` says so.
-        config: how the fused kernels cut their work; default: from the tuned table of this GPU, if
-            ``interlace tune`` has made one. None comes with the package: then it is the default
-            configuration. The same on every rank.
+        config: configuration of the fused kernels; default: from the tuned table of this GPU, if
+            ``interlace tune`` has made one. The package comes without such a table; the default
+            configuration is used then. It must be the same on every rank.
 
     Returns:
         ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in and w_out. Those of w_in and
@@ -73,14 +73,15 @@ def mixture_of_experts(
 
     Example:
         >>> weights, experts = torch.softmax(router(x), -1).topk(2)
-        >>> y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)  # [4096, 4096] -> [4096, 4096]
+        >>> # [4096, 4096] -> [4096, 4096]
+        >>> y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
     _, world_size = rank_and_size(group)
     validate(x, experts, weights, w_in, w_out, capacity, impl, config, world_size)
-    most = max(1, x.shape[0])
-    limit = most if capacity is None else min(capacity, most)
+    maximum = max(1, x.shape[0])
+    limit = maximum if capacity is None else min(capacity, maximum)
     keeps = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (x, weights, w_in, w_out)
     )

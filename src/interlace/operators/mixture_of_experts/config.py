@@ -1,8 +1,9 @@
-"""How ``mixture_of_experts`` cuts its work; chosen by the tuned table, or given by the caller."""
+"""The configuration of ``mixture_of_experts``, tuned or set by the caller."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts.layout import ROWS
@@ -16,20 +17,21 @@ class MixtureOfExpertsConfig:
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
-        operands: of products and their results: ``"tiles"`` (by tensor descriptors, where shapes
+        operands: loads and stores of the products: ``"tiles"`` (by tensor descriptors, where shapes
             and GPU allow) or ``"pointers"``.
         block_m: rows of a tile of every product; a power of two from 16 to 128.
-        block_n: columns of it; a power of two from 32 on.
-        block_k: of the products' inner dimension at a time; a power of two from 16 on.
-        group_m: tiles of rows that share columns of weights before the next columns, to be found in
-            the L2.
-        num_warps, num_stages: of the products.
-        programs: that compute; 0 for one a processor.
-        push_programs: that send tokens, in front of these and at the same time.
+        block_n: columns of a tile; a power of two from 32 on.
+        block_k: steps along the products' inner dimension; a power of two from 16 on.
+        group_m: tiles of rows that share columns of weights before the next columns, so that these
+            are in the L2.
+        num_warps: warps per program of the products.
+        num_stages: steps in flight in the products' software pipeline.
+        programs: programs that compute; 0 for one per SM.
+        push_programs: programs that send tokens, in front of those and at the same time.
         push_rows: rows of one expert that such a program sends at a time; a power of two.
-        sum_programs: that add results, at most.
-        stagger: over how much of the time that a tile of the second product takes programs begin
-            one after another, in percent.
+        sum_programs: maximum number of programs that add results.
+        stagger: the programs of the second product start one after another, over this percentage of
+            the time that a tile takes.
     """
 
     operands: str = "tiles"
@@ -51,52 +53,65 @@ class MixtureOfExpertsConfig:
                 f"MixtureOfExpertsConfig: operands must be one of {OPERANDS}; got "
                 f"{self.operands!r}."
             )
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("block_m", 16, ROWS), ("block_n", 32, 512), ("block_k", 16, 512), ("num_warps", 1, 32),
             ("push_rows", 1, 1024),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not least <= value <= most or value & (value - 1):
+            if not minimum <= value <= maximum or value & (value - 1):
                 raise ArgumentError(
-                    f"MixtureOfExpertsConfig: {name} must be a power of two from {least} to "
-                    f"{most}; got {value}."
+                    f"MixtureOfExpertsConfig: {name} must be a power of two from {minimum} to "
+                    f"{maximum}; got {value}."
                 )
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048),
             ("push_programs", 1, 2048), ("sum_programs", 1, 4096), ("stagger", 0, 1000),
         ):  # fmt: skip
-            if not least <= getattr(self, name) <= most:
+            if not minimum <= getattr(self, name) <= maximum:
                 raise ArgumentError(
-                    f"MixtureOfExpertsConfig: {name} must be between {least} and {most}; got "
+                    f"MixtureOfExpertsConfig: {name} must be between {minimum} and {maximum}; got "
                     f"{getattr(self, name)}."
                 )
 
     def __str__(self) -> str:
-        """A form that :meth:`parse` reads: operators carry it through compiled graphs."""
-        return " ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
+        )
 
     @classmethod
     def parse(cls, text: str) -> MixtureOfExpertsConfig:
-        """The configuration whose ``str`` is ``text``."""
+        """Return the configuration whose ``str`` is ``text``.
+
+        Raises:
+            ArgumentError: ``text`` is anything else.
+        """
+        kinds: dict[str, Any] = {
+            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
+        }
         try:
-            operands, *numbers = text.split()
-            return cls(operands, *map(int, numbers))
-        except (TypeError, ValueError) as error:
+            items = (item.split("=", 1) for item in text.split(", "))
+            config = cls(**{name: kinds[name](value) for name, value in items})
+        except (KeyError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
+            config = None
+        if config is None or str(config) != text:
             raise ArgumentError(
                 f"MixtureOfExpertsConfig: text must be str() of a configuration; got {text!r}."
-            ) from None
+            )
+        return config
 
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'
-# tiles: nobody crowds them.
+# tiles, so the links are not crowded.
 _CALM = 4096
 
 
 def default_config(*, ffn: int, itemsize: int) -> MixtureOfExpertsConfig:
-    """A sound choice where nothing has been measured: the tile with which Triton equals cuBLAS on
-    H200s.
+    """Return a configuration for sizes that have not been measured.
+
+    With its tile Triton is as fast as cuBLAS on H200s.
     """
     stagger = 100 if ffn < _CALM else 0
     if itemsize == 4:

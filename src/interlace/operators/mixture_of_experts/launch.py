@@ -1,25 +1,18 @@
-"""From a call to kernel launches: which implementation, which configuration, which memory, which
-grids.
-"""
+"""Calls of ``mixture_of_experts``: implementation, configuration, memory, and their launches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, processors, triton_dtype
-from interlace.comm.outputs import Output
+from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError, GroupError
-from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout, reference
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -27,16 +20,15 @@ from interlace.operators.mixture_of_experts.config import (
     default_config,
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.operators.mixture_of_experts.steps import Steps
 
 _BLOCK_SLOTS = 128
-_RESULTS = f"{OPERATOR}.results"
 _BACKWARD = f"{OPERATOR}.backward"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``impl="auto"`` runs, and why."""
+    """The implementation that ``impl="auto"`` runs, its configuration, and the reason."""
 
     impl: str
     config: MixtureOfExpertsConfig
@@ -55,8 +47,9 @@ def choose(
     world_size: int,
     device: torch.device,
 ) -> Choice:
-    """The fastest implementation by the tuned table of this GPU; on the CPU backend the fused one,
-    in few programs.
+    """Return the fastest implementation by the tuned table of this GPU.
+
+    On the CPU backend it is the fused one, in few programs.
     """
     config = default_config(ffn=ffn, itemsize=dtype.itemsize)
     if device.type == "cpu":
@@ -72,14 +65,14 @@ def choose(
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    found = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if found is None:
+    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
+    if tuned is None:
         return Choice(
             "fused",
             config,
             "nothing was measured on this GPU near these sizes; the default configuration",
         )
-    return Choice(found.impl, MixtureOfExpertsConfig.parse(found.config), found.reason)
+    return Choice(tuned.impl, MixtureOfExpertsConfig.parse(tuned.config), tuned.reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +80,7 @@ class Call:
     """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
 
     Attributes:
-        keeps: whether the backward pass will come.
+        keeps: Whether a backward pass will follow.
     """
 
     x: torch.Tensor
@@ -128,7 +121,7 @@ class Call:
         )
 
     def agree(self, operator: str) -> int:
-        """The mark of this call; see ``Group.agree``."""
+        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
         if self.group.world_size > MAX_RANKS:
             raise GroupError(
                 f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got "
@@ -149,7 +142,7 @@ class Call:
 
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
-        """The implementation and the configuration."""
+        """The implementation and the configuration of this call."""
         sizes = self.sizes
         choice = choose(
             tokens=sizes.tokens, hidden=sizes.hidden, ffn=sizes.ffn, experts=sizes.experts,
@@ -162,16 +155,17 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the backward pass needs of the forward pass, beside its arguments; empty tensors if
-    there will be none.
+    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+
+    They are empty if there will be no backward pass.
 
     Attributes:
         plan: int32; see ``layout``.
         slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
             dropped.
-        slot_at: int32 ``[returns]``: the reverse.
+        slot_at: int32 ``[returns]``: the slot of each row of results.
         received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[2, arrivals, ffn]``: their gate and up.
+        kept: ``[2, arrivals, ffn]``: gate and up of these rows.
     """
 
     plan: torch.Tensor
@@ -182,33 +176,33 @@ class Saved:
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
-    """The forward pass: ``y [T, hidden]``, and what the backward pass needs."""
+    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass."""
     group = call.group
     group.check()
     mark = call.agree(OPERATOR)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused(call), nothing(call.x)
-    launches, y, saved, lent = prepare_forward(call, mark)
+    launches, y, saved, may_keep = prepare_forward(call, mark)
     with group.running():
         for launch in launches:
             launch()
     if not call.keeps:
         return y, nothing(call.x)
-    return y, saved if lent else dataclasses.replace(saved, received=saved.received.clone())
+    return y, saved if may_keep else dataclasses.replace(saved, received=saved.received.clone())
 
 
 def run_backward(
-    call: Call, grad: torch.Tensor, saved: Saved, wanted: Sequence[bool]
+    call: Call, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weights, w_in and w_out; empty ones of the last two where not ``wanted``."""
+    """Compute the gradients of x, weights, w_in and w_out; the last two only if ``needed``."""
     group = call.group
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused_gradients(call, grad)
-    launches, gradients = prepare_backward(call, mark, grad, saved, wanted)
+    launches, gradients = prepare_backward(call, mark, grad, saved, needed)
     with group.running():
         for launch in launches:
             launch()
@@ -216,7 +210,7 @@ def run_backward(
 
 
 def nothing(like: torch.Tensor) -> Saved:
-    """Of a call that saves nothing."""
+    """Return the empty tensors of a call that saves nothing."""
     plan, slot_rows, slot_at = (like.new_empty(0, dtype=torch.int32) for _ in range(3))
     return Saved(plan, slot_rows, slot_at, like.new_empty(0), like.new_empty(0))
 
@@ -225,17 +219,19 @@ def nothing(like: torch.Tensor) -> Saved:
 
 
 def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
-    """Its launches in order: count, plan, dispatch and first product, second product and combine,
-    sum. Collective when memory must grow.
+    """Prepare the launches of the forward pass, in order. Collective when memory must grow.
+
+    They are: count, plan, dispatch and first product, second product and combine, sum.
 
     Returns:
-        launches, y, what is saved, and whether ``received`` may be kept or must be copied at once.
+        The launches, y, the tensors for the backward pass, and whether ``received`` may be kept or
+        must be copied at once.
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
-    from interlace.operators.mixture_of_experts import kernel
+    from interlace.operators.mixture_of_experts.kernels.plan import count_slots, plan_call
 
-    tools = _Tools(call, OPERATOR, mark)
+    tools = Steps(call, OPERATOR, mark)
     device = call.x.device
     space = (
         group.outputs.take(tools.buffer_bytes)
@@ -244,8 +240,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     )
     shape = (sizes.arrivals, sizes.hidden)
     received = space.tensor(shape, call.x.dtype, device)
-    # On the CPU backend what no row fills is zero, so that what torch's checks compare is the same
-    # twice.
+    # On the CPU backend memory without rows is zero, so that torch's checks compare equal numbers.
     new = functools.partial(torch.zeros if group.backend == "cpu" else torch.empty, device=device)
     plan, slot_at = new(sizes.plan, dtype=torch.int32), new(sizes.returns, dtype=torch.int32)
     slot_rows = new((sizes.tokens, sizes.top_k), dtype=torch.int32)
@@ -256,22 +251,47 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     blocks = layout.blocks(sizes.slots, _BLOCK_SLOTS)
     histograms = new((blocks, tools.lanes["E_LANES"]), dtype=torch.int32)
-    lanes = {"WORLD_SIZE": sizes.world_size, **tools.lanes, "BLOCK": _BLOCK_SLOTS}
     experts = call.experts.contiguous()
     count = Launch(
-        kernel.count_slots, (blocks,), (experts, histograms, sizes.slots, sizes.experts),
-        {"E_LANES": lanes["E_LANES"], "BLOCK": _BLOCK_SLOTS},
-    )  # fmt: skip
+        count_slots,
+        (blocks,),
+        {
+            "experts": experts,
+            "histograms": histograms,
+            "slots": sizes.slots,
+            "E": sizes.experts,
+        },
+        {"E_LANES": tools.lanes["E_LANES"], "BLOCK": _BLOCK_SLOTS},
+    )
     numbers = tools.workspace
-    arguments = (
-        experts, histograms, slot_rows, slot_at, plan, grants, numbers.data.address,
-        numbers.signals.address, numbers.epochs, tools.context, mark, numbers.half_bytes,
-        space.index, sizes.slots, sizes.capacity, sizes.experts, sizes.local,
-    )  # fmt: skip
-    warps = max(
-        4, min(32, lanes["E_LANES"] // 16)
-    )  # comparisons of slots with experts fit in registers
-    agree = Launch(kernel.plan_call, (blocks,), arguments, lanes | {"num_warps": warps})
+    arguments = {
+        "experts": experts,
+        "histograms": histograms,
+        "slot_rows": slot_rows,
+        "slot_at": slot_at,
+        "plan": plan,
+        "grants": grants,
+        "numbers": numbers.data.address,
+        "signals": numbers.signals.address,
+        "epochs": numbers.epochs,
+        "ctx": tools.context,
+        "call": mark,
+        "half": numbers.half_bytes,
+        "buffer_index": space.index,
+        "slots": sizes.slots,
+        "capacity": sizes.capacity,
+        "E": sizes.experts,
+        "L": sizes.local,
+    }
+    # With so many warps, the comparisons of slots with experts fit in registers.
+    warps = max(4, min(32, tools.lanes["E_LANES"] // 16))
+    constants = {
+        "WORLD_SIZE": sizes.world_size,
+        **tools.lanes,
+        "BLOCK": _BLOCK_SLOTS,
+        "num_warps": warps,
+    }
+    agree = Launch(plan_call, (blocks,), arguments, constants)
     first = tools.dispatch(
         call.x, saved, call.w_in, active, space, kept=kept if call.keeps else None, grants=grants
     )
@@ -284,15 +304,17 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
 
 
 def prepare_backward(
-    call: Call, mark: int, grad: torch.Tensor, saved: Saved, wanted: Sequence[bool]
+    call: Call, mark: int, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Its launches in order: dispatch of gradients and product with w_out; activation; product with
-    w_in and combine; gradients of the weights, while the peers' results come; sum.
+    """Prepare the launches of the backward pass, in order.
+
+    They are: dispatch of gradients and product with w_out; activation; product with w_in and
+    combine; gradients of the weights, while the peers' results arrive; sum.
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
 
-    tools = _Tools(call, _BACKWARD, mark)
+    tools = Steps(call, _BACKWARD, mark)
     like, rows = call.x, sizes.arrivals
     product_gradient, scaled = like.new_empty(rows, sizes.ffn), like.new_empty(rows, sizes.ffn)
     inner_gradient = like.new_empty(rows, 2 * sizes.ffn)
@@ -314,288 +336,14 @@ def prepare_backward(
         torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need
         else weight.new_empty(0)
-        for weight, need in zip((call.w_in, call.w_out), wanted, strict=True)
+        for weight, need in zip((call.w_in, call.w_out), needed, strict=True)
     )
-    if wanted[0]:
+    if needed[0]:
         launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, grad_in))
-    if wanted[1]:
+    if needed[1]:
         launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
     return launches, (grad_x, grad_weights, grad_in, grad_out)
-
-
-def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
-    """Whether products load and store by tensor descriptors."""
-    sizes, itemsize = call.sizes, call.x.dtype.itemsize
-    return (
-        config.operands == "tiles"
-        and has_descriptors(call.group)
-        and all(
-            size * itemsize % 16 == 0 and size % config.block_k == 0
-            for size in (sizes.hidden, sizes.ffn)
-        )
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
-    )
-
-
-class _Tools:
-    """Makes the launches of one call: what they have in common is worked out once."""
-
-    def __init__(self, call: Call, operator: str, mark: int) -> None:
-        group, sizes = call.group, call.sizes
-        self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
-        _, self.config = call.chosen
-        self.dtype = call.x.dtype
-        ranks, experts = sizes.world_size, sizes.experts
-        self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
-        self.context = group.context(operator)
-        row_bytes = sizes.hidden * self.dtype.itemsize
-        self.scale_bytes = sizes.arrivals * row_bytes
-        self.buffer_bytes = self.scale_bytes + 4 * sizes.arrivals
-        # Both halves as one: nobody writes here before this rank is in its next call.
-        self.results = group.workspace(
-            _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
-        ).data.address
-        self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
-        self.lanes = {
-            "R_LANES": next_power_of_2(ranks),
-            "E_LANES": next_power_of_2(max(experts, 2)),
-            "L_LANES": next_power_of_2(max(sizes.local, 2)),
-        }
-        self.align = 16 // self.dtype.itemsize
-        while sizes.hidden % self.align:
-            self.align //= 2
-        cuda = group.backend == "cuda"
-        self.programs = min(
-            self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
-        )
-        self.tiles = fits_descriptors(call, self.config)
-        self.shared = {
-            "WORLD_SIZE": ranks,
-            "DTYPE": triton_dtype(self.dtype),
-            "TILES": self.tiles,
-            # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot
-            # multiply bfloat16.
-            "PRECISION": "ieee" if cuda or self.tiles else "upcast",
-            "R_LANES": self.lanes["R_LANES"],
-            "L_LANES": self.lanes["L_LANES"],
-            "BM": self.config.block_m,
-            "BN": self.config.block_n,
-            "BK": self.config.block_k,
-            "GROUP": self.config.group_m,
-            "num_warps": self.config.num_warps,
-            "num_stages": self.config.num_stages,
-        }
-
-    def describe(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
-        """A descriptor of a contiguous tensor as ``[rows, width]``; None where tiles are not used."""
-        if not self.tiles:
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
-
-    def weight_tiles(self, weight: torch.Tensor, columns: int, inner: int, transposed: bool) -> Any:
-        block_n, block_k = self.config.block_n, self.config.block_k
-        if transposed:
-            return self.describe(weight, inner, [block_n, block_k])
-        return self.describe(weight, columns, [block_k, block_n])
-
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        saved: Saved,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        space: Output,
-        *,
-        kept: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        grants: torch.Tensor | None = None,
-        met: torch.Tensor | None = None,
-    ) -> Launch:
-        """Rows of ``x`` to their experts, into every rank's ``space``, and the product of what
-        arrives.
-
-        Args:
-            kept: forward, and the backward pass will come: where gate and up go.
-            scales: backward: the slots' weights, which go along.
-            grants: forward: the numbers of the ranks' buffers. Without them, all ranks' are the
-                same, and ranks have yet to meet.
-            met: backward: int32 ``[1]``, becomes 1 once they have met.
-        """
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config, forward = self.sizes, self.config, grants is not None
-        columns = 2 * sizes.ffn if forward else sizes.ffn
-        width = config.block_n // 2 if forward else config.block_n
-        mine = (
-            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
-        )
-        raw = bytes_at(mine, (self.scale_bytes,), (1,), x.device, None)
-        arrived = view_as(raw, (sizes.arrivals, sizes.hidden), self.dtype)
-        push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
-        rows, across = layout.push_tile(
-            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
-        )
-        x, weight = x.contiguous(), weight.contiguous()
-        ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-        arguments = (
-            x, saved.slot_at, scales, saved.plan, grants,
-            self.describe(arrived, sizes.hidden, [config.block_m, config.block_k]),
-            self.weight_tiles(weight, columns, sizes.hidden, forward),
-            self.describe(out, sizes.ffn, [config.block_m, width]),
-            None if kept is None else self.describe(kept, sizes.ffn, [config.block_m, width]),
-            weight.data_ptr(), out.data_ptr(), 0 if kept is None else kept.data_ptr(), ticket, met,
-            space.address, self.workspace.signals.address, self.workspace.epochs, self.context,
-            self.mark, space.buffer_bytes, self.scale_bytes, space.index, sizes.arrivals,
-            sizes.experts, sizes.local, columns, sizes.hidden // self.align,
-        )  # fmt: skip
-        options = self.shared | {
-            "TOP_K": sizes.top_k,
-            "PUSHERS": config.push_programs,
-            "PUSH_ROWS": push_rows,
-            "MEET": not forward,
-            "SCALED": scales is not None,
-            "ACTIVATE": forward,
-            "KEEP": kept is not None,
-            "TRANSPOSED": forward,
-            "E_LANES": self.lanes["E_LANES"],
-            "ALIGN": self.align,
-            "ROWS": rows,
-            "COLS": across,
-        }
-        grid = (config.push_programs + self.programs,)
-        return Launch(kernel.dispatch_grouped_gemm, grid, arguments, options, (weight, out, kept))
-
-    def combine(
-        self,
-        plan: torch.Tensor,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        met: torch.Tensor | None = None,
-        transposed: bool,
-    ) -> Launch:
-        """``rows [arrivals, inner]`` times the experts' weights, to where the rows came from;
-        ``met`` as for :meth:`dispatch`.
-        """
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config, inner = self.sizes, self.config, rows.shape[1]
-        weight = weight.contiguous()
-        arguments = (
-            plan, met, self.describe(rows, inner, [config.block_m, config.block_k]),
-            self.weight_tiles(weight, sizes.hidden, inner, transposed), self.result_tiles(),
-            rows.data_ptr(), weight.data_ptr(), self.results, self.workspace.signals.address,
-            self.workspace.epochs, self.context, self.mark, sizes.experts, sizes.local, inner,
-            sizes.hidden,
-            tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100 if sizes.world_size > 1 else 0,
-        )  # fmt: skip
-        options = self.shared | {"TRANSPOSED": transposed}
-        return Launch(
-            kernel.grouped_gemm_combine, (self.programs,), arguments, options, (rows, weight)
-        )
-
-    def result_tiles(self) -> Any:
-        """A descriptor of every rank's results: ``[rank, row, column]``."""
-        if not self.tiles:
-            return None
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        sizes, itemsize = self.sizes, self.dtype.itemsize
-        base = view_as(
-            bytes_at(self.results, (16,), (1,), self.group.device, None),
-            (16 // itemsize,),
-            self.dtype,
-        )
-        # A group of one has no distance between ranks; a descriptor must.
-        stride = self.group.stride // itemsize or sizes.returns * sizes.hidden
-        shape = [sizes.world_size, sizes.returns, sizes.hidden]
-        return TensorDescriptor(
-            base, shape, [stride, sizes.hidden, 1], [1, self.config.block_m, self.config.block_n]
-        )
-
-    def sum(
-        self,
-        saved: Saved,
-        weights: torch.Tensor | None,
-        y: torch.Tensor,
-        gradient: torch.Tensor | None,
-    ) -> Launch:
-        """Wait for the results and add each token's."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes = self.sizes
-        arguments = (
-            saved.slot_rows, weights, saved.plan, y, gradient, self.results, self.gradients,
-            self.workspace.signals.address, self.workspace.epochs, self.context, self.mark,
-            sizes.tokens, sizes.experts, sizes.hidden // self.align,
-        )  # fmt: skip
-        options = {
-            "WORLD_SIZE": sizes.world_size,
-            "TOP_K": sizes.top_k,
-            "DTYPE": triton_dtype(self.dtype),
-            "R_LANES": self.lanes["R_LANES"],
-            "K_LANES": next_power_of_2(sizes.top_k),
-            "ALIGN": self.align,
-            "COLS": min(next_power_of_2(max(sizes.hidden, 16)), 2048),
-            "num_warps": 4,
-        }
-        return Launch(
-            kernel.sum_results, (min(sizes.tokens, self.config.sum_programs),), arguments, options
-        )
-
-    def activation(
-        self,
-        saved: Saved,
-        met: torch.Tensor,
-        product_gradient: torch.Tensor,
-        inner: torch.Tensor,
-        scaled: torch.Tensor,
-        arrived: torch.Tensor,
-    ) -> Launch:
-        """Through SwiGLU backwards."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes = self.sizes
-        rows, columns = layout.activation_tile(sizes.ffn)
-        arguments = (
-            saved.plan, met, saved.kept.data_ptr(), product_gradient.data_ptr(), inner.data_ptr(),
-            scaled.data_ptr(), arrived.data_ptr(), self.gradients, self.context, self.scale_bytes,
-            sizes.arrivals, sizes.experts, sizes.local, sizes.ffn,
-        )  # fmt: skip
-        options = {
-            "WORLD_SIZE": sizes.world_size, "DTYPE": triton_dtype(self.dtype),
-            "L_LANES": self.lanes["L_LANES"], "ROWS": rows, "COLS": columns, "num_warps": 4,
-        }  # fmt: skip
-        grid = (self.programs * (8 if self.group.backend == "cuda" else 1),)
-        return Launch(
-            kernel.swiglu_backward, grid, arguments, options, (product_gradient, inner, scaled)
-        )
-
-    def gradient(
-        self, plan: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-    ) -> Launch:
-        """Each expert's ``left.T @ right``, into ``out``."""
-        from interlace.operators.mixture_of_experts import kernel
-
-        sizes, config = self.sizes, self.config
-        wide, narrow = left.shape[1], right.shape[1]
-        even = self.tiles and wide % config.block_m == 0
-        arguments = (
-            plan, self.describe(left, wide, [config.block_k, config.block_m]),
-            self.describe(right, narrow, [config.block_k, config.block_n]),
-            self.describe(out, narrow, [config.block_m, config.block_n]) if even else None,
-            left.data_ptr(), right.data_ptr(), out.data_ptr(), self.group.rank, sizes.experts,
-            sizes.local, wide, narrow,
-        )  # fmt: skip
-        options = {name: value for name, value in self.shared.items() if name != "R_LANES"} | {
-            "EVEN": even
-        }
-        return Launch(
-            kernel.grouped_gemm_gradient, (self.programs,), arguments, options, (left, right)
-        )
 
 
 # The unfused way
@@ -612,7 +360,7 @@ def _unfused(call: Call) -> torch.Tensor:
 def _unfused_gradients(
     call: Call, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By running the forward pass again: it kept nothing."""
+    """Compute the gradients by running the forward pass again, which saved nothing."""
     process_group = process_group_named(call.group_name)
     leaves = [
         tensor.detach().requires_grad_() for tensor in (call.x, call.weights, call.w_in, call.w_out)
@@ -622,9 +370,9 @@ def _unfused_gradients(
         y = reference.mixture_of_experts(
             x, call.experts, weights, w_in, w_out, call.capacity, process_group
         )
-    found = torch.autograd.grad(y, leaves, grad, allow_unused=True)
+    grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
     x_grad, weights_grad, w_in_grad, w_out_grad = (
-        torch.zeros_like(leaf) if each is None else each
-        for each, leaf in zip(found, leaves, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(grads, leaves, strict=True)
     )
     return x_grad, weights_grad, w_in_grad, w_out_grad

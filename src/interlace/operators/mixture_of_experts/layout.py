@@ -1,5 +1,4 @@
-"""How many rows and numbers a call has at most, and where they lie: what host and device must agree
-on.
+"""Sizes and layout of a call's rows, signals and plan: numbers that host and device must agree on.
 
 Shapes depend on sizes and capacity alone, never on where tokens go, so that nothing waits for the
 device.
@@ -13,9 +12,10 @@ from typing import Final
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 ROWS: Final = 128
-"""Rows of the tallest tile. An expert's rows begin at a multiple of it where they arrive, so that
-tiles of an expert may run past its end; results come back with as many rows to spare between two
-experts, so that tiles may run past either.
+"""Rows of the tallest tile.
+
+An expert's rows arrive from a multiple of it on, so that tiles of an expert may run past its end;
+results come back with as many spare rows between two experts, so that tiles may run past either.
 """
 
 MAX_RANKS: Final = 8
@@ -25,19 +25,19 @@ MAX_TOKENS: Final = 1 << 17
 
 # int32 signals of a rank, the same in the forward and the backward pass.
 # Sets take turns by the epoch's parity.
-# [set][source]: that rank is in this call, and its memory may be written. Kernels leave it out
+# [set][source]: the rank is in this call, and its memory may be written. Kernels omit the offset 0.
 GRANTED: Final = 0
-DONE: Final = 2 * MAX_RANKS  # [set][source]: all results of that rank are here
-FINISHED: Final = 4 * MAX_RANKS  # programs that have stored their results; local
+DONE: Final = 2 * MAX_RANKS  # [set][source]: all results of the source have arrived
+FINISHED: Final = 4 * MAX_RANKS  # number of programs that have stored their results; local
 HEADER: Final = 8 * MAX_RANKS
 # HEADER is followed by a signal [local expert][source], then by a local counter [expert].
 SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
 
 # The plan, int32, for R ranks and E experts: three tables [R, E], then a list [E] and a flag.
-COUNTS: Final = 0  # rows of expert e from source s. Kernels leave out the 0
-ARRIVALS: Final = 1  # the row at which they begin where e lives
-RETURNS: Final = 2  # the row at which they begin where s gets its results
-# Then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0
+COUNTS: Final = 0  # rows of expert e from source s; kernels omit the offset 0
+ARRIVALS: Final = 1  # the first of these rows in the buffer of e's rank
+RETURNS: Final = 2  # the first of these rows among the results of s
+# Then: rows of each expert, from all ranks; 1 if every rank is in the call, else 0.
 TABLES: Final = 3
 
 
@@ -46,13 +46,13 @@ class Sizes:
     """One call's sizes, the same on every rank.
 
     Attributes:
-        tokens: of each rank.
-        top_k: experts that a token goes to.
-        experts: of all ranks; rank r holds ``local`` of them, from ``r * local`` on.
-        hidden: width of a token.
-        ffn: width of an expert's inner layer.
-        world_size: ranks.
-        capacity: rows that an expert takes from a rank at most.
+        tokens: Tokens of each rank.
+        top_k: Experts that a token goes to.
+        experts: Experts of all ranks; rank r holds ``local`` of them, from ``r * local`` on.
+        hidden: Width of a token.
+        ffn: Width of an expert's inner layer.
+        world_size: Number of ranks.
+        capacity: Maximum number of rows that an expert takes from a rank.
     """
 
     tokens: int
@@ -69,35 +69,37 @@ class Sizes:
 
     @property
     def slots(self) -> int:
-        """(token, expert) pairs of a rank."""
+        """Number of (token, expert) pairs of a rank."""
         return self.tokens * self.top_k
 
     @property
     def arrivals(self) -> int:
-        """Rows that may arrive at a rank, its own among them; an expert's from a multiple of
-        ``ROWS`` on.
+        """Maximum number of rows that arrive at a rank, its own included.
+
+        An expert's rows begin at a multiple of ``ROWS``.
         """
-        each = min(self.tokens * min(self.top_k, self.local), self.local * self.capacity)
-        return round_up(self.world_size * each, ROWS) + self.local * ROWS
+        of_source = min(self.tokens * min(self.top_k, self.local), self.local * self.capacity)
+        return round_up(self.world_size * of_source, ROWS) + self.local * ROWS
 
     @property
     def returns(self) -> int:
-        """Rows of results that may come back to a rank, with ``ROWS`` to spare before, between and
-        behind experts.
+        """Maximum number of rows of results that come back to a rank.
+
+        ``ROWS`` spare rows lie before, between and behind experts.
         """
         return min(self.slots, self.experts * self.capacity) + (self.experts + 1) * ROWS
 
     @property
     def plan(self) -> int:
-        """Numbers in the plan."""
+        """Number of elements of the plan."""
         return (TABLES * self.world_size + 1) * self.experts + 1
 
 
 def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> int:
-    """Rows that an expert takes from a rank: ``factor`` times its share if all experts were equally
-    wanted, rounded up.
+    """Return the rows that an expert takes from a rank.
 
-    None: as many as there may be, so that no token is dropped.
+    They are ``factor`` times the expert's share if all experts got equally many rows, rounded up.
+    None: the maximum, so that no token is dropped.
     """
     if factor is None:
         return max(tokens, 1)
@@ -105,19 +107,20 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
 
 
 def blocks(slots: int, block: int) -> int:
-    """Programs that number the slots."""
+    """Return the number of programs that number the slots."""
     return max(1, ceil_div(slots, block))
 
 
 def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:
-    """Rows and columns that a program sends at a time: 128 bytes a thread."""
+    """Return the rows and columns that a program sends at a time: 128 bytes per thread."""
     columns = min(next_power_of_2(max(hidden, 16)), 2048)
     return max(1, min(push_rows, 4096 * num_warps // (columns * itemsize))), columns
 
 
 def activation_tile(ffn: int) -> tuple[int, int]:
-    """Rows and columns of which a program of four warps computes gradients at a time: 16 numbers a
-    thread.
+    """Return the rows and columns that a program computes gradients of at a time.
+
+    A program has four warps, and a thread 16 numbers.
     """
     columns = min(next_power_of_2(max(ffn, 16)), 1024)
     return 2048 // columns, columns

@@ -1,9 +1,9 @@
 """``torch.ops.interlace.mixture_of_experts``: schema, shape inference, gradient. Triton is imported
 by the first call.
 
-What the forward pass saves for the backward pass is among its outputs: ``plan``, ``slot_rows``,
-``slot_at``, ``received`` and ``kept`` (``launch.Saved``); they are empty where ``keeps`` is false
-or the implementation is the unfused one.
+The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
+``slot_at``, ``received`` and ``kept`` (``launch.Saved``). They are empty if ``keeps`` is false or
+the implementation is the unfused one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from interlace.operators.mixture_of_experts.layout import Sizes
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out"
-_HOW = "int world_size, SymInt capacity, str group_name, str impl, str config"
+_OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config"
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 _library.define(
-    f"mixture_of_experts({_INPUTS}, {_HOW}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, "
+    f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
 _library.define(
-    f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_HOW}, bool[] wanted) -> "
+    f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool[] needed) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
@@ -83,8 +83,8 @@ def _fake(
     keeps: bool,
 ) -> Tensors:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # By impl alone: under "auto" the tuned table might choose the unfused one, which then pads what
-    # it saves.
+    # The shapes depend on impl alone: under "auto" the tuned table might choose the unfused
+    # implementation, which then pads the tensors that it saves.
     if not keeps or impl == "unfused":
         nothing = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
         return y, *nothing, x.new_empty(0), x.new_empty(0)
@@ -127,12 +127,12 @@ def _run_backward(
     group_name: str,
     impl: str,
     config: str,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> Tensors:
     from interlace.operators.mixture_of_experts.launch import Saved, run_backward
 
     call = _call((x, experts, weights, w_in, w_out), capacity, group_name, impl, config, True)
-    return run_backward(call, grad, Saved(plan, slot_rows, slot_at, received, kept), wanted)
+    return run_backward(call, grad, Saved(plan, slot_rows, slot_at, received, kept), needed)
 
 
 def _fake_backward(
@@ -152,18 +152,18 @@ def _fake_backward(
     group_name: str,
     impl: str,
     config: str,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> Tensors:
     like = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
     ]
-    given = [
+    weight_grads = [
         torch.empty_like(weight, memory_format=torch.contiguous_format)
         if need
         else weight.new_empty(0)
-        for weight, need in zip((w_in, w_out), wanted, strict=True)
+        for weight, need in zip((w_in, w_out), needed, strict=True)
     ]
-    return *like, *given
+    return *like, *weight_grads
 
 
 # Autograd
@@ -171,7 +171,7 @@ def _fake_backward(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     *tensors, world_size, capacity, group_name, impl, config, _ = inputs
-    ctx.how = world_size, capacity, group_name, impl, config
+    ctx.options = world_size, capacity, group_name, impl, config
     _, *saved = output
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
@@ -184,13 +184,13 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None, None, None, *nothing
     tensors = ctx.saved_tensors
-    need_x, _, need_weights, *wanted = ctx.needs_input_grad[:5]
+    need_x, _, need_weights, *needed = ctx.needs_input_grad[:5]
     x, weights, w_in, w_out = torch.ops.interlace.mixture_of_experts_backward(
-        grad, *tensors, *ctx.how, wanted
+        grad, *tensors, *ctx.options, needed
     )
     return (
-        x if need_x else None, None, weights if need_weights else None, w_in if wanted[0] else None,
-        w_out if wanted[1] else None, *nothing,
+        x if need_x else None, None, weights if need_weights else None, w_in if needed[0] else None,
+        w_out if needed[1] else None, *nothing,
     )  # fmt: skip
 
 

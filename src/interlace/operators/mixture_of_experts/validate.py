@@ -1,4 +1,4 @@
-"""Rules for the arguments of ``mixture_of_experts``, checked on every rank before anything is sent."""
+"""Rules for the arguments of ``mixture_of_experts``; every rank checks them before it sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def validate(
     config: object,
     world_size: int,
 ) -> None:
-    """Refuse what no rank could compute; see ``api`` for the rules."""
+    """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
     tokens, hidden = x.shape
@@ -34,10 +34,10 @@ def validate(
             "parts."
         )
     _validate_weights(w_in, w_out, hidden, x)
-    every = world_size * w_in.shape[0]
-    if every > MAX_EXPERTS:
+    total = world_size * w_in.shape[0]
+    if total > MAX_EXPERTS:
         raise ArgumentError(
-            f"{OPERATOR}: all ranks together must have at most {MAX_EXPERTS} experts; got {every}."
+            f"{OPERATOR}: all ranks together must have at most {MAX_EXPERTS} experts; got {total}."
         )
     if experts.dim() != 2 or experts.shape[0] != tokens:
         raise ArgumentError(
@@ -47,9 +47,9 @@ def validate(
     if experts.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{OPERATOR}: experts must be int32 or int64; got {experts.dtype}.")
     top_k = experts.shape[1]
-    if not 1 <= top_k <= min(MAX_TOP_K, every):
+    if not 1 <= top_k <= min(MAX_TOP_K, total):
         raise ArgumentError(
-            f"{OPERATOR}: a token must go to 1 to {min(MAX_TOP_K, every)} of {every} experts; got "
+            f"{OPERATOR}: a token must go to 1 to {min(MAX_TOP_K, total)} of {total} experts; got "
             f"{top_k}."
         )
     if weights.shape != experts.shape or weights.dtype not in FLOATS:

@@ -1,0 +1,1 @@
+"""The kernels of ``embedding_all_to_all``; README.md explains the protocol."""

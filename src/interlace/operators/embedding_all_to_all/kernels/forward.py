@@ -1,0 +1,331 @@
+"""The forward kernel: pooled vectors go straight to the ranks that own the samples."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.operators.embedding_all_to_all.kernels.vectors import (
+    ADDRESS,
+    COLUMN,
+    COUNTER,
+    DONE,
+    FIELDS,
+    HEADER,
+    MAX_RANKS,
+    OWN_COLUMN,
+    STRIDE,
+    TABLE_WIDTH,
+    samples_of,
+    vectors_at,
+)
+
+
+class Pooling(NamedTuple):
+    """The constants that say how a program pools a block of bags.
+
+    Attributes:
+        bags: Bags of one table and destination in a block.
+        unroll: Lookups of a bag whose rows are in flight together.
+        mean: Whether a bag's sum is divided by its length.
+    """
+
+    bags: Any
+    unroll: Any
+    mean: Any
+
+
+class Lookups(NamedTuple):
+    """The tables' records and the lookups: indices, bags' offsets, factors or None, batch size."""
+
+    tables: Any
+    indices: Any
+    offsets: Any
+    weights: Any
+    B: Any
+
+
+@triton.jit
+def _next_rows(indices, start, length, step, UNROLL: tl.constexpr):
+    """Load the next ``UNROLL`` row numbers of each bag; they are 0 beyond its end."""
+    rows = ()
+    for ahead in tl.static_range(UNROLL):
+        inside = step + ahead < length
+        rows = rows + (tl.load(indices + start + step + ahead, mask=inside, other=0).to(tl.int64),)
+    return rows
+
+
+@triton.jit
+def _pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
+    """Sum the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[bags, width]``.
+
+    Rows are added in the order of the indices. Row numbers are a step ahead of rows, and the rows
+    of a step are all under way before the first is added.
+    """
+    BAGS: tl.constexpr = POOLING.bags
+    UNROLL: tl.constexpr = POOLING.unroll
+    DTYPE: tl.constexpr = VECTORS.table_dtype
+    WIDTH: tl.constexpr = VECTORS.width
+    ALIGN: tl.constexpr = VECTORS.align
+    indices, weights = lookups.indices, lookups.weights
+    entry = lookups.tables + table * FIELDS
+    stride = tl.multiple_of(tl.load(entry + STRIDE), ALIGN)
+    base = vectors_at(tl.load(entry + ADDRESS), DTYPE, ALIGN)
+    bag = tl.arange(0, BAGS)
+    columns = tl.arange(0, WIDTH)
+    bounds = lookups.offsets + (lookups.B.to(tl.int64) * table + first) + bag
+    start = tl.load(bounds, mask=bag < count, other=0).to(tl.int64)
+    length = (tl.load(bounds + 1, mask=bag < count, other=0).to(tl.int64) - start).to(tl.int32)
+    longest = tl.max(length, 0)
+    total = tl.zeros([BAGS, WIDTH], tl.float32)
+    row = _next_rows(indices, start, length, 0, UNROLL)
+    for step in range(0, longest, UNROLL):
+        following = _next_rows(indices, start, length, step + UNROLL, UNROLL)
+        vectors = ()
+        for ahead in tl.static_range(UNROLL):
+            pointers = base + row[ahead][:, None] * stride + columns[None, :]
+            mask = (step + ahead < length)[:, None]
+            if not VECTORS.full:
+                width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
+                mask = mask & (columns < width)[None, :]
+            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)
+        for ahead in tl.static_range(UNROLL):
+            if weights is None:
+                total += vectors[ahead].to(tl.float32)
+            else:
+                inside = step + ahead < length
+                scale = tl.load(weights + start + step + ahead, mask=inside, other=0.0)
+                total += vectors[ahead].to(tl.float32) * scale.to(tl.float32)[:, None]
+        row = following
+    if POOLING.mean:
+        total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
+    return total
+
+
+@triton.jit
+def _cells(
+    tables, table, first, count, columns, BAGS: tl.constexpr, STAGED: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Return the offsets of a block's elements and their mask.
+
+    The offsets are in the owner's output, or in the staged ``[samples, own columns]``.
+    """
+    ALIGN: tl.constexpr = VECTORS.align
+    entry = tables + table * FIELDS
+    bag, column = tl.arange(0, BAGS), tl.arange(0, VECTORS.width)
+    corner = columns.to(tl.int64) * first + tl.load(entry + (OWN_COLUMN if STAGED else COLUMN))
+    offsets = tl.multiple_of(corner, ALIGN) + bag[:, None] * columns + column[None, :]
+    mask = (bag < count)[:, None] & (column >= 0)[None, :]
+    if not VECTORS.full:
+        width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
+        mask = mask & (column < width)[None, :]
+    return offsets, mask
+
+
+@triton.jit
+def _pool_local(
+    lookups, own_output, tasks, blocks, rank, chunk, columns, POOLING: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Pool this program's share of the blocks whose samples are this rank's own."""
+    BAGS: tl.constexpr = POOLING.bags
+    OUT: tl.constexpr = VECTORS.out_dtype
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        table, block = task // blocks, task % blocks
+        count = tl.minimum(samples_of(rank, lookups.B, chunk) - block * BAGS, BAGS)
+        if count > 0:
+            total = _pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
+            cells, mask = _cells(
+                lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
+            )
+            tl.store(own_output + cells, total.to(OUT), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "call", "B",
+        "chunk", "T", "slots", "column_groups", "own_groups",
+    ]
+)  # fmt: skip
+def embedding_all_to_all_forward(
+    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx,
+    table_counts, call, buffer_bytes, buffer_index, slots, B, chunk, T, column_groups, own_groups,
+    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr,
+    SLICE_BLOCKS: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
+
+    The output belongs to the rank that owns the sample. A block is ``bags`` bags of one table and
+    destination.
+
+    **Protocol.**
+
+    1. Every rank chooses a free buffer for its output. Program 0 *grants* it to every source: it
+       puts the buffer's index into ``grants[rank]`` there and signals. So a rank that is not in
+       this call yet receives nothing.
+    2. Once all grants have arrived, programs go round over the blocks: destinations in turn from
+       the neighbour on, this rank being the last (``interleaved``), or those of the peers first, or
+       this rank's own first.
+    3. Under ``direct`` and ``tiles`` the last program to have finished these blocks signals every
+       destination. Under ``sliced`` blocks go to ``staging``; the program that completes a slice of
+       ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag.
+    4. The program of the highest index waits, last of all, until all sources are done. Nobody
+       writes to a granted buffer after that: this rank's stream goes on, and the next grant of the
+       buffer is made when its tensor has been freed.
+
+    A rank that has its slices may be one call ahead of a rank that has programs without any for it,
+    so grants, their indices and DONE have two sets. A slice's flag has one: it is set again after
+    the grant of its reader, whose last call is over then.
+
+    No program waits for a program that waits, other than for program 0's grants, which are made
+    first of all.
+
+    **Example.** Two ranks with a table of width 1 each, batch 2. Rank 0 pools bags [a0, a1], rank 1
+    [b0, b1]. Rank 0 writes a1 to column 0 of rank 1's output, then a0 to column 0 of its own; rank
+    1 writes b0 to column 1 of rank 0's, then b1. Outputs: ``[[a0, b0]]`` and ``[[a1, b1]]``.
+    """
+    BAGS: tl.constexpr = POOLING.bags
+    OUT: tl.constexpr = VECTORS.out_dtype
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    rank = il.rank(group)
+    lookups = Lookups(tables, indices, offsets, weights, B)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    flags = il.pointer(signals, tl.int32)
+    # Two sets of signals take turns, as a peer may be one call ahead or behind.
+    granting = il.in_turn(flags, epoch, MAX_RANKS)
+    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
+    grant_indices = il.in_turn(il.pointer(grants, tl.int32), epoch, MAX_RANKS)
+    blocks = (chunk + BAGS - 1) // BAGS
+    # The columns are products with ALIGN, whose divisor the compiler knows.
+    columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
+    own_buffer = buffers + buffer_index.to(tl.int64) * buffer_bytes
+    own_output = il.pointer(own_buffer + rank * tl.multiple_of(group[2], 16), OUT)
+    # Step 1. The put comes before the signal, which releases it: a source that has seen the signal
+    # reads the buffer's index of this call.
+    if program == 0:
+        zeros = tl.zeros_like(peers)
+        il.put(grant_indices + rank + zeros, buffer_index + zeros, peers, group, is_peer)
+        il.signal(granting + rank + zeros, stamp, peers, group, is_peer)
+
+    if ORDER == "local_first" or WORLD_SIZE == 1:
+        _pool_local(
+            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
+        )
+    if WORLD_SIZE > 1:
+        # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
+        granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
+        indices_of_grants = il.get(grant_indices + peers, rank, group, is_peer, 0)
+        target_index = tl.where(peers == rank, buffer_index, indices_of_grants)
+        DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
+        tasks = tl.where(granted, DESTS * T * blocks, 0)
+        for task in range(program, tasks, programs):
+            dest = (rank + 1 + task % DESTS) % WORLD_SIZE
+            table, block = task // DESTS // blocks, task // DESTS % blocks
+            samples = samples_of(dest, B, chunk)
+            count = tl.minimum(samples - block * BAGS, BAGS)
+            if count > 0:
+                first = dest * chunk + block * BAGS
+                total = _pool(lookups, table, first, count, POOLING, VECTORS).to(OUT)
+                cells, mask = _cells(
+                    tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
+                )
+                index = tl.sum(tl.where(peers == dest, target_index, 0))
+                target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
+                if PROTOCOL == "sliced":
+                    if dest == rank:
+                        tl.store(own_output + cells, total, mask=mask)
+                    else:
+                        staged = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * own_columns
+                        staged_cells, mask = _cells(
+                            tables, table, block * BAGS, count, own_columns, BAGS, True, VECTORS
+                        )
+                        tl.store(staged + staged_cells, total, mask=mask)
+                        first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
+                        members = tl.minimum(
+                            (samples + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS
+                        )
+                        table_slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
+                        slot = dest * slots + table * table_slices + block // SLICE_BLOCKS
+                        counter = il.peer_pointer(
+                            flags + HEADER + WORLD_SIZE * slots + slot, rank, group
+                        )
+                        # Step 3, sliced. The arrivals acquire what the slice's other programs have
+                        # staged, so the last one may put all of it.
+                        if il.arrive_last(counter, block - first_block, members):
+                            for member in range(first_block, first_block + members):
+                                count = tl.minimum(samples - member * BAGS, BAGS)
+                                cells, mask = _cells(
+                                    tables, table, member * BAGS, count, columns, BAGS, False,
+                                    VECTORS,
+                                )  # fmt: skip
+                                staged_cells, mask = _cells(
+                                    tables, table, member * BAGS, count, own_columns, BAGS, True,
+                                    VECTORS,
+                                )  # fmt: skip
+                                # From the L2: other programs' stores are not in this one's L1.
+                                value = tl.load(
+                                    staged + staged_cells, mask=mask, cache_modifier=".cg"
+                                )
+                                il.put(target + cells, value, dest, group, mask)
+                            # The fence orders the slice before its flag, as on a network, where the
+                            # flag by itself releases nothing.
+                            il.fence(group)
+                            flag = flags + HEADER + (rank - dest) * slots + slot
+                            il.signal(flag, stamp, dest, group, ORDER="relaxed")
+                elif PROTOCOL == "tiles":
+                    # The block is stored as a full tile: rows beyond the destination's samples are
+                    # cut off by the descriptor, or fall behind the samples of its output.
+                    column = tl.load(tables + table * FIELDS + COLUMN).to(tl.int32)
+                    corner = [dest, index, block * BAGS, column]
+                    il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, VECTORS.width]))
+                else:
+                    il.put(target + cells, total, dest, group, mask)
+        if PROTOCOL != "sliced":
+            # Tiles are stored asynchronously; they must be complete before anyone is told.
+            if PROTOCOL == "tiles":
+                il.complete_tiles()
+            if granted:
+                # Step 3. The last program has acquired the stores of all; its signals release them.
+                counter = il.peer_pointer(flags + COUNTER, rank, group)
+                if il.arrive_last(counter, program, programs):
+                    il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
+    if ORDER == "remote_first" and WORLD_SIZE > 1:
+        _pool_local(
+            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
+        )
+    if WORLD_SIZE > 1:
+        # Step 4. One program waits for all sources, so the kernel does not end before they are
+        # done. It has the highest index, as programs that start later must not be kept from it.
+        if program == programs - 1:
+            arrived = granted
+            if PROTOCOL == "sliced":
+                slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
+                SLICE_BAGS: tl.constexpr = BAGS * SLICE_BLOCKS
+                own_slices = (samples_of(rank, B, chunk) + SLICE_BAGS - 1) // SLICE_BAGS
+                lanes = tl.arange(0, 64)
+                for step in range(1, WORLD_SIZE):
+                    source = (rank + step) % WORLD_SIZE
+                    expected = tl.load(table_counts + source) * slices
+                    for start in range(0, expected, 64):
+                        slot = start + lanes
+                        awaited = (slot < expected) & (slot % slices < own_slices)
+                        if tl.sum(awaited.to(tl.int32)) > 0:
+                            flag = flags + HEADER + source * slots + slot
+                            source_lanes = source + lanes * 0
+                            complete = il.wait(flag, stamp, source_lanes, start, group, awaited)
+                            arrived = arrived & complete
+            else:
+                complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
+                arrived = arrived & complete
+            # A source that did not arrive in time has left the output incomplete.
+            if not arrived:
+                il.fill_nan(own_output, samples_of(rank, B, chunk).to(tl.int64) * columns)
+        if PROTOCOL == "sliced":
+            il.clear_old(flags + HEADER, WORLD_SIZE * slots, epoch, group)
+    il.advance_epoch(epochs, epoch)

@@ -1,0 +1,141 @@
+"""Gradients travel to the owners of the tables: pushes, and the waits for them."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.comm import MAX_PROGRAMS
+from interlace.operators.embedding_all_to_all.kernels.vectors import (
+    HEADER,
+    MAX_RANKS,
+    MAX_TABLES,
+    samples_of,
+    vectors_at,
+)
+
+# A table is cut into pieces for each owner; the pieces of all owners are counted together.
+_MAX_PIECES = tl.constexpr(MAX_PROGRAMS // MAX_RANKS.value)
+
+
+class Pushing(NamedTuple):
+    """The constants that say how gradients are sent.
+
+    Attributes:
+        programs: Programs that send; 0 in a group of one rank.
+        rows: Samples of one table that a program sends at a time.
+        blocks: Blocks of as many samples that it sends before it waits for their arrival.
+        width: The lanes of a vector of the widest table of any rank, a power of two.
+    """
+
+    programs: Any
+    rows: Any
+    blocks: Any
+    width: Any
+
+
+class Gradients(NamedTuple):
+    """The places of the gradients of pooled vectors.
+
+    Attributes:
+        local: Address of this rank's samples' gradients, ``[samples, columns]``.
+        landed: Address of the gradients that peers send, ``[B, landing_columns]``.
+        B, chunk: Samples of all ranks, and of one.
+        rank: This rank.
+        columns: Columns of all ranks' tables.
+        landing_columns: Columns of the rank that has most.
+    """
+
+    local: Any
+    landed: Any
+    B: Any
+    chunk: Any
+    rank: Any
+    columns: Any
+    landing_columns: Any
+
+
+@triton.jit
+def push_gradients(
+    program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
+    WORLD_SIZE: tl.constexpr, PUSHING: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Send every owner this rank's samples' gradients, table by table; signal complete tables.
+
+    ``owners`` has a row ``[tables, 0, 0]`` per rank, then a row ``[column, column in the owner's
+    landing, width]`` per owner and table. A program waits for the arrival of what it sent once for
+    every ``blocks`` blocks of ``rows`` samples.
+    """
+    ROWS: tl.constexpr = PUSHING.rows
+    BLOCKS: tl.constexpr = PUSHING.blocks
+    WIDTH: tl.constexpr = PUSHING.width
+    OUT: tl.constexpr = VECTORS.out_dtype
+    ALIGN: tl.constexpr = VECTORS.align
+    rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
+    landing_columns = gradients.landing_columns
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    counts = tl.load(owners + 3 * peers, mask=peers < WORLD_SIZE, other=0)
+    spans = owners + 3 * WORLD_SIZE
+    line, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    samples = samples_of(rank, gradients.B, chunk)
+    blocks = (samples + ROWS - 1) // ROWS
+    pieces = tl.maximum(tl.minimum((blocks + BLOCKS - 1) // BLOCKS, _MAX_PIECES), 1)
+    members = (WORLD_SIZE - 1) * pieces
+    for task in range(program, max_tables * members, PUSHING.programs):
+        table, member = task // members, task % members
+        # The next rank is the first, so that ranks do not all send to the same owner.
+        owner = (rank + 1 + member % (WORLD_SIZE - 1)) % WORLD_SIZE
+        if table < tl.load(owners + 3 * owner):
+            span = spans + 3 * (owner * max_tables + table)
+            source_column, target_column = tl.load(span), tl.load(span + 1)
+            width = tl.load(span + 2)
+            first = (chunk.to(tl.int64) * rank) * landing_columns
+            first += tl.multiple_of(target_column, ALIGN)
+            for block in range(member // (WORLD_SIZE - 1), blocks, pieces):
+                row = (line + block * ROWS)[:, None].to(tl.int64)
+                mask = (row < samples) & (column[None, :] < tl.multiple_of(width, ALIGN))
+                source = vectors_at(gradients.local, OUT, ALIGN)
+                source += tl.multiple_of(source_column, ALIGN)
+                source = source + row * columns + column[None, :]
+                value = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
+                if tiles is None:
+                    lines = il.pointer(landing, OUT) + first + row * landing_columns
+                    il.put(lines + column[None, :], value, owner, group, mask)
+                else:
+                    # A full tile at the end would cover the next rank's samples.
+                    if (block + 1) * ROWS <= samples:
+                        corner = [owner, rank * chunk + block * ROWS, target_column.to(tl.int32)]
+                        il.put_tile(tiles, corner, tl.reshape(value, [1, ROWS, WIDTH]))
+                    else:
+                        lines = il.pointer(landing, OUT) + first + row * landing_columns
+                        il.put(lines + column[None, :], value, owner, group, mask)
+            # Tiles are stored asynchronously; they must be complete before the table is counted.
+            if tiles is not None:
+                il.complete_tiles()
+        # The last program of a table has acquired the stores of the others, and its signals release
+        # them: an owner that has seen its signal reads complete gradients.
+        if il.arrive_last(il.peer_pointer(flags + HEADER + table, rank, group), member, members):
+            # Owners' flags for a table follow the counters of all tables.
+            slot = flags + HEADER + MAX_TABLES + table * MAX_RANKS + rank
+            has_table = (table < counts) & (peers != rank)
+            il.signal(slot + tl.zeros_like(peers), stamp, peers, group, has_table)
+
+
+@triton.jit
+def await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
+    """Wait for all ranks' gradients of the tables from ``first`` to ``last``, both included.
+
+    Returns 1 if they have arrived before the deadline, else 0.
+    """
+    rank = il.rank(group)
+    lane = tl.arange(0, 8 * MAX_RANKS)
+    source = lane % MAX_RANKS
+    arrived = 1
+    for start in range(first, last + 1, 8):
+        table = start + lane // MAX_RANKS
+        awaited = (table <= last) & (source < WORLD_SIZE) & (source != rank)
+        flag = flags + HEADER + MAX_TABLES + start * MAX_RANKS + lane
+        complete = il.wait(flag, stamp, source, start, group, awaited)
+        arrived = tl.where(complete, arrived, 0)
+    return arrived

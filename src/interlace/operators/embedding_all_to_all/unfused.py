@@ -1,0 +1,56 @@
+"""The unfused backward pass: an all-to-all of torch, and gradients without peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from interlace.comm import process_group_named
+from interlace.operators.embedding_all_to_all import reference
+from interlace.operators.embedding_all_to_all.launch import Call
+from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
+
+
+def exchange(call: Call, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of this rank's tables, ``[batch, columns of this rank]``.
+
+    They travel by an all-to-all of torch.
+    """
+    call.group.check()
+    layout = call.layout
+    samples = [layout.samples(rank) for rank in range(layout.world_size)]
+    process_group = process_group_named(call.group_name)
+    return reference.exchange_gradient(
+        grad, samples, list(layout.rank_columns), call.rank, process_group
+    )
+
+
+def store_dense(
+    call: Call,
+    table_grads: torch.Tensor,
+    values: torch.Tensor,
+    rows: Sequence[int],
+    trainable: Sequence[bool],
+) -> None:
+    """Store dense gradients in ``values``, table by table, from those of the pooled vectors."""
+    widths, batch = call.layout.widths[call.rank], call.layout.batch
+    starts = dense_bounds(rows, widths)
+    for table, part in enumerate(table_grads.split(list(widths), 1)):
+        if not trainable[table]:
+            continue
+        bounds = call.offsets[table * batch : (table + 1) * batch + 1]
+        lookups = slice(int(bounds[0]), int(bounds[-1]))
+        scale = None if call.scale is None else call.scale[lookups]
+        total = torch.zeros(rows[table], widths[table], device=table_grads.device)
+        total.index_add_(
+            0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
+        )
+        values[starts[table] :][: total.numel()].copy_(total.reshape(-1))
+
+
+def without_peers(call: Call) -> Call:
+    """Return the call as it is after the exchange: this rank's tables for the entire batch."""
+    layout = Layout((call.layout.widths[call.rank],), call.layout.batch)
+    return dataclasses.replace(call, layout=layout, rank=0, alone=True)

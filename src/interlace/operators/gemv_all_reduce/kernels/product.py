@@ -1,0 +1,199 @@
+"""A tile of the product of one rank: its rows and tokens, its operands, its sum.
+
+Nothing here communicates.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tiling(NamedTuple):
+    """The constants that say how a kernel cuts the product into tiles.
+
+    Attributes:
+        block_n: Rows of the weight that a tile covers.
+        block_b: Tokens that a tile covers.
+        block_k: Columns of the weight that a program loads at a time.
+        even: Whether the tiles cover rows and tokens without a remainder.
+        even_k: Whether the blocks cover the columns without a remainder.
+        word_values: Values in a packed word, 1 or 2.
+        precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
+    """
+
+    block_n: Any
+    block_b: Any
+    block_k: Any
+    even: Any
+    even_k: Any
+    word_values: Any
+    precision: Any
+
+
+class Matrices(NamedTuple):
+    """The operands of the product: x ``[B, K]`` and w ``[N, K]``, with their rows' strides."""
+
+    x: Any
+    w: Any
+    N: Any
+    B: Any
+    K: Any
+    stride_x: Any
+    stride_w: Any
+
+
+class Result(NamedTuple):
+    """The output y ``[B, N]`` and the bias ``[N]``, or None, that is added to it."""
+
+    y: Any
+    bias: Any
+    N: Any
+    B: Any
+
+
+@triton.jit
+def tile_at(tile, N, B, TILING: tl.constexpr):
+    """Return a tile's rows, its tokens and its mask.
+
+    Tiles of the same rows follow one another, so that weights stay in the L2.
+    """
+    token_tiles = (B + TILING.block_b - 1) // TILING.block_b
+    rows = tile // token_tiles * TILING.block_n + tl.arange(0, TILING.block_n)
+    tokens = tile % token_tiles * TILING.block_b + tl.arange(0, TILING.block_b)
+    return rows, tokens, mask_of(rows, tokens, N, B, TILING)
+
+
+@triton.jit
+def mask_of(rows, tokens, N, B, TILING: tl.constexpr):
+    """Return the mask of a tile, ``[rows, tokens]``; all true if tiles are ``even``."""
+    if TILING.even:
+        return tl.full([rows.shape[0], tokens.shape[0]], 1, tl.int1)
+    else:
+        return (rows[:, None] < N) & (tokens[None, :] < B)
+
+
+@triton.jit
+def point_to_operands(tile, matrices, TILING: tl.constexpr):
+    """Return pointers to a tile's tokens and rows of weights.
+
+    With one token, the columns that are loaded first come with them. Rows and tokens outside the
+    matrix repeat the last one; the store of the tile masks them.
+    """
+    N, B = matrices.N, matrices.B
+    rows, tokens, mask = tile_at(tile, N, B, TILING)
+    w = matrices.w + tl.minimum(rows, N - 1).to(tl.int64) * matrices.stride_w
+    if TILING.block_b == 1:
+        x = matrices.x + tl.minimum(tl.sum(tokens), B - 1).to(tl.int64) * matrices.stride_x
+        return x, w, _load_last(x, w, matrices.K, TILING)
+    else:
+        # Triton 3.6 cannot return None in a tuple, so 0 stands for nothing.
+        x = matrices.x + tl.minimum(tokens, B - 1).to(tl.int64) * matrices.stride_x
+        return x, w, 0
+
+
+@triton.jit
+def multiply_tile(operands, K, TILING: tl.constexpr):
+    """Compute this rank's part of a tile, ``sum over k of w[rows, k] * x[tokens, k]``.
+
+    The part is float32 ``[block_n, block_b]``.
+    """
+    x, w, last = operands
+    if TILING.block_b == 1:
+        return _one_token(x, w, last, K, TILING)
+    else:
+        return _several_tokens(x, w, K, TILING)
+
+
+@triton.jit
+def _one_token(x, w, last, K, TILING: tl.constexpr):
+    """Compute ``sum over k of w[:, k] * x[k]`` without the matrix unit.
+
+    w is a tile of pointers to rows.
+    """
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    # The remainder of K is used last: kept in registers, it costs no trip to memory of its own.
+    # A full block in registers would take registers that other programs need.
+    if TILING.even_k:
+        accumulator = _multiply(last[0], last[1])
+    else:
+        accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, (K - 1) // BLOCK_K * BLOCK_K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        accumulator += _multiply(_load_weight(w, k, K, False), tl.load(x + k))
+    if not TILING.even_k:
+        accumulator += _multiply(last[0], last[1])
+    return tl.sum(accumulator, 1)[:, None]
+
+
+@triton.jit
+def _several_tokens(x, w, K, TILING: tl.constexpr):
+    """Compute ``sum over k of w[:, k] * x[:, k]`` by the matrix unit.
+
+    x and w are tiles of pointers to rows.
+    """
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_B: tl.constexpr = TILING.block_b
+    BLOCK_K: tl.constexpr = TILING.block_k
+    PRECISION: tl.constexpr = TILING.precision
+    k = tl.arange(0, BLOCK_K)
+    full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
+    accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
+    for start in range(0, full_blocks, BLOCK_K):
+        accumulator = _add_product(accumulator, x, w, start + k, K, PRECISION, False)
+    if not TILING.even_k:
+        accumulator = _add_product(accumulator, x, w, full_blocks + k, K, PRECISION, True)
+    return accumulator
+
+
+@triton.jit
+def _load_last(x, w, K, TILING: tl.constexpr):
+    """Load the last ``block_k`` columns or fewer of weight and token, before any others."""
+    k = (K - 1) // TILING.block_k * TILING.block_k + tl.arange(0, TILING.block_k)
+    value = tl.load(x + k) if TILING.even_k else tl.load(x + k, mask=k < K, other=0.0)
+    MASKED: tl.constexpr = not TILING.even_k
+    return _load_weight(w, k, K, MASKED), value
+
+
+@triton.jit
+def _load_weight(pointers, k, K, MASKED: tl.constexpr):
+    # Each weight is used once, so it may leave the caches before anything else does.
+    if MASKED:
+        return tl.load(
+            pointers[:, None] + k[None, :], mask=k[None, :] < K, other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+    else:
+        return tl.load(pointers[:, None] + k[None, :], eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiply(weight, value):
+    """Multiply by one token and add up eight neighbours within a thread, which saves registers."""
+    products = weight.to(tl.float32) * value.to(tl.float32)[None, :]
+    return tl.sum(products.reshape([products.shape[0], products.shape[1] // 8, 8]), 2)
+
+
+@triton.jit
+def _add_product(accumulator, x, w, k, K, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """Advance one step along K with several tokens, by the matrix unit."""
+    weight = _load_weight(w, k, K, MASKED)
+    pointers = x[None, :] + k[:, None]
+    value = tl.load(pointers, mask=k[:, None] < K, other=0.0) if MASKED else tl.load(pointers)
+    # The interpreter cannot multiply bfloat16.
+    if PRECISION == "upcast":
+        weight, value = weight.to(tl.float32), value.to(tl.float32)
+        return tl.dot(weight, value, accumulator, input_precision="ieee")
+    else:
+        return tl.dot(weight, value, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def store_output(result, total, rows, tokens, mask, ADD_BIAS: tl.constexpr):
+    """Store a tile of sums in y, with the bias if ``ADD_BIAS`` and if there is one."""
+    if ADD_BIAS and result.bias is not None:
+        bias = tl.load(result.bias + tl.minimum(rows, result.N - 1))
+        total += bias.to(tl.float32)[:, None]
+    pointers = result.y + tokens[None, :].to(tl.int64) * result.N + rows[:, None]
+    tl.store(pointers, total.to(result.y.dtype.element_ty), mask=mask)

@@ -1,0 +1,182 @@
+"""Combine: results go back to the ranks that sent the rows, and are summed there."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels.tiles import start_in_turn
+from interlace.operators.mixture_of_experts.kernels.plan import (
+    ARRIVALS,
+    COUNTERS,
+    DONE,
+    FINISHED,
+    HEADER,
+    MAX_RANKS,
+    RETURNS,
+    Plan,
+    completeness,
+    local_experts,
+    pick,
+)
+from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_of
+
+
+@triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
+def grouped_gemm_combine(
+    plan, met, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILING: tl.constexpr,
+    L_LANES: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of this rank's experts by their weights, and send the results back.
+
+    The rows ``a`` are ``[arrivals, inner]``. Results go to the ranks that sent the rows.
+
+    **Protocol.** Programs go round over tiles, expert by expert, an expert's rows from those of the
+    next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
+    ``results`` of every source that has rows in it. As a tensor descriptor's tile it goes there in
+    full: what lies before and behind the source's rows falls into the spare rows between experts.
+    The last program to have finished signals every source. Nobody waits: rows have been granted
+    with the counts; backward, by the meeting of :func:`dispatch_grouped_gemm`. If a rank was
+    missing there (``met``), nothing is put. Results are written again in the next call, when their
+    reader, which has granted again, has read them.
+
+    **Example.** The two ranks of :func:`plan_call`. Rank 0 computes rows 0 and 1 of expert 0, keeps
+    the first and puts the second to rank 1; rank 1 puts rows 0 and 1 of expert 1 to rank 0, which
+    then has all three results.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    DESCRIPTORS: tl.constexpr = TILING.descriptors
+    GROUP: tl.constexpr = TILING.group
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    rank = il.rank(group)
+    lanes = tl.arange(0, L_LANES)
+    the_plan = Plan(plan, E, L)
+    complete = completeness(plan, met, E, WORLD_SIZE)
+    rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
+    rows = rows * complete
+    # The rows of the next rank are the first to be computed.
+    next_begin = tl.load(
+        plan + (ARRIVALS * WORLD_SIZE + (rank + 1) % WORLD_SIZE) * E + rank * L + lanes,
+        mask=lanes < L, other=0
+    )  # fmt: skip
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
+    ends = tl.cumsum(tiles_m * tiles_n, 0)
+    if DESCRIPTORS:
+        left, weight = a, b
+    else:
+        left, weight = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
+        target = il.pointer(results, DTYPE)
+    if spread_ns > 0:
+        start_in_turn(spread_ns)
+    for item in range(program, tl.sum(tiles_m) * tiles_n, programs):
+        shifts = (next_begin - begin) // BLOCK_M
+        expert, m, n = tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP)
+        first = pick(begin, lanes, expert)
+        end = first + pick(rows, lanes, expert)
+        row = first + m * BLOCK_M
+        # The destinations are loaded before the product, so that they arrive during it.
+        table = plan + rank * L + expert
+        counts, starts, backs = (), (), ()
+        for source in tl.static_range(WORLD_SIZE):
+            counts = counts + (tl.load(table + source * E),)
+            starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E),)
+            backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * E),)
+        total = multiply(
+            left, weight, row, end, expert, n * BLOCK_N, columns, inner, TRANSPOSED, TILING
+        )
+        if DESCRIPTORS:
+            value = tl.reshape(total.to(DTYPE), [1, BLOCK_M, BLOCK_N])
+            for source in tl.static_range(WORLD_SIZE):
+                start = starts[source]
+                if (counts[source] > 0) & (start < row + BLOCK_M) & (start + counts[source] > row):
+                    corner = [source, backs[source] + row - start, n * BLOCK_N]
+                    il.put_tile(results, corner, value)
+        else:
+            tile_rows = row + tl.arange(0, BLOCK_M)
+            peer = tl.zeros([BLOCK_M], tl.int32)
+            result_row = tl.zeros([BLOCK_M], tl.int32)
+            for source in tl.static_range(WORLD_SIZE):
+                start = starts[source]
+                from_source = (tile_rows >= start) & (tile_rows < start + counts[source])
+                peer = tl.where(from_source, source, peer)
+                result_row = tl.where(from_source, tile_rows - start + backs[source], result_row)
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            pointers = target + result_row.to(tl.int64)[:, None] * columns + column
+            mask = (tile_rows < end)[:, None] & (column < columns)
+            il.put(pointers, total.to(DTYPE), peer[:, None], group, mask)
+    # Tiles are stored asynchronously; they must be complete before anyone is told.
+    if DESCRIPTORS:
+        il.complete_tiles()
+    if complete > 0:
+        # The last program has acquired the puts of all, and its signals release them.
+        finished = il.peer_pointer(il.pointer(signals, tl.int32) + FINISHED, rank, group)
+        if il.arrive_last(finished, program, programs):
+            peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+            is_peer = (peers < WORLD_SIZE) & (peers != rank)
+            done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
+            il.signal(done + rank + peers * 0, stamp, peers, group, is_peer)
+
+
+@triton.jit(do_not_specialize=["call", "tokens", "E", "hidden_groups"])
+def sum_results(
+    slot_rows, weights, plan, y, gradient, results, gradients, signals, epochs, ctx, call, tokens,
+    E, hidden_groups, WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Wait for every rank's results; sum those of each token's slots into ``y[token]``.
+
+    The sum of ``weight * row`` is float32 and in the order of the slots. Without ``weights``
+    (backward) rows are added as they are; ``gradients``, the slots' own numbers that came with the
+    rows, are put in the slots' order. A dropped slot counts as zero.
+
+    **Protocol.** Every program waits for the signals of :func:`grouped_gemm_combine` from all
+    peers; they take turns by the epoch's parity. The kernel is the last of the call, so it advances
+    the epoch. If a rank is missing, y is NaN.
+
+    **Example.** The two ranks of :func:`plan_call`. Rank 0 has the results of slots 0 and 2 from
+    rank 1 and that of slot 1 from itself; with one slot per token, y is each result times the
+    slot's weight.
+    """
+    epoch = il.next_epoch(epochs)
+    stamp = il.mark(epoch, call)
+    group = il.join(ctx)
+    rank = il.rank(group)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    flags = il.pointer(signals, tl.int32)
+    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
+    arrived = il.wait(done + peers, stamp, peers, 0, group, is_peer)
+    complete = completeness(plan, None, E, WORLD_SIZE) > 0
+    poison = tl.where(arrived & complete, 0.0, float("nan"))
+    source = il.pointer(results, DTYPE)
+    hidden = hidden_groups * ALIGN
+    slots = tl.arange(0, triton.next_power_of_2(TOP_K))
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        for start in range(0, hidden, COLS):
+            column = start + tl.arange(0, COLS)
+            total = tl.zeros([COLS], tl.float32) + poison
+            for j in tl.static_range(TOP_K):
+                row = tl.load(slot_rows + token * TOP_K + j)
+                # A mask with the row in it would split vectors.
+                pointers = source + tl.maximum(row, 0).to(tl.int64) * hidden + column
+                is_kept = row >= 0
+                value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
+                value = tl.where(is_kept, value, 0.0)
+                if weights is not None:
+                    value *= tl.load(weights + token * TOP_K + j)
+                total += value
+            pointers = y + hidden.to(tl.int64) * token + column
+            tl.store(pointers, total.to(DTYPE), mask=column < hidden)
+        if gradient is not None:
+            row = tl.load(slot_rows + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
+            numbers = il.pointer(gradients, tl.float32) + row
+            number = il.get(numbers, rank, group, row >= 0, 0.0) + poison
+            tl.store(gradient + token * TOP_K + slots, number, mask=slots < TOP_K)
+    # Signals of long ago would look like new ones when epochs' numbers come again.
+    il.clear_old(flags + HEADER, COUNTERS - HEADER, epoch, group)
+    il.advance_epoch(epochs, epoch)

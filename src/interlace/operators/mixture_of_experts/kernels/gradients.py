@@ -1,0 +1,156 @@
+"""The backward pass between its two exchanges, and the gradients of the weights."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels.tiles import tile_place
+from interlace.operators.mixture_of_experts.kernels.plan import (
+    ARRIVALS,
+    RETURNS,
+    Plan,
+    completeness,
+    local_experts,
+    pick,
+)
+from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
+
+
+@triton.jit(do_not_specialize=["E", "L"])
+def swiglu_backward(
+    plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx,
+    scale_bytes, arrivals, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Compute each row's gradients of gate and up, in turn, and its activation times its weight.
+
+    The gradient of the row's weight goes to the row's source. With ``p = grad_y @ w_out``
+    (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``,
+    that of s is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. Other kernels compute the
+    last of these products.
+
+    **Protocol.** The weights' gradients are put to ``gradients`` of their sources, which the grants
+    of :func:`dispatch_grouped_gemm` allow; if a rank was missing there (``met``), nothing is put.
+    This kernel neither signals nor waits: :func:`grouped_gemm_combine` follows on the same stream,
+    and its signals release these puts too.
+
+    **Example.** Two ranks; rank 1's expert has a row of rank 0. Rank 1 computes ``p . a`` of this
+    row and puts it to the row's place in rank 0's ``gradients``.
+    """
+    group = il.join(ctx)
+    rank = il.rank(group)
+    lanes = tl.arange(0, L_LANES)
+    the_plan = Plan(plan, E, L)
+    complete = completeness(plan, met, E, WORLD_SIZE)
+    rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
+    blocks = (rows + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, 0)
+    scales = il.pointer(received + scale_bytes, tl.float32)
+    gates, products = il.pointer(kept, DTYPE), il.pointer(product_gradient, DTYPE)
+    inner, weighted = il.pointer(inner_gradient, DTYPE), il.pointer(scaled, DTYPE)
+    for item in range(tl.program_id(0), tl.sum(blocks), tl.num_programs(0)):
+        expert = tl.sum((ends <= item).to(tl.int32))
+        first = pick(begin, lanes, expert)
+        end = first + pick(rows, lanes, expert)
+        block = item - pick(ends, lanes, expert) + pick(blocks, lanes, expert)
+        row = first + block * ROWS + tl.arange(0, ROWS)
+        scale = tl.load(scales + row, mask=row < end, other=0.0)
+        number = tl.zeros([ROWS], tl.float32)
+        for start in range(0, width, COLS):
+            column = start + tl.arange(0, COLS)[None, :]
+            cells = row.to(tl.int64)[:, None] * width + column
+            mask = (row < end)[:, None] & (column < width)
+            gate = tl.load(gates + cells, mask=mask, other=0.0).to(tl.float32)
+            ups = gates + arrivals.to(tl.int64) * width
+            up = tl.load(ups + cells, mask=mask, other=0.0).to(tl.float32)
+            incoming = tl.load(products + cells, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = 1 / (1 + tl.exp(-gate))
+            silu = gate * sigmoid
+            number += tl.sum(incoming * silu * up, 1)
+            # Rows that did not arrive left NaN in the product; factors of the rows themselves must
+            # be NaN as well.
+            active = tl.where(incoming == incoming, silu * up * scale[:, None], incoming)
+            incoming *= scale[:, None]
+            both = tl.join(incoming * up * sigmoid * (1 + gate * (1 - sigmoid)), incoming * silu)
+            both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+            both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
+            both_mask = (row < end)[:, None] & (both_columns < 2 * width)
+            pointers = inner + both_cells
+            tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=both_mask)
+            tl.store(weighted + cells, active.to(DTYPE), mask=mask)
+        table = plan + rank * L + expert
+        peer = tl.zeros([ROWS], tl.int32)
+        back = tl.zeros([ROWS], tl.int32)
+        for source in tl.static_range(WORLD_SIZE):
+            start_row = tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E)
+            from_source = (row >= start_row) & (row < start_row + tl.load(table + source * E))
+            peer = tl.where(from_source, source, peer)
+            result_row = row - start_row + tl.load(table + (RETURNS * WORLD_SIZE + source) * E)
+            back = tl.where(from_source, result_row, back)
+        target = il.pointer(gradients, tl.float32) + back
+        valid = (row < end) & (complete + row * 0 > 0)
+        il.put(target, number, peer, group, valid)
+
+
+@triton.jit(do_not_specialize=["E", "L", "rank"])
+def grouped_gemm_gradient(
+    plan, a, b, out, rank, E, L, wide, narrow, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    EVEN: tl.constexpr, TILING: tl.constexpr, L_LANES: tl.constexpr,
+):  # fmt: skip
+    """Compute each expert's ``a.T @ b`` over its rows.
+
+    ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out [L, wide, narrow]``; zero without rows.
+    ``EVEN``: no tile of ``out`` runs into the next expert's, so ``out`` may be a descriptor.
+
+    **Protocol.** No peer takes part. The kernel reads rows that :func:`dispatch_grouped_gemm` has
+    waited for on the same stream, and runs while the peers' results arrive.
+
+    **Example.** Two ranks with an expert each. Rank 0's expert has rows 0 and 1: its gradient is
+    the sum over both of ``a[row].T @ b[row]``, whichever ranks they came from.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    GROUP: tl.constexpr = TILING.group
+    lanes = tl.arange(0, L_LANES)
+    rows, begin = local_experts(Plan(plan, E, L), rank, WORLD_SIZE, L_LANES)
+    tiles_m, tiles_n = (wide + BLOCK_M - 1) // BLOCK_M, (narrow + BLOCK_N - 1) // BLOCK_N
+    if EVEN:
+        target = out
+    else:
+        target = il.pointer(out, DTYPE)
+    if not TILING.descriptors:
+        left, right = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
+    for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
+        expert, inside = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
+        m, n = tile_place(inside, tiles_m, tiles_n, GROUP)
+        first, count = pick(begin, lanes, expert), pick(rows, lanes, expert)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        across, along = m * BLOCK_M, n * BLOCK_N
+        if TILING.descriptors:
+            full_blocks = count // BLOCK_K * BLOCK_K
+            for k in range(0, full_blocks, BLOCK_K):
+                x = a.load([first + k, across])
+                total = tl.dot(x.T, b.load([first + k, along]), total)
+            if full_blocks < count:
+                # Behind an expert's rows memory is undefined, perhaps NaN.
+                mask = (full_blocks + tl.arange(0, BLOCK_K))[:, None] < count
+                x = tl.where(mask, a.load([first + full_blocks, across]), 0.0)
+                z = tl.where(mask, b.load([first + full_blocks, along]), 0.0)
+                total = tl.dot(x.T, z, total)
+        else:
+            x_column = across + tl.arange(0, BLOCK_M)[None, :]
+            z_column = along + tl.arange(0, BLOCK_N)[None, :]
+            for k in range(0, count, BLOCK_K):
+                row = (k + tl.arange(0, BLOCK_K))[:, None]
+                line = (first + row).to(tl.int64)
+                x_mask = (row < count) & (x_column < wide)
+                x = tl.load(left + line * wide + x_column, mask=x_mask, other=0.0)
+                z_mask = (row < count) & (z_column < narrow)
+                z = tl.load(right + line * narrow + z_column, mask=z_mask, other=0.0)
+                # The interpreter cannot multiply bfloat16.
+                if TILING.precision == "upcast":
+                    x, z = x.to(tl.float32), z.to(tl.float32)
+                total = tl.dot(x.T, z, total, input_precision="ieee")
+        row = expert * wide + across
+        store_rows(target, row, (expert + 1) * wide, along, narrow, total.to(DTYPE), EVEN)

@@ -1,0 +1,208 @@
+"""The plan of a call: how many rows go from which rank to which expert, and who agrees on it."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.operators.mixture_of_experts import layout
+
+ROWS = tl.constexpr(layout.ROWS)
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+DONE = tl.constexpr(layout.DONE)
+FINISHED = tl.constexpr(layout.FINISHED)
+HEADER = tl.constexpr(layout.HEADER)
+COUNTERS = tl.constexpr(layout.HEADER + layout.MAX_EXPERTS * layout.MAX_RANKS)
+ARRIVALS = tl.constexpr(layout.ARRIVALS)
+RETURNS = tl.constexpr(layout.RETURNS)
+TABLES = tl.constexpr(layout.TABLES)
+
+
+class Plan(NamedTuple):
+    """The plan (``layout``) in this rank's memory, with E experts of all ranks, L of each."""
+
+    table: Any
+    E: Any
+    L: Any
+
+
+class Exchange(NamedTuple):
+    """The symmetric memory in which ranks tell each other their counts.
+
+    Attributes:
+        numbers: Address of two halves ``[rank, E]`` of counts, then ``[rank]`` of buffer indices.
+        half: Bytes of a half.
+        signals, epochs, ctx, call: The signals, this rank's epochs, the group and the call's mark.
+    """
+
+    numbers: Any
+    half: Any
+    signals: Any
+    epochs: Any
+    ctx: Any
+    call: Any
+
+
+@triton.jit
+def _expert_of(experts, slot, slots, E):
+    """Load the expert that each slot names, and whether there is such an expert."""
+    expert = tl.load(experts + slot, mask=slot < slots, other=-1).to(tl.int32)
+    return expert, (expert >= 0) & (expert < E)
+
+
+@triton.jit(do_not_specialize=["slots", "E"])
+def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """Count the slots of each block of ``BLOCK`` that name each expert.
+
+    The counts go to ``histograms [blocks, E_LANES]``.
+
+    **Protocol.** No peer takes part; :func:`plan_call` follows on the same stream.
+
+    **Example.** Two ranks; slots of rank 0 name experts [1, 0, 1], those of rank 1 [0]. The counts
+    are [1, 2] on rank 0 and [1, 0] on rank 1.
+    """
+    block = tl.program_id(0)
+    expert, named = _expert_of(experts, block * BLOCK + tl.arange(0, BLOCK), slots, E)
+    counts = tl.histogram(tl.where(named, expert, 0), E_LANES, mask=named)
+    tl.store(histograms + block * E_LANES + tl.arange(0, E_LANES), counts)
+
+
+@triton.jit(do_not_specialize=["call", "half", "buffer_index", "slots", "capacity", "E", "L"])
+def plan_call(
+    experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call,
+    half, buffer_index, slots, capacity, E, L, WORLD_SIZE: tl.constexpr, L_LANES: tl.constexpr,
+    E_LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Number this rank's rows, and learn from the peers how many rows come from which rank.
+
+    A slot's row follows those of the same expert in earlier slots; rows beyond ``capacity`` are
+    dropped (row -1). ``slot_rows`` says to which row each slot's result comes back, ``slot_at`` the
+    reverse.
+
+    **Protocol.** Program 0 puts the counts and the index of the buffer that this rank grants into
+    ``numbers[half][rank]`` of every peer, signals, and waits for all. So a rank that has everyone's
+    counts also knows that everyone's memory may be written. ``numbers`` has two halves by the
+    epoch's parity: a peer may still be reading those of the last call, never those of the call
+    before, whose kernels have ended on all ranks that are in the last one.
+
+    **Example.** Two ranks, experts 0 and 1, one on each; slots of rank 0 name [1, 0, 1], those of
+    rank 1 [0]. Counts are [1, 2] and [1, 0]. At expert 0 arrive rank 0's row 0 and rank 1's row 1;
+    at expert 1 rank 0's rows 0 and 1.
+    """
+    program, blocks = tl.program_id(0), tl.num_programs(0)
+    lanes = tl.arange(0, E_LANES)
+    # Rows per expert: in the blocks before this program's, and in all of them.
+    before = tl.zeros([E_LANES], tl.int32)
+    counts = tl.zeros([E_LANES], tl.int32)
+    for first in range(0, blocks, 16):
+        block = first + tl.arange(0, 16)[:, None]
+        histogram = tl.load(
+            histograms + block * E_LANES + lanes[None, :],
+            mask=block + lanes[None, :] * 0 < blocks, other=0,
+        )  # fmt: skip
+        counts += tl.sum(histogram, 0)
+        before += tl.sum(tl.where(block < program, histogram, 0), 0)
+    counts = tl.minimum(counts, capacity)
+    # Results come back with spare rows between experts, so that tiles may run past either end.
+    starts = tl.cumsum(counts + ROWS, 0) - counts
+
+    slot = program * BLOCK + tl.arange(0, BLOCK)
+    expert, named = _expert_of(experts, slot, slots, E)
+    earlier = (expert[:, None] == expert[None, :]) & (slot[:, None] > slot[None, :])
+    is_expert = expert[:, None] == lanes[None, :]
+    number = tl.sum(earlier.to(tl.int32), 1) + tl.sum(tl.where(is_expert, before[None, :], 0), 1)
+    row = tl.sum(tl.where(is_expert, starts[None, :], 0), 1) + number
+    kept = named & (number < capacity)
+    tl.store(slot_rows + slot, tl.where(kept, row, -1), mask=slot < slots)
+    tl.store(slot_at + row, slot, mask=kept)
+    if program == 0:
+        exchange = Exchange(numbers, half, signals, epochs, ctx, call)
+        _exchange(
+            counts, Plan(plan, E, L), exchange, grants, buffer_index, WORLD_SIZE, L_LANES, E_LANES
+        )
+
+
+@triton.jit
+def _exchange(
+    own_counts, plan, exchange, grants, buffer_index, WORLD_SIZE: tl.constexpr,
+    L_LANES: tl.constexpr, E_LANES: tl.constexpr,
+):  # fmt: skip
+    """Tell all peers this rank's counts, wait for theirs, and write the plan and the grants."""
+    R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
+    E, L = plan.E, plan.L
+    epoch = il.next_epoch(exchange.epochs)
+    stamp = il.mark(epoch, exchange.call)
+    group = il.join(exchange.ctx)
+    rank = il.rank(group)
+    peers = tl.arange(0, R_LANES)
+    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    granting = il.in_turn(il.pointer(exchange.signals, tl.int32), epoch, MAX_RANKS)
+    # The halves take turns, so that a peer may still read the numbers of the last call.
+    numbers = exchange.numbers + (epoch & 1).to(tl.int64) * exchange.half
+    counts = il.pointer(numbers, tl.int32)
+    granted = counts + WORLD_SIZE * E
+    lanes = tl.arange(0, E_LANES)
+    for step in tl.static_range(WORLD_SIZE):
+        target = counts + rank * E + lanes
+        peer = (rank + 1 + step) % WORLD_SIZE
+        il.put(target, own_counts, peer, group, lanes < E)
+    il.put(granted + rank + peers * 0, buffer_index + peers * 0, peers, group, peers < WORLD_SIZE)
+    # The signal releases the puts: a peer that has seen it reads the numbers of this call.
+    il.signal(granting + rank + peers * 0, stamp, peers, group, is_peer)
+    # If a rank is missing, all counts become 0, and no kernel of this call sends anything.
+    complete = il.wait(granting + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
+
+    owner, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, L_LANES)[None, :]
+    expert = owner * L + local
+    is_expert = (owner < WORLD_SIZE) & (local < L)
+    arrived = tl.zeros([R_LANES, L_LANES], tl.int32)
+    for source in tl.static_range(WORLD_SIZE):
+        arrived += il.get(counts + source * E + expert, rank, group, is_expert, 0) * complete
+    tl.store(plan.table + TABLES * WORLD_SIZE * E + expert, arrived, mask=is_expert)
+    padded = (arrived + ROWS - 1) // ROWS * ROWS
+    arrival = tl.cumsum(padded, 1) - padded
+    for source in tl.static_range(WORLD_SIZE):
+        count = il.get(counts + source * E + expert, rank, group, is_expert, 0) * complete
+        spaced = tl.where(is_expert, count + ROWS, 0)
+        of_ranks = tl.sum(spaced, 1)
+        back = (tl.cumsum(of_ranks, 0) - of_ranks)[:, None] + tl.cumsum(spaced, 1) - count
+        tl.store(plan.table + source * E + expert, count, mask=is_expert)
+        arrival_table = plan.table + (ARRIVALS * WORLD_SIZE + source) * E
+        tl.store(arrival_table + expert, arrival, mask=is_expert)
+        return_table = plan.table + (RETURNS * WORLD_SIZE + source) * E
+        tl.store(return_table + expert, back, mask=is_expert)
+        arrival += count
+    target = grants + peers
+    indices = il.get(granted + peers, rank, group, peers < WORLD_SIZE, 0)
+    tl.store(target, indices, mask=peers < WORLD_SIZE)
+    tl.store(plan.table + (TABLES * WORLD_SIZE + 1) * E, complete)
+
+
+@triton.jit
+def completeness(table, met, E, WORLD_SIZE: tl.constexpr):
+    """Return 1 if every rank is in this call, else 0.
+
+    In a forward pass, where ``met`` is None, all counts are 0 then.
+    """
+    if met is None:
+        return tl.load(table + (TABLES * WORLD_SIZE + 1) * E)
+    else:
+        return tl.load(met)
+
+
+@triton.jit
+def pick(values, lanes, i):
+    """Return element ``i`` of ``values``, whose indices are ``lanes``."""
+    return tl.sum(tl.where(lanes == i, values, 0))
+
+
+@triton.jit
+def local_experts(plan, rank, WORLD_SIZE: tl.constexpr, L_LANES: tl.constexpr):
+    """Load how many rows each of this rank's experts has, and at which row they begin."""
+    lanes = tl.arange(0, L_LANES)
+    expert = rank * plan.L + lanes
+    mask = lanes < plan.L
+    rows = tl.load(plan.table + TABLES * WORLD_SIZE * plan.E + expert, mask=mask, other=0)
+    begin = tl.load(plan.table + ARRIVALS * WORLD_SIZE * plan.E + expert, mask=mask, other=0)
+    return rows, begin

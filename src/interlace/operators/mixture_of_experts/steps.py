@@ -1,0 +1,355 @@
+"""The launches of one call, step by step: dispatch, combine, sum, and their backward passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.kernels import Launch, processors, triton_dtype
+from interlace.comm.outputs import Output
+from interlace.gemm.launch import has_descriptors, tile_ns
+from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.launch import Call, Saved
+
+_RESULTS = f"{OPERATOR}.results"
+
+
+def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
+    """Decide whether products load and store by tensor descriptors."""
+    sizes, itemsize = call.sizes, call.x.dtype.itemsize
+    return (
+        config.operands == "tiles"
+        and has_descriptors(call.group)
+        and all(
+            size * itemsize % 16 == 0 and size % config.block_k == 0
+            for size in (sizes.hidden, sizes.ffn)
+        )
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (call.w_in, call.w_out))
+    )
+
+
+class Steps:
+    """The launches of one call; their common arguments are computed once.
+
+    Attributes:
+        tiles: Whether operands and results are tensor descriptors.
+        align: The elements, a power of two, that rows are a multiple of.
+        results, gradients: Addresses of the rows that come back, and of their slots' gradients.
+        scale_bytes, buffer_bytes: Bytes of a buffer's rows, and of the buffer with its scales.
+    """
+
+    def __init__(self, call: Call, operator: str, mark: int) -> None:
+        from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
+
+        group, sizes = call.group, call.sizes
+        self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
+        _, self.config = call.chosen
+        self.dtype = call.x.dtype
+        ranks, experts = sizes.world_size, sizes.experts
+        self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
+        self.context = group.context(operator)
+        row_bytes = sizes.hidden * self.dtype.itemsize
+        self.scale_bytes = sizes.arrivals * row_bytes
+        self.buffer_bytes = self.scale_bytes + 4 * sizes.arrivals
+        # The workspace's two halves are used as one: peers write here only once this rank is in its
+        # next call.
+        self.results = group.workspace(
+            _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
+        ).data.address
+        self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
+        self.lanes = {
+            "E_LANES": next_power_of_2(max(experts, 2)),
+            "L_LANES": next_power_of_2(max(sizes.local, 2)),
+        }
+        self.align = 16 // self.dtype.itemsize
+        while sizes.hidden % self.align:
+            self.align //= 2
+        cuda = group.backend == "cuda"
+        self.programs = min(
+            self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
+        )
+        self.tiles = fits_descriptors(call, self.config)
+        # The interpreter cannot multiply bfloat16. TensorFloat-32 would lose what float32 callers
+        # ask for.
+        precision = "ieee" if cuda or self.tiles else "upcast"
+        self.tiling = Tiling(
+            self.config.block_m,
+            self.config.block_n,
+            self.config.block_k,
+            group=self.config.group_m,
+            descriptors=self.tiles,
+            precision=precision,
+        )
+        self.constants = {
+            "WORLD_SIZE": ranks,
+            "DTYPE": triton_dtype(self.dtype),
+            "TILING": self.tiling,
+            "L_LANES": self.lanes["L_LANES"],
+            "num_warps": self.config.num_warps,
+            "num_stages": self.config.num_stages,
+        }
+
+    def operand(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
+        """Describe a contiguous tensor as ``[rows, width]``; without tiles, return its address."""
+        if not self.tiles:
+            return tensor.data_ptr()
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
+
+    def weight(self, weight: torch.Tensor, columns: int, inner: int, transposed: bool) -> Any:
+        """Describe the experts' weights, ``[columns, inner]`` each if ``transposed``."""
+        block_n, block_k = self.config.block_n, self.config.block_k
+        if transposed:
+            return self.operand(weight, inner, [block_n, block_k])
+        return self.operand(weight, columns, [block_k, block_n])
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        saved: Saved,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        space: Output,
+        *,
+        kept: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        grants: torch.Tensor | None = None,
+        met: torch.Tensor | None = None,
+    ) -> Launch:
+        """Send rows of ``x`` to their experts and multiply the rows that arrive.
+
+        Args:
+            space: The buffers of all ranks that rows arrive in.
+            kept: Forward, if a backward pass follows: gate and up are stored here.
+            scales: Backward: the slots' weights, which travel with the rows.
+            grants: Forward: the indices of the ranks' buffers. Without them, all ranks' indices are
+                the same, and ranks have yet to meet.
+            met: Backward: int32 ``[1]``, which becomes 1 once ranks have met.
+        """
+        from interlace.operators.mixture_of_experts.kernels.dispatch import (
+            Pushing,
+            dispatch_grouped_gemm,
+        )
+
+        sizes, config, forward = self.sizes, self.config, grants is not None
+        columns = 2 * sizes.ffn if forward else sizes.ffn
+        width = config.block_n // 2 if forward else config.block_n
+        own_buffer = (
+            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
+        )
+        a_tiles = None
+        if self.tiles:
+            raw = bytes_at(own_buffer, (self.scale_bytes,), (1,), x.device, None)
+            arrived = view_as(raw, (sizes.arrivals, sizes.hidden), self.dtype)
+            a_tiles = self.operand(arrived, sizes.hidden, [config.block_m, config.block_k])
+        push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
+        rows, row_columns = layout.push_tile(
+            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
+        )
+        x, weight = x.contiguous(), weight.contiguous()
+        ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
+        block = [config.block_m, width]
+        arguments = {
+            "x": x,
+            "slot_at": saved.slot_at,
+            "scales": scales,
+            "plan": saved.plan,
+            "grants": grants,
+            "a_tiles": a_tiles,
+            "b": self.weight(weight, columns, sizes.hidden, forward),
+            "out": self.operand(out, sizes.ffn, block),
+            "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
+            "ticket": ticket,
+            "met": met,
+            "buffers": space.address,
+            "signals": self.workspace.signals.address,
+            "epochs": self.workspace.epochs,
+            "ctx": self.context,
+            "call": self.mark,
+            "buffer_bytes": space.buffer_bytes,
+            "scale_bytes": self.scale_bytes,
+            "buffer_index": space.index,
+            "arrivals": sizes.arrivals,
+            "E": sizes.experts,
+            "L": sizes.local,
+            "columns": columns,
+            "hidden_groups": sizes.hidden // self.align,
+        }
+        constants = self.constants | {
+            "FORWARD": forward,
+            "PUSHING": Pushing(
+                config.push_programs, push_rows, rows, row_columns, sizes.top_k, self.align
+            ),
+            "E_LANES": self.lanes["E_LANES"],
+        }
+        grid = (config.push_programs + self.programs,)
+        return Launch(dispatch_grouped_gemm, grid, arguments, constants, (weight, out, kept))
+
+    def combine(
+        self,
+        plan: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        met: torch.Tensor | None = None,
+        transposed: bool,
+    ) -> Launch:
+        """Multiply ``rows [arrivals, inner]`` by the experts' weights and send the results back.
+
+        ``met`` is as for :meth:`dispatch`.
+        """
+        from interlace.operators.mixture_of_experts.kernels.combine import grouped_gemm_combine
+
+        sizes, config, inner = self.sizes, self.config, rows.shape[1]
+        weight = weight.contiguous()
+        spread_ns = 0
+        if sizes.world_size > 1:
+            spread_ns = tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
+        arguments = {
+            "plan": plan,
+            "met": met,
+            "a": self.operand(rows, inner, [config.block_m, config.block_k]),
+            "b": self.weight(weight, sizes.hidden, inner, transposed),
+            "results": self.result_tiles() if self.tiles else self.results,
+            "signals": self.workspace.signals.address,
+            "epochs": self.workspace.epochs,
+            "ctx": self.context,
+            "call": self.mark,
+            "E": sizes.experts,
+            "L": sizes.local,
+            "inner": inner,
+            "columns": sizes.hidden,
+            "spread_ns": spread_ns,
+        }
+        constants = self.constants | {"TRANSPOSED": transposed}
+        return Launch(grouped_gemm_combine, (self.programs,), arguments, constants, (rows, weight))
+
+    def result_tiles(self) -> Any:
+        """Describe every rank's results: ``[rank, row, column]``."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        sizes, itemsize = self.sizes, self.dtype.itemsize
+        base = view_as(
+            bytes_at(self.results, (16,), (1,), self.group.device, None),
+            (16 // itemsize,),
+            self.dtype,
+        )
+        # A group of one has no distance between ranks; a descriptor must.
+        stride = self.group.stride // itemsize or sizes.returns * sizes.hidden
+        shape = [sizes.world_size, sizes.returns, sizes.hidden]
+        return TensorDescriptor(
+            base, shape, [stride, sizes.hidden, 1], [1, self.config.block_m, self.config.block_n]
+        )
+
+    def sum(
+        self,
+        saved: Saved,
+        weights: torch.Tensor | None,
+        y: torch.Tensor,
+        gradient: torch.Tensor | None,
+    ) -> Launch:
+        """Wait for the results and add up those of each token."""
+        from interlace.operators.mixture_of_experts.kernels.combine import sum_results
+
+        sizes = self.sizes
+        arguments = {
+            "slot_rows": saved.slot_rows,
+            "weights": weights,
+            "plan": saved.plan,
+            "y": y,
+            "gradient": gradient,
+            "results": self.results,
+            "gradients": self.gradients,
+            "signals": self.workspace.signals.address,
+            "epochs": self.workspace.epochs,
+            "ctx": self.context,
+            "call": self.mark,
+            "tokens": sizes.tokens,
+            "E": sizes.experts,
+            "hidden_groups": sizes.hidden // self.align,
+        }
+        constants = {
+            "WORLD_SIZE": sizes.world_size,
+            "TOP_K": sizes.top_k,
+            "DTYPE": triton_dtype(self.dtype),
+            "ALIGN": self.align,
+            "COLS": min(next_power_of_2(max(sizes.hidden, 16)), 2048),
+            "num_warps": 4,
+        }
+        programs = min(sizes.tokens, self.config.sum_programs)
+        return Launch(sum_results, (programs,), arguments, constants)
+
+    def activation(
+        self,
+        saved: Saved,
+        met: torch.Tensor,
+        product_gradient: torch.Tensor,
+        inner: torch.Tensor,
+        scaled: torch.Tensor,
+        arrived: torch.Tensor,
+    ) -> Launch:
+        """Compute the gradients of SwiGLU."""
+        from interlace.operators.mixture_of_experts.kernels.gradients import swiglu_backward
+
+        sizes = self.sizes
+        rows, columns = layout.activation_tile(sizes.ffn)
+        arguments = {
+            "plan": saved.plan,
+            "met": met,
+            "kept": saved.kept.data_ptr(),
+            "product_gradient": product_gradient.data_ptr(),
+            "inner_gradient": inner.data_ptr(),
+            "scaled": scaled.data_ptr(),
+            "received": arrived.data_ptr(),
+            "gradients": self.gradients,
+            "ctx": self.context,
+            "scale_bytes": self.scale_bytes,
+            "arrivals": sizes.arrivals,
+            "E": sizes.experts,
+            "L": sizes.local,
+            "width": sizes.ffn,
+        }
+        constants = {
+            "WORLD_SIZE": sizes.world_size,
+            "DTYPE": triton_dtype(self.dtype),
+            "L_LANES": self.lanes["L_LANES"],
+            "ROWS": rows,
+            "COLS": columns,
+            "num_warps": 4,
+        }
+        grid = (self.programs * (8 if self.group.backend == "cuda" else 1),)
+        keep = (product_gradient, inner, scaled)
+        return Launch(swiglu_backward, grid, arguments, constants, keep)
+
+    def gradient(
+        self, plan: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
+    ) -> Launch:
+        """Compute each expert's ``left.T @ right``, into ``out``."""
+        from interlace.operators.mixture_of_experts.kernels.gradients import grouped_gemm_gradient
+
+        sizes, config = self.sizes, self.config
+        wide, narrow = left.shape[1], right.shape[1]
+        even = self.tiles and wide % config.block_m == 0
+        block = [config.block_m, config.block_n]
+        arguments = {
+            "plan": plan,
+            "a": self.operand(left, wide, [config.block_k, config.block_m]),
+            "b": self.operand(right, narrow, [config.block_k, config.block_n]),
+            "out": self.operand(out, narrow, block) if even else out.data_ptr(),
+            "rank": self.group.rank,
+            "E": sizes.experts,
+            "L": sizes.local,
+            "wide": wide,
+            "narrow": narrow,
+        }
+        constants = self.constants | {"EVEN": even}
+        keep = (left, right)
+        return Launch(grouped_gemm_gradient, (self.programs,), arguments, constants, keep)

@@ -219,6 +219,8 @@ def _products(more=None):
     """Descriptors, full tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
     import triton.language as tl
 
+    from interlace.gemm.kernels.tiles import Sending, Tiling
+
     names = (
         "slot_address",
         "half_bytes",
@@ -254,53 +256,26 @@ def _products(more=None):
         "ctx": "*i64",
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
-    blocks = {
-        "BLOCK_M": 64,
-        "BLOCK_N": 64,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "INTERLEAVE": 8,
-        "ALIGN": 8,
-        "WORLD_SIZE": 4,
-    }
-    flags = {
-        "OUT": tl.bfloat16,
-        "PRECISION": "ieee",
-        "EVEN": True,
-        "TILES": True,
-        "DESCRIPTORS": True,
-        "W_ALONG_K": True,
-    }
-    plain = flags | blocks | (more or {})
+    tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
+    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8)
+    plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
     def described(dtype):
         outside = dict.fromkeys(("slots", "results"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
         inside = dict.fromkeys(("x", "w", "whole"), f"tensordesc<{dtype}[64, 64]>")
-        whole = {
-            "gathered": f"tensordesc<{dtype}[1, 1, 64, 64]>",
-            "result": "tensordesc<bf16[64, 64]>",
-        }
-        return types | inside | outside | whole | {"tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
+        own = {"result": "tensordesc<bf16[64, 64]>", "tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
+        return types | inside | outside | own
 
     yield described("bf16"), plain | unscaled | {"bias": None}
-    yield described("fp8e4nv"), plain | {"bias": None, "WORLD_SIZE": 3}
+    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}
     pointers = types | dict.fromkeys(("x", "w", "whole", "bias"), "*fp16")
-    less = {
-        "OUT": tl.float16,
-        "EVEN": False,
-        "TILES": False,
-        "DESCRIPTORS": False,
-        "W_ALONG_K": False,
-        "WORLD_SIZE": 8,
+    stores = {
+        "TILING": tiling._replace(descriptors=False, w_along_k=False),
+        "SENDING": sending._replace(world_size=8, dtype=tl.float16, tile_stores=False),
     }
-    yield (
-        pointers,
-        plain
-        | unscaled
-        | less
-        | dict.fromkeys(("tiles", "slots", "results", "gathered", "result")),
-    )
+    undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
+    yield pointers, plain | unscaled | stores | undescribed
 
 
 def _counted_product():
@@ -310,8 +285,9 @@ def _counted_product():
         **dict.fromkeys(("me", "pieces", "rows", "part_stride", "y_stride"), "i32"),
     }
     for types, constants in _products():
-        tiles = {"tiles": "tensordesc<bf16[1, 64, 64]>"} if constants["TILES"] else {}
-        yield types | more | tiles, constants | {"OWN_BIAS": constants["DESCRIPTORS"]}
+        tiled = constants["SENDING"].tile_stores
+        tiles = {"tiles": "tensordesc<bf16[1, 64, 64]>"} if tiled else {}
+        yield types | more | tiles, constants | {"OWN_BIAS": tiled}
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
@@ -384,8 +360,8 @@ def _mixture_of_experts_products(kernel):
     """With descriptors, forward (for training) and backward; and with pointers."""
     import triton.language as tl
 
+    from interlace.gemm.kernels.tiles import Tiling
     from interlace.operators.mixture_of_experts.kernels.dispatch import Pushing
-    from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
 
     pushing = Pushing(
         programs=16, rows=64, block_rows=8, block_columns=1024, top_k=6, align=8
@@ -411,9 +387,8 @@ def _mixture_of_experts_products(kernel):
         constants = shared | {
             "DTYPE": tl.bfloat16,
             "FORWARD": forward,
-            "TRANSPOSED": forward,
             "EVEN": forward,
-            "TILING": Tiling(128, 256, 64, group=8, descriptors=True, precision="ieee"),
+            "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward, precision="ieee"),
             "num_warps": 8,
         }
         absent = ("scales", "met") if forward else ("grants", "kept")
@@ -422,9 +397,8 @@ def _mixture_of_experts_products(kernel):
     constants = shared | {
         "DTYPE": tl.float32,
         "FORWARD": forward,
-        "TRANSPOSED": forward,
         "EVEN": False,
-        "TILING": Tiling(64, 64, 32, group=8, descriptors=False, precision="ieee"),
+        "TILING": Tiling(64, 64, 32, 8, False, w_along_k=forward, precision="ieee"),
         "a_tiles": None,
     }
     absent = ("scales", "met") if forward else ("grants",)

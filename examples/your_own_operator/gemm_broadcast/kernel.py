@@ -31,6 +31,7 @@ def gemm_broadcast(
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -48,7 +49,7 @@ def gemm_broadcast(
         done = il.in_turn(flags, last, _MAX_RANKS)
         free = il.wait(done + peers, last, peers, 0, group, others).to(tl.int32)
         for tile in tl.range(program, tiles_m * tiles_n, programs):
-            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, TILING.group_m)
+            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
             row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
             total = multiply_tile(matrices, row, column, M, TILING)
             if bias is not None:
@@ -71,7 +72,7 @@ def gemm_broadcast(
             arrived = il.wait(
                 flags + FIRST_TILE + tile + lane, stamp, lane * 0 + ROOT, tile, group, lane == 0
             ).to(tl.int32)
-            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, TILING.group_m)
+            tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
             m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
             cells = m.to(tl.int64)[:, None] * N + n[None, :]

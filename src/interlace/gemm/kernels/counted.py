@@ -46,6 +46,7 @@ def counted_product(
     OUT: tl.constexpr = SENDING.dtype
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -60,7 +61,7 @@ def counted_product(
         piece = dest * pieces + turn % pieces
         first = piece * rows  # of x
         offset = turn % pieces * rows  # of the part
-        tile_m, tile_n = tile_place(task % tiles_per_piece, tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(task % tiles_per_piece, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = multiply_tile(matrices, first + row, column, first + rows, TILING)
         if x_scale is not None:

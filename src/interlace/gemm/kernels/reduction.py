@@ -67,7 +67,8 @@ def add_parts(
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     me = il.rank(group)
-    parts = il.pointer(slots.address, SENDING.dtype)
+    OUT: tl.constexpr = SENDING.dtype
+    parts = il.pointer(slots.address, OUT)
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
     m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     sources = WORLD_SIZE if OWN_PART else WORLD_SIZE - 1
@@ -113,6 +114,7 @@ def send_and_sum(
     TILES: tl.constexpr = SENDING.tile_stores
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     me = il.rank(group)
     N, row_stride, flags = matrices.N, slots.row_stride, slots.flags
@@ -135,7 +137,7 @@ def send_and_sum(
         tile = tl.where(dest == me, this_round - programs, this_round)
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
-        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
             total = multiply_tile(matrices, first + row, column, first + rows, TILING)

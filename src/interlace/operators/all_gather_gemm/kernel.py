@@ -51,6 +51,7 @@ def _multiply(
     OUT: tl.constexpr = SENDING.dtype
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     me = il.rank(group)
     N, routes = matrices.N, arrivals.routes
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -64,7 +65,7 @@ def _multiply(
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
     for task in tl.range(start, end, tl.num_programs(0)):
         source = (me + task // tiles_per_rank) % WORLD_SIZE
-        tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if not OWN:
             if source != known_source:

@@ -83,6 +83,7 @@ def gemm_all_reduce(
         complete = il.wait(done + peers, stamp, peers, 0, group, others).to(tl.int32)
         if arrived * complete == 0:
             own = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
-            il.fill_nan(il.pointer(own, SENDING.dtype), M.to(tl.int64) * row_stride)
+            OUT: tl.constexpr = SENDING.dtype
+            il.fill_nan(il.pointer(own, OUT), M.to(tl.int64) * row_stride)
     il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -65,6 +65,7 @@ def gemm_all_to_all(
     INTERLEAVE: tl.constexpr = SENDING.interleave
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -102,7 +103,7 @@ def gemm_all_to_all(
         first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
         offset = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
-        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
         which = tile_m // tiles_m
         if BATCH > 1:
             first += which * product_rows

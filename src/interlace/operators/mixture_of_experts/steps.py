@@ -46,7 +46,7 @@ class Steps:
     """
 
     def __init__(self, call: Call, operator: str, mark: int) -> None:
-        from interlace.operators.mixture_of_experts.kernels.tiles import Tiling
+        from interlace.gemm.kernels.tiles import Tiling
 
         group, sizes = call.group, call.sizes
         self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
@@ -80,11 +80,12 @@ class Steps:
         # ask for.
         precision = "ieee" if cuda or self.tiles else "upcast"
         self.tiling = Tiling(
-            self.config.block_m,
-            self.config.block_n,
-            self.config.block_k,
-            group=self.config.group_m,
+            block_m=self.config.block_m,
+            block_n=self.config.block_n,
+            block_k=self.config.block_k,
+            group_m=self.config.group_m,
             descriptors=self.tiles,
+            w_along_k=True,
             precision=precision,
         )
         self.constants = {
@@ -184,6 +185,7 @@ class Steps:
             "hidden_groups": sizes.hidden // self.align,
         }
         constants = self.constants | {
+            "TILING": self.tiling._replace(w_along_k=forward),
             "FORWARD": forward,
             "PUSHING": Pushing(
                 config.push_programs, push_rows, rows, row_columns, sizes.top_k, self.align
@@ -229,7 +231,8 @@ class Steps:
             "columns": sizes.hidden,
             "spread_ns": spread_ns,
         }
-        constants = self.constants | {"TRANSPOSED": transposed}
+        tiling = self.tiling._replace(w_along_k=transposed)
+        constants = self.constants | {"TILING": tiling}
         return Launch(grouped_gemm_combine, (self.programs,), arguments, constants, (rows, weight))
 
     def result_tiles(self) -> Any:

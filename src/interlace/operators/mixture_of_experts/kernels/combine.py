@@ -24,7 +24,7 @@ from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
     plan, met, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TRANSPOSED: tl.constexpr, TILING: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILING: tl.constexpr,
     L_LANES: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of this rank's experts by their weights, and send the results back.
@@ -47,7 +47,7 @@ def grouped_gemm_combine(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
-    GROUP: tl.constexpr = TILING.group
+    GROUP: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     stamp = il.mark(epoch, call)
@@ -87,7 +87,7 @@ def grouped_gemm_combine(
             starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E),)
             backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * E),)
         total = multiply(
-            left, weight, row, end, expert, n * BLOCK_N, columns, inner, TRANSPOSED, TILING
+            left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
         )
         if DESCRIPTORS:
             value = tl.reshape(total.to(DTYPE), [1, BLOCK_M, BLOCK_N])

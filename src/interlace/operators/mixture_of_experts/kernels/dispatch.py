@@ -154,7 +154,7 @@ def dispatch_grouped_gemm(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
-    GROUP: tl.constexpr = TILING.group
+    GROUP: tl.constexpr = TILING.group_m
     PUSHERS: tl.constexpr = PUSHING.programs
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     program = tl.program_id(0)
@@ -230,7 +230,7 @@ def dispatch_grouped_gemm(
                 first = pick(begin, lanes, expert)
                 row, end = first + m * BLOCK_M, first + pick(rows, lanes, expert)
                 total = poison + multiply(
-                    a, weight, row, end, expert, n * BLOCK_N, columns, hidden, FORWARD, TILING
+                    a, weight, row, end, expert, n * BLOCK_N, columns, hidden, TILING
                 )
                 if FORWARD:
                     gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))

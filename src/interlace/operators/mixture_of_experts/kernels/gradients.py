@@ -111,7 +111,7 @@ def grouped_gemm_gradient(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
-    GROUP: tl.constexpr = TILING.group
+    GROUP: tl.constexpr = TILING.group_m
     lanes = tl.arange(0, L_LANES)
     rows, begin = local_experts(Plan(plan, E, L), rank, WORLD_SIZE, L_LANES)
     tiles_m, tiles_n = (wide + BLOCK_M - 1) // BLOCK_M, (narrow + BLOCK_N - 1) // BLOCK_N

@@ -1,30 +1,10 @@
 """Tiles of the grouped products: which expert they belong to, their sums, their stores."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from interlace.gemm.kernels.tiles import multiply_tile_of, tile_place
+from interlace.gemm.kernels.tiles import Matrices, multiply_tile_of, tile_place
 from interlace.operators.mixture_of_experts.kernels.plan import pick
-
-
-class Tiling(NamedTuple):
-    """The constants that say how a product is cut into tiles.
-
-    Attributes:
-        block_m, block_n, block_k: Rows and columns of a tile, and the inner dimension of a step.
-        group: Tiles of rows that share columns before the next columns.
-        descriptors: Whether operands and results are tensor descriptors, or else addresses.
-        precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
-    """
-
-    block_m: Any
-    block_n: Any
-    block_k: Any
-    group: Any
-    descriptors: Any
-    precision: Any
 
 
 @triton.jit
@@ -41,24 +21,16 @@ def tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def multiply(
-    x, w, row, end, expert, column, columns, inner, TRANSPOSED: tl.constexpr, TILING: tl.constexpr
-):  # fmt: skip
+def multiply(x, w, row, end, expert, column, columns, inner, TILING: tl.constexpr):
     """Multiply rows of ``x [rows, inner]`` by an expert's weight: float32 ``[block_m, block_n]``.
 
-    The tile begins at ``row`` and ``column``. ``w`` is ``[experts, columns, inner]`` if
-    ``TRANSPOSED`` (as in ``nn.Linear``), else ``[experts, inner, columns]``. Rows from ``end`` on,
-    and columns beyond the last, are undefined.
+    The tile begins at ``row`` and ``column``. ``w`` is ``[experts, columns, inner]`` (as in
+    ``nn.Linear``) if ``TILING.w_along_k``, else ``[experts, inner, columns]``. Rows from ``end``
+    on, and columns beyond the last, are undefined.
     """
-    DESCRIPTORS: tl.constexpr = TILING.descriptors
-    PRECISION: tl.constexpr = TILING.precision
-    BLOCK_M: tl.constexpr = TILING.block_m
-    BLOCK_N: tl.constexpr = TILING.block_n
-    BLOCK_K: tl.constexpr = TILING.block_k
-    return multiply_tile_of(
-        expert, x, w, row, column, end, columns, inner, inner, inner if TRANSPOSED else columns,
-        DESCRIPTORS, TRANSPOSED, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    w_stride = inner if TILING.w_along_k else columns
+    matrices = Matrices(x, w, columns, inner, inner, w_stride)
+    return multiply_tile_of(expert, matrices, row, column, end, TILING)
 
 
 @triton.jit

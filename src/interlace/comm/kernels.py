@@ -99,8 +99,6 @@ def _in_order(
 ) -> tuple[Any, ...]:
     """Return the arguments' values in the order of the kernel's parameters."""
     # Some launches still give their arguments by position.
-    if isinstance(arguments, tuple):
-        return arguments
     order = _orders.get(kernel)
     if order is None:
         names = [name for name in kernel.arg_names if name not in constants]

@@ -48,6 +48,7 @@ def run_astra(
         f"exposed communication at most {max(report.exposed_ns)} ns."
     )
     console.print(f"Physical bound: {report.bound_ns:.0f} ns.")
+    # The congestion-unaware network is ASTRA-sim's, so its results are reported and not refused.
     if report.unphysical:
         console.print(
             "UNPHYSICAL: the result lies under the bound; the congestion-unaware network lets "
@@ -197,6 +198,7 @@ def run_presets(name: str | None) -> None:
             console.print(f"{folder}: {', '.join(presets(folder))}")
         console.print("Show one with its sources: interlace sim presets NAME", style="dim")
         return
+    # A name in several folders shows the first of them, in the order of the list above.
     folder = next((candidate for candidate in folders if name in presets(candidate)), "")
     if not folder:
         raise ConfigError(
@@ -220,6 +222,7 @@ def run_presets(name: str | None) -> None:
             else:
                 text = f"{float(shown):g}"
             table.add_row(key, text, value["confidence"], value["source"])
+        # Name and note stand above and below the table.
         elif key not in ("name", "note"):
             table.add_row(key, str(value), "", "")
     console.print(table)

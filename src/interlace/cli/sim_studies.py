@@ -36,6 +36,7 @@ def run_sweep(
         raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
     values = dict(sweeps.parse_parameter(text) for text in parameters)
     base = scenario(kind, {"fused": "both"} if kind != "collective" else {}, changes)
+    # --no-cache wins over --cache, so that a script can add it to any command.
     folder = None if no_cache else cache or sweeps.default_cache()
     started = time.perf_counter()
     points = sweeps.sweep(base, values, workers=workers, cache_folder=folder)
@@ -163,6 +164,7 @@ def run_sc24(outputs: Outputs, workers: int | None, cache: Path | None, no_cache
     for nodes, algorithm, saving in study.curve:
         table.add_row(str(nodes), algorithm, *_saving_cells(saving))
     console.print(table)
+    # The range says more than the single figure: the paper does not state all of its assumptions.
     lowest, highest = study.spread(lambda saving: saving.forward)
     low_both, high_both = study.spread(lambda saving: saving.both)
     console.print(

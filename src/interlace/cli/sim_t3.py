@@ -82,6 +82,7 @@ def run_t3(
         f"{sum(result.result.events for result in results.values()):,} events in {seconds:.1f} s.",
         style="dim",
     )
+    # Bounds have no events of their own, so pictures and traces leave them out.
     shown = [results[name] for name in SHOWN]
     outputs.write_json(lambda: {name: result.to_json() for name, result in results.items()})
     outputs.write_plot(lambda file: draw(shown, file))
@@ -150,6 +151,7 @@ def run_layer(
     for phase, layer in estimates.items():
         # Shares refer to the sequential layer, which all configurations are compared with.
         total = layer.layer_ns("sequential")
+        # The three parts of a layer add up to all of its time.
         parts = (
             layer.reduced_ns["sequential"] / total,
             layer.products_ns / total,
@@ -212,6 +214,7 @@ def run_measured(
             format_ns(round(comparison.floor_ns)),
         )
     console.print(table)
+    # Shapes that the model says nothing about are named, not dropped silently.
     if left_out:
         console.print(f"Left out, with fewer tiles than compute units: {', '.join(left_out)}.")
     outputs.write_json(
@@ -353,6 +356,7 @@ def _assumptions(done: Study) -> Table:
 
 
 def _cells(figure: Figure) -> tuple[str, str, str, str]:
+    # Ratios need two digits where percentages need one.
     digits = 2 if figure.unit == "x" else 1
     unit = "x" if figure.unit == "x" else f" {figure.unit}"
     return (

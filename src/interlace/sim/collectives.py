@@ -1,9 +1,9 @@
 """Collectives as rounds of messages.
 
-In a round every rank of a group sends some messages and waits for as many; then it reduces them if
-the round requires it, and goes on. A message's destination is a displacement in the group, so one schedule
-serves every rank. A group may span several dimensions of a network. For a buffer of S bytes on each
-of n ranks, the algorithms do:
+In a round every rank of a group sends some messages and waits for as many; then it reduces them, if
+the round requires it, and goes on. A message's destination is a displacement in the group, so one
+schedule serves every rank. A group may span several dimensions of a network. For a buffer of S
+bytes on each of n ranks, the algorithms do:
 
 ``all_to_all``
 

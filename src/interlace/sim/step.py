@@ -202,7 +202,7 @@ class _Simulation:
                 out[name] = out.get(name, 0.0) + sent
         return out
 
-    # Rows.
+    # The methods from here on move a rank through its rows of tasks.
 
     def _advance(self, rank: _Rank) -> None:
         """Start every task that is next in its row and waits for nothing."""
@@ -265,7 +265,7 @@ class _Simulation:
             return kernel.given_ns
         return self.machine.gpu.kernel_time_ns(kernel.flops, kernel.memory_bytes)
 
-    # Communication.
+    # The methods from here on start the tasks that communicate.
 
     def _rounds(self, work: Collective) -> list[Round]:
         group = self.group(work.axes)

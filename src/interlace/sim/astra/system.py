@@ -122,7 +122,7 @@ class Npu:
         self._trees: dict[tuple[int, str], int] = {}
         self._reduce_bytes_per_ns = system.local_mem_bw
 
-    # Time and messages.
+    # The methods from here on are the clock and the messages that algorithms use.
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call ``call(*args)`` in ``delay_ns``, with this NPU's other calls of that instant.
@@ -160,7 +160,7 @@ class Npu:
     def receive(self, source: int, tag: Tag, size: int, received: Callable[[], None]) -> None:
         self.mailbox.receive(tag, source, self.id, size, received)
 
-    # Collectives.
+    # The methods from here on turn a collective into streams of phases.
 
     def collective(
         self,

@@ -165,29 +165,30 @@ def architecture() -> None:
     figure, axes = canvas(96, 74.5)
     label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
     layers = (
-        ((44, "cli\ndoctor   demo   bench   tune   sim", SHADES[3]),),
-        ((26, "bench\nfused, unfused, parts, floor", SHADES[3]), (17, "models\nDLRM, training", SHADES[3])),
+        ((44, "cli\ndoctor   demo   bench   tune   soak   sim", SHADES[3]),),
+        ((16, "bench\nway by way", SHADES[3]), (14, "models\nDLRM, training", SHADES[3]), (12, "testing\nexplorer", SHADES[3])),
         ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses unasked", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
         ((44, "optim\nupdates applied in the backward pass", SHADES[3]),),
-        ((26, "ops\none folder per operator", SHADES[0]), (17, "sim\nmany nodes; no torch", SHADES[1])),
-        ((44, "products\nmatrix products and their tiles", SHADES[0]),),
+        ((26, "operators\none declaration each", SHADES[0]), (17, "sim\nmany nodes; no torch", SHADES[1])),
+        ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
         ((44, "mapped\noutputs on peers, and copies to them", SHADES[0]),),
-        ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nshape → config", SHADES[0])),
+        ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nsizes → config", SHADES[0])),
         ((44, "comm\ngroups, memory, launch", SHADES[2]),),
-        ((44, "costs\npure Python", SHADES[1]),),
+        ((21.5, "registry\noperators", SHADES[1]), (21.5, "costs\npure Python", SHADES[1])),
         ((21.5, "units", PALE), (21.5, "errors", PALE)),
     )
     for row, parts in enumerate(layers):
         x = 2.0
         for width, text, fill in parts:
-            box(axes, x, 64.5 - 6.2 * row, width, 5, text, fill=fill, bold=text.startswith("ops"))
+            bold = text.startswith("operators\none")
+            box(axes, x, 64.5 - 6.2 * row, width, 5, text, fill=fill, bold=bold)
             x += width + 1
 
     label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (
-        ("api", "validates; never sends anything", SHADES[0]),
-        ("op", "schema, shapes, gradient: torch.ops.interlace.*", SHADES[0]),
-        ("launch", "agreement, config, workspace, grid", SHADES[0]),
+        ("function", "validates; never sends anything", SHADES[0]),
+        ("schema", "shapes, gradient: torch.ops.interlace.*", SHADES[0]),
+        ("dispatch", "agrees once, chooses an implementation", SHADES[0]),
         ("kernel", "compute, put, wait, sum", SHADES[0]),
         ("language", "a peer is an index: pointer + peer × stride", SHADES[0]),
     )

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm.choice import ANY_ROWS, takes_bias
+from interlace.testing.cases.products import takes_bias
 from tests.gemm.calls import (
+    ANY_ROWS,
     IMPLS,
     Call,
     check_all,

@@ -18,7 +18,7 @@ from tests.errors import error_of
 DECIDING = [
     "gemm/choice.py",
     "gemm/operands.py",
-    "operators/gemm_all_reduce/launch.py",
+    "operators/gemm_all_reduce/fused.py",
     "operators/gemv_all_reduce/config.py",
     "compile/requirements.py",
     "comm/group.py",

@@ -33,6 +33,8 @@ def test_every_implementation_is_listed():
     """An implementation that is added to an operator must be added to the list."""
     assert len(operators()) > 8
     for name, declaration in operators().items():
+        if not type(declaration).__module__.startswith("interlace."):
+            continue  # another package's
         ours = {each.name for each in declaration.implementations if not each.is_stock}
         assert {impl.split()[0] for impl in IMPLEMENTATIONS[name]} == ours
     for operator, protocols in (

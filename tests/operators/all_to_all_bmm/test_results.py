@@ -104,7 +104,7 @@ def _refused():
         _error(one(4, 3), one(2, 4, 5)),
         _error(one(4, 3), one(2, 3, 5, dtype=torch.bfloat16)),
         _error(one(4, 3), one(2, 3, 0)),
-        _error(one(4, 3), one(2, 3, 5), "chunked"),
+        _error(one(4, 3), one(2, 3, 5), "fused"),
     ]
 
 
@@ -116,7 +116,8 @@ def test_what_does_not_fit_is_refused(ranks):
         assert all("must be [R B C, K] and w [B, K, N]" in text for _, text, *_ in bad[1:-1])
         assert (
             bad[-1][1]
-            == "all_to_all_bmm: impl must be one of auto, chunked, pushed; got 'chunked'."
+            == "all_to_all_bmm: impl must be one of auto, chunked, pushed; got 'fused', which is "
+            "called 'chunked' now."
         )
 
 

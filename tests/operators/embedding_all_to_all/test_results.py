@@ -167,8 +167,8 @@ def test_explain_names_the_configuration():
     tables, indices = [torch.zeros(9, 16), torch.zeros(9, 24)], torch.zeros(20, dtype=torch.int64)
     text = interlace.explain("embedding_all_to_all", tables, indices, torch.arange(9) * 20 // 8)
     assert text.startswith(
-        "embedding_all_to_all of 2 tables a rank, at most 24 wide, float32, batch 4, about 4 "
-        "lookups a bag, on 1 rank: "
+        "embedding_all_to_all of 2 tables per rank, at most 24 wide, float32, batch 4, about 4 "
+        "lookups per bag, on 1 rank: "
         "fused (protocol=direct, order=interleaved, push=direct, block_bags=8, "
     )
     with pytest.raises(

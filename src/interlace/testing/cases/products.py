@@ -26,10 +26,12 @@ from interlace.testing.cases.base import (
     whole,
 )
 
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     name: tuple(each.name for each in declaration.implementations if not each.is_stock)
     for name, declaration in operators().items()
-    if isinstance(declaration, GemmOperator)
+    if isinstance(declaration, GemmOperator) and declaration.collective in _COLLECTIVES
 }
 """Stock pairs are left out: PyTorch tests them."""
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
 
-from interlace.errors import ArgumentError
+from interlace.tuning.configuration import Configuration
 
-_POWERS_OF_TWO = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1}
 _AT_LEAST = {"num_stages": 1, "max_programs": 0, "group_m": 1, "interleave": 1, "stagger": 0}
-_MAX_WARPS = 32
+_MOST = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(Configuration):
     """One way to run a fused kernel. Every rank must use the same one in a call.
 
     Attributes:
@@ -40,41 +38,8 @@ class GemmConfig:
     stagger: int = 100
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        for field, least in _POWERS_OF_TWO.items():
-            value = getattr(self, field)
-            if value < least or value & (value - 1):
-                raise ArgumentError(
-                    f"{name}: {field} must be a power of two, at least {least}; got {value}."
-                )
-        if self.num_warps > _MAX_WARPS:
-            raise ArgumentError(
-                f"{name}: num_warps must be at most {_MAX_WARPS}; got {self.num_warps}."
-            )
-        for field, least in _AT_LEAST.items():
-            value = getattr(self, field)
-            if value < least:
-                raise ArgumentError(f"{name}: {field} must be at least {least}; got {value}.")
-
-    def __str__(self) -> str:
-        """Return ``"block_m=128, block_n=256, ..."``, which :meth:`parse` reads: operators carry it
-        through compiled graphs.
-        """
-        fields = dataclasses.fields(self)
-        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the configuration whose ``str`` is ``text``.
-
-        Raises:
-            ArgumentError: It is not the text of a configuration.
-        """
-        pairs = [pair.partition("=") for pair in text.split(", ")]
-        values = {name: value for name, _, value in pairs}
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(values) != names or not all(value.isdecimal() for value in values.values()):
-            raise ArgumentError(
-                f"{cls.__name__}: text must be str() of a configuration; got {text!r}."
-            )
-        return cls(**{name: int(value) for name, value in values.items()})
+        for name in ("block_m", "block_n", "block_k"):
+            self.require_power_of_two(name, 16, 1024)
+        self.require_power_of_two("num_warps", 1, 32)
+        for name, least in _AT_LEAST.items():
+            self.require_between(name, least, _MOST)

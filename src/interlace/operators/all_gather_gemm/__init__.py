@@ -39,10 +39,7 @@ class AllGatherGemmConfig(GemmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stage_first not in (0, 1):
-            raise ArgumentError(
-                f"AllGatherGemmConfig: stage_first must be 0 or 1; got {self.stage_first}."
-            )
+        self.require_between("stage_first", 0, 1)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

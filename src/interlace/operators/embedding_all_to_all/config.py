@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.errors import ArgumentError
+from interlace.tuning.configuration import Configuration
 from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
@@ -17,7 +16,7 @@ MAX_WIDTH = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingAllToAllConfig:
+class EmbeddingAllToAllConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
@@ -73,26 +72,13 @@ class EmbeddingAllToAllConfig:
     update_registers: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("protocol", PROTOCOLS), ("order", ORDERS), ("push", PUSHES)):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be one of {allowed}; got "
-                    f"{getattr(self, name)!r}."
-                )
-        for name, maximum in (
-            ("block_bags", 64),
-            ("num_warps", 32),
-            ("push_rows", 64),
-            ("block_runs", 64),
-            ("update_warps", 32),
-        ):
-            value = getattr(self, name)
-            if not 1 <= value <= maximum or value & (value - 1):
-                raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be a power of two, at most {maximum}; "
-                    f"got {value}."
-                )
-        for name, minimum, maximum in (
+        for name, words in (("protocol", PROTOCOLS), ("order", ORDERS), ("push", PUSHES)):
+            self.require_word(name, words)
+        for name in ("block_bags", "push_rows", "block_runs"):
+            self.require_power_of_two(name, 1, 64)
+        for name in ("num_warps", "update_warps"):
+            self.require_power_of_two(name, 1, 32)
+        for name, least, most in (
             ("unroll", 1, 32),
             ("max_programs", 1, MAX_PROGRAMS),
             ("slice_blocks", 1, 1024),
@@ -104,40 +90,7 @@ class EmbeddingAllToAllConfig:
             ("max_registers", 0, 255),
             ("update_registers", 0, 255),
         ):
-            if not minimum <= getattr(self, name) <= maximum:
-                raise ArgumentError(
-                    f"EmbeddingAllToAllConfig: {name} must be between {minimum} and {maximum}; got "
-                    f"{getattr(self, name)}."
-                )
-
-    def __str__(self) -> str:
-        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
-        return ", ".join(
-            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> EmbeddingAllToAllConfig:
-        """Return the configuration whose ``str`` is ``text``.
-
-        Raises:
-            ArgumentError: ``text`` is anything else.
-        """
-        kinds: dict[str, Any] = {
-            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
-        }
-        try:
-            items = (item.split("=", 1) for item in text.split(", "))
-            config = cls(**{name: kinds[name](value) for name, value in items})
-        except (KeyError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            config = None
-        if config is None or str(config) != text:
-            raise ArgumentError(
-                f"EmbeddingAllToAllConfig: text must be str() of a configuration; got {text!r}."
-            )
-        return config
+            self.require_between(name, least, most)
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:

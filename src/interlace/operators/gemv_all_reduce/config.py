@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.errors import ArgumentError
+from interlace.tuning.configuration import Configuration
 from interlace.units import next_power_of_2
 
 OPERATOR = "gemv_all_reduce"
@@ -22,7 +21,7 @@ _ONE_SHOT_WORDS = 8 * 8192 * 3
 
 
 @dataclasses.dataclass(frozen=True)
-class GemvAllReduceConfig:
+class GemvAllReduceConfig(Configuration):
     """One way to run the fused kernel. Every rank of a call must use the same one.
 
     Attributes:
@@ -47,62 +46,13 @@ class GemvAllReduceConfig:
     max_registers: int = 0
 
     def __post_init__(self) -> None:
-        if self.protocol not in PROTOCOLS:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: protocol must be one of {PROTOCOLS}; got {self.protocol!r}."
-            )
-        for name in ("block_n", "block_k", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ArgumentError(
-                    f"GemvAllReduceConfig: {name} must be a power of two; got {value}."
-                )
-        if self.num_warps > 32:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: num_warps must be at most 32; got {self.num_warps}."
-            )
-        if self.block_k < 16:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: block_k must be at least 16; got {self.block_k}."
-            )
-        if self.num_stages < 1:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: num_stages must be at least 1; got {self.num_stages}."
-            )
-        if self.max_programs < 0 or self.max_registers < 0:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: max_programs and max_registers must not be negative; "
-                f"got {self.max_programs} and {self.max_registers}."
-            )
-
-    def __str__(self) -> str:
-        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
-        return ", ".join(
-            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> GemvAllReduceConfig:
-        """Return the configuration whose ``str`` is ``text``.
-
-        Raises:
-            ArgumentError: ``text`` is anything else.
-        """
-        kinds: dict[str, Any] = {
-            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
-        }
-        try:
-            items = (item.split("=", 1) for item in text.split(", "))
-            config = cls(**{name: kinds[name](value) for name, value in items})
-        except (KeyError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            config = None
-        if config is None or str(config) != text:
-            raise ArgumentError(
-                f"GemvAllReduceConfig: text must be str() of a configuration; got {text!r}."
-            )
-        return config
+        self.require_word("protocol", PROTOCOLS)
+        self.require_power_of_two("block_n", 1, 1024)
+        self.require_power_of_two("block_k", 16, 1 << 16)
+        self.require_power_of_two("num_warps", 1, 32)
+        self.require_between("num_stages", 1, 32)
+        self.require_between("max_programs", 0, 1 << 20)
+        self.require_between("max_registers", 0, 255)
 
 
 def block_tokens(tokens: int) -> int:

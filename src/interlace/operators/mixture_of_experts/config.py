@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts.layout import ROWS
+from interlace.tuning.configuration import Configuration
 
 OPERATOR = "mixture_of_experts"
 OPERANDS = ("tiles", "pointers")
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureOfExpertsConfig:
+class MixtureOfExpertsConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
@@ -48,59 +47,21 @@ class MixtureOfExpertsConfig:
     stagger: int = 100
 
     def __post_init__(self) -> None:
-        if self.operands not in OPERANDS:
-            raise ArgumentError(
-                f"MixtureOfExpertsConfig: operands must be one of {OPERANDS}; got "
-                f"{self.operands!r}."
-            )
-        for name, minimum, maximum in (
-            ("block_m", 16, ROWS), ("block_n", 32, 512), ("block_k", 16, 512), ("num_warps", 1, 32),
-            ("push_rows", 1, 1024),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not minimum <= value <= maximum or value & (value - 1):
-                raise ArgumentError(
-                    f"MixtureOfExpertsConfig: {name} must be a power of two from {minimum} to "
-                    f"{maximum}; got {value}."
-                )
-        for name, minimum, maximum in (
-            ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048),
-            ("push_programs", 1, 2048), ("sum_programs", 1, 4096), ("stagger", 0, 1000),
-        ):  # fmt: skip
-            if not minimum <= getattr(self, name) <= maximum:
-                raise ArgumentError(
-                    f"MixtureOfExpertsConfig: {name} must be between {minimum} and {maximum}; got "
-                    f"{getattr(self, name)}."
-                )
-
-    def __str__(self) -> str:
-        """Return ``name=value, ...``, which :meth:`parse` reads and compiled graphs carry."""
-        return ", ".join(
-            f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> MixtureOfExpertsConfig:
-        """Return the configuration whose ``str`` is ``text``.
-
-        Raises:
-            ArgumentError: ``text`` is anything else.
-        """
-        kinds: dict[str, Any] = {
-            field.name: str if field.type == "str" else int for field in dataclasses.fields(cls)
-        }
-        try:
-            items = (item.split("=", 1) for item in text.split(", "))
-            config = cls(**{name: kinds[name](value) for name, value in items})
-        except (KeyError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise
-            config = None
-        if config is None or str(config) != text:
-            raise ArgumentError(
-                f"MixtureOfExpertsConfig: text must be str() of a configuration; got {text!r}."
-            )
-        return config
+        self.require_word("operands", OPERANDS)
+        self.require_power_of_two("block_m", 16, ROWS)
+        self.require_power_of_two("block_n", 32, 512)
+        self.require_power_of_two("block_k", 16, 512)
+        self.require_power_of_two("num_warps", 1, 32)
+        self.require_power_of_two("push_rows", 1, 1024)
+        for name, least, most in (
+            ("group_m", 1, 64),
+            ("num_stages", 1, 8),
+            ("programs", 0, 2048),
+            ("push_programs", 1, 2048),
+            ("sum_programs", 1, 4096),
+            ("stagger", 0, 1000),
+        ):
+            self.require_between(name, least, most)
 
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'

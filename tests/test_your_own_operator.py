@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -201,3 +202,44 @@ def test_its_entry_point_makes_it_known(tmp_path):
         check=False,
     )
     assert done.stdout == "True\n", done.stderr
+
+
+def test_its_program_runs():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE / "run.py")],
+        env={**os.environ, "PYTHONPATH": f"{EXAMPLE}:{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[:6] for line in done.stdout.splitlines()] == ["rank 0", "rank 1"]
+
+
+def _program(rank):
+    """Three calls back to back, of two shapes, with other numbers each time."""
+    calls = [(24, 20, 8), (10, 36, 8), (24, 20, 8)]
+    kernel = functools.partial(package.gemm_broadcast, impl="fused", config=SMALL)
+    for rows, columns, inner in calls[:2]:  # agreed on and allocated before schedules differ
+        kernel(torch.zeros(rows, inner), torch.zeros(columns, inner))
+    rank.ready()
+    for turn, shape in enumerate(calls):
+        x, w, _ = _operands(*shape, rank=10 * turn + rank.rank)
+        root = _operands(*shape, rank=10 * turn)
+        assert torch.equal(kernel(x, w), root[0] @ root[1].T)
+
+
+def _explored():
+    from interlace.testing import explore
+
+    schedules = []
+    for count in (2, 3):
+        report = explore(_program, ranks=count, schedules=120, seed=count)
+        report.raise_if_failed()
+        schedules.append(report.schedules)
+    return schedules
+
+
+def test_its_protocol_holds_in_every_schedule(ranks):
+    (schedules,) = ranks(1).run(_explored)
+    assert min(schedules) > 50

@@ -54,9 +54,12 @@ class MixtureOfExpertsConfig:
                 f"{self.operands!r}."
             )
         for name, minimum, maximum in (
-            ("block_m", 16, ROWS), ("block_n", 32, 512), ("block_k", 16, 512), ("num_warps", 1, 32),
+            ("block_m", 16, ROWS),
+            ("block_n", 32, 512),
+            ("block_k", 16, 512),
+            ("num_warps", 1, 32),
             ("push_rows", 1, 1024),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if not minimum <= value <= maximum or value & (value - 1):
                 raise ArgumentError(
@@ -64,9 +67,13 @@ class MixtureOfExpertsConfig:
                     f"{maximum}; got {value}."
                 )
         for name, minimum, maximum in (
-            ("group_m", 1, 64), ("num_stages", 1, 8), ("programs", 0, 2048),
-            ("push_programs", 1, 2048), ("sum_programs", 1, 4096), ("stagger", 0, 1000),
-        ):  # fmt: skip
+            ("group_m", 1, 64),
+            ("num_stages", 1, 8),
+            ("programs", 0, 2048),
+            ("push_programs", 1, 2048),
+            ("sum_programs", 1, 4096),
+            ("stagger", 0, 1000),
+        ):
             if not minimum <= getattr(self, name) <= maximum:
                 raise ArgumentError(
                     f"MixtureOfExpertsConfig: {name} must be between {minimum} and {maximum}; got "

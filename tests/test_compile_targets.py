@@ -48,7 +48,7 @@ def cases_of(kernel):
         ],
         "plan_call": lambda: _mixture_of_experts_numbers(),
         "release_rows": lambda: [
-            (_FETCHING | {"whole": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
+            (_FETCHING | {"gathered": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
             for kind in ("*bf16", "*fp8e4nv")
         ],
         "settle_products": lambda: [
@@ -98,7 +98,7 @@ def _spread_rows():
     """The same rows to all, and others to each."""
     addresses, sizes = (
         ("landing_address", "half_bytes"),
-        ("share", "distance", "K", "x_stride", "whole_stride"),
+        ("share", "distance", "K", "x_stride", "gathered_stride"),
     )
     types = (
         _MEETING
@@ -108,8 +108,8 @@ def _spread_rows():
     )
     for dtype, each in (("*bf16", False), ("*fp32", True)):
         yield (
-            types | {"x": dtype, "whole": dtype},
-            {"WORLD_SIZE": 4, "EACH": each, "ROWS": 4, "COLS": 1024},
+            types | {"x": dtype, "gathered": dtype},
+            {"WORLD_SIZE": 4, "SCATTER": each, "ROWS": 4, "COLS": 1024},
         )
 
 
@@ -233,7 +233,7 @@ def _products(more=None):
     )
     sizes = (
         "call",
-        "taken",
+        "own_buffer",
         "per_source",
         "most_rows",
         "own_rows",
@@ -263,13 +263,13 @@ def _products(more=None):
 
     def described(dtype):
         outside = dict.fromkeys(("slots", "results"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
-        inside = dict.fromkeys(("x", "w", "whole"), f"tensordesc<{dtype}[64, 64]>")
+        inside = dict.fromkeys(("x", "w", "gathered"), f"tensordesc<{dtype}[64, 64]>")
         own = {"result": "tensordesc<bf16[64, 64]>", "tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
         return types | inside | outside | own
 
     yield described("bf16"), plain | unscaled | {"bias": None}
     yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}
-    pointers = types | dict.fromkeys(("x", "w", "whole", "bias"), "*fp16")
+    pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
     stores = {
         "TILING": tiling._replace(descriptors=False, w_along_k=False),
         "SENDING": sending._replace(world_size=8, dtype=tl.float16, tile_stores=False),

@@ -1,5 +1,5 @@
-"""A pass for ``torch.compile`` that fuses products with their collectives without being asked: see
-docs/compile.md.
+"""A pass for ``torch.compile`` that replaces matrix products and their collectives by fused
+operators; docs/compile.md describes it.
 """
 
 from interlace.compile.backends import InductorPass, backend, eager_backend, installed

@@ -1,4 +1,4 @@
-"""Ways to let the pass into ``torch.compile``: a backend, or a pass of Inductor's."""
+"""Two ways to add the pass to ``torch.compile``: as a backend, or as a pass of Inductor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _SLOT = "post_grad_custom_pre_pass"
 
 
 class InductorPass(CustomGraphPass):
-    """The pass for Inductor's ``post_grad_custom_pre_pass``: after autograd, before Inductor reuses
-    any memory.
+    """The pass as Inductor takes it, in the slot ``post_grad_custom_pre_pass``.
+
+    It runs after autograd and before Inductor reuses memory.
 
     Args:
-        first: another pass of that slot, which runs before this one.
+        first: Another pass for this slot, which runs before this one.
 
     Example:
         >>> torch._inductor.config.post_grad_custom_pre_pass = interlace.compile.InductorPass()
@@ -37,17 +38,21 @@ class InductorPass(CustomGraphPass):
         self._first = first
 
     def __call__(self, graph: Graph) -> None:
-        """Fuse what is worth it; see :func:`interlace.compile.fuse`."""
+        """Fuse products and collectives where it is faster; see :func:`interlace.compile.fuse`."""
         if self._first is not None:
             self._first(graph)
         fuse(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs must tell apart: the package, its libraries, the
-        GPUs, settings, groups.
+        """Return the pass's part of the key by which Inductor caches compiled graphs.
+
+        It covers the package, its libraries, the GPUs, the settings and the groups. None, which
+        turns the cache off, if the first pass has no such key.
         """
         if self._first is None:
             return _fingerprint()
+        # A first pass without a key could change its output between runs, and a cached graph would
+        # then be the wrong one; so its missing key must disable caching here, too.
         first = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
         return None if first is None else (first, _fingerprint())
 
@@ -59,7 +64,7 @@ def backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Inductor with the pass: ``torch.compile(model, backend=interlace.compile.backend)``.
+    """Compile a graph by Inductor with the pass: ``torch.compile(model, backend=backend)``.
 
     ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Results are
     those of the uncompiled model within the operators' rounding; every rank of a group must compile
@@ -69,22 +74,26 @@ def backend(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-    patches[_SLOT] = InductorPass(_one(patches[_SLOT]) if _SLOT in patches else _installed_pass())
+    # A pass in ``options`` replaces the one that is installed globally, as it does in Inductor.
+    first = _single_pass(patches[_SLOT]) if _SLOT in patches else _installed_pass()
+    patches[_SLOT] = InductorPass(first)
     compiled: Any = compile_fx(model, list(inputs), config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
 
 def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The pass alone: the graphs run operator by operator. It compiles in no time; to test, or
-    where Inductor does not run.
+    """Apply the pass and run the graphs operator by operator, without Inductor.
 
-    Forward and backward graph are both seen when the forward one is compiled, whether or not a
-    backward pass follows.
+    It compiles at once, so it suits tests and machines on which Inductor does not run. The pass
+    sees the forward and the backward graph when the forward graph is compiled, even if no backward
+    pass follows.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    # The partitioner is the only hook that has both graphs at once, so the pass runs here for
+    # training graphs and in ``infer`` for graphs without gradients.
     def partition(*args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         forward, backward = min_cut_rematerialization_partition(*args, **kwargs)
         return _fused(forward), _fused(backward)
@@ -109,10 +118,10 @@ def _fused(graph_module: GraphModule) -> GraphModule:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Within it, Inductor (``torch.compile``'s own backend) fuses, too.
+    """Make Inductor, the default backend of ``torch.compile``, run the pass within this context.
 
-    Graphs are compiled at their first call, and backward graphs at the first backward pass: those
-    are what it must enclose.
+    Graphs are compiled at their first call, and backward graphs at the first backward pass, so the
+    context must enclose both.
 
     Example:
         >>> with interlace.compile.installed():
@@ -127,38 +136,39 @@ def installed() -> Iterator[None]:
 def _installed_pass() -> Any:
     from torch._inductor import config
 
-    return _one(getattr(config, _SLOT))
+    return _single_pass(getattr(config, _SLOT))
 
 
-def _one(passes: Any) -> Any:
-    """What Inductor's slot holds as one pass, or None: since torch 2.12 it may be several."""
+def _single_pass(passes: Any) -> Any:
+    """Return the content of Inductor's slot as a single pass, or None if the slot is empty."""
+    # Since torch 2.12 the slot may hold a list of passes.
     if isinstance(passes, (list, tuple)):
         return _Sequence(passes) if passes else None
     return passes
 
 
 class _Sequence(CustomGraphPass):
-    """Several passes, one after the other."""
+    """Several passes, run one after the other."""
 
     def __init__(self, passes: Sequence[Callable[[Graph], None]]) -> None:
         self._passes = passes
 
     def __call__(self, graph: Graph) -> None:
-        for each in self._passes:
-            each(graph)
+        for pass_ in self._passes:
+            pass_(graph)
 
     def uuid(self) -> Any:
-        ids = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._passes]
+        ids = [
+            pass_.uuid() if isinstance(pass_, CustomGraphPass) else None for pass_ in self._passes
+        ]
         return None if None in ids else tuple(ids)
 
 
 def _fingerprint() -> str:
-    """A hash of everything that the pass's decisions depend on, beside the graph.
-
-    Decisions are made in many modules, by tuned tables, for a GPU, and by what the environment
-    says. So the whole package counts, rather than a list of modules that somebody must keep: a key
-    that changes too often costs a compilation, one that does not change enough a wrong graph.
-    """
+    """Return a hash of everything except the graph that the pass's decisions depend on."""
+    # Decisions depend on many modules, the tuned tables, the GPU and environment variables. The
+    # hash covers the whole package rather than a list of modules that somebody must maintain: a
+    # key that changes too often costs a compilation, one that changes too rarely a wrong graph.
     device = torch.device(default_device_type())
     devices = (
         [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -170,7 +180,7 @@ def _fingerprint() -> str:
     }
     facts = (
         digest_of(PACKAGE),
-        [identity(each) for each in devices],
+        [identity(device) for device in devices],
         device.type,
         interpreting(),
         ranks_of_a_machine(device),
@@ -181,7 +191,7 @@ def _fingerprint() -> str:
 
 
 def _groups() -> list[tuple[str, list[int]]]:
-    """Names and ranks of this process's groups."""
+    """Return the names and ranks of this process's groups."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.distributed_c10d import _world

@@ -1,4 +1,4 @@
-"""Which operator, if any, is faster than a pair: the tuned tables' answer."""
+"""The choice between a fused operator and the unfused pair, made from the tuned tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from interlace.registry import Operator, operator_matching
 
 
 def usable_ranks(group_name: str, device: torch.device) -> int:
-    """How many ranks a group has. Nothing is sent.
+    """Return the number of ranks of a group on which operators can run. Nothing is sent.
 
     Raises:
-        LeftAlone: operators cannot run on this group, or not on this device.
+        LeftAlone: Operators cannot run on this group or on this device.
     """
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
@@ -40,44 +40,47 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         raise LeftAlone("its group has one rank, which has nothing to send")
     if len(ranks) > MAX_RANKS:
         raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
-    here = ranks_of_a_machine(device)
-    machines = len({rank // here for rank in ranks}) if here else 1
+    ranks_per_machine = ranks_of_a_machine(device)
+    # Operators write to peers' memory directly, which only ranks of one machine can map.
+    machines = len({rank // ranks_per_machine for rank in ranks}) if ranks_per_machine else 1
     if machines > 1:
         raise LeftAlone(
-            f"its group spans {machines} machines of {here} ranks (by LOCAL_WORLD_SIZE, or GPUs "
-            "in sight)"
+            f"its group spans {machines} machines of {ranks_per_machine} ranks "
+            "(by LOCAL_WORLD_SIZE, or GPUs in sight)"
         )
     return len(ranks)
 
 
 def ranks_of_a_machine(device: torch.device) -> int | None:
-    """Consecutive ranks on one machine: what torchrun says, else as many as there are GPUs; None if
-    nothing tells.
+    """Return the number of consecutive ranks on one machine, or None if it is unknown.
+
+    ``LOCAL_WORLD_SIZE``, which torchrun sets, decides; without it, the number of visible GPUs.
     """
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if said.isdecimal() and int(said):
-        return int(said)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_world_size.isdecimal() and int(local_world_size):
+        return int(local_world_size)
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
 def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
-    """Return why ``operator`` is the faster way to compute this product.
-
-    It must have been measured: ``impl="auto"`` of a call runs the kernel where nothing was, but
-    nobody has asked for this one.
+    """Return the reason why ``operator`` is the faster way to compute this product.
 
     Args:
-        rows: M: of an all-gather, all ranks'; of a batch, all its products'.
+        rows: M. For an all-gather, the rows of all ranks; for a batch, those of all its products.
 
     Raises:
         LeftAlone: The pair is faster, or nothing was measured.
     """
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
     choice = operator.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    # ``impl="auto"`` of an explicit call runs the fused kernel where nothing was measured. The pass
+    # must not: the user has not asked for the operator, so it has to be known to be faster.
     if not choice.measured and product.device.type == "cuda":
         raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator.name}")
     if _is_pair(operator, choice.impl):
         raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
+    # An implementation that refuses these operands is replaced by the table's fallback when the
+    # call runs. If the fallback is the pair, the operator would only add overhead.
     refusal = operator.implementation(choice.impl).refusal(_terms(product, rows, ranks))
     if refusal is not None and _is_pair(operator, choice.fallback):
         raise LeftAlone(
@@ -87,7 +90,7 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
 
 
 def _is_pair(operator: Operator, impl: str) -> bool:
-    """Return whether an implementation is what the graph runs anyway."""
+    """Return whether an implementation computes exactly what the unchanged graph does."""
     return impl == "unfused" or operator.implementation(impl).is_stock
 
 
@@ -105,11 +108,9 @@ def _terms(product: Product, rows: int, ranks: int) -> Terms:
 
 
 def are_small(products: list[Product], rows: int) -> bool:
-    """Whether operands are small beside the products' sum.
-
-    Putting them side by side moves them twice; a pair writes each product, and reads all for a sum
-    that it writes.
-    """
+    """Return whether the operands of a sum of products are small compared with the sum."""
+    # Concatenating the operands reads and writes each of them once. The pair writes every product,
+    # reads all of them again, and writes their sum. Whichever moves fewer elements is cheaper.
     columns, inner = products[0].columns, sum(product.inner for product in products)
     return 2 * inner * (rows + columns) <= (len(products) + 1) * rows * columns
 
@@ -117,14 +118,17 @@ def are_small(products: list[Product], rows: int) -> bool:
 def choose_sum(
     operator: Operator, products: list[Product], rows: int, ranks: int
 ) -> tuple[bool, str]:
-    """Whether a sum of products is one product, operands side by side, and its parts are not added
-    up; why ``operator`` is faster.
+    """Return whether to concatenate the operands of a sum of products, and why that is faster.
+
+    Concatenated operands, x and w side by side along K, make the sum a single product. The
+    alternative keeps the products apart and adds them up in parts, rank by rank.
 
     Args:
-        rows: M; of batches, all rows.
+        rows: M; for batches, the rows of all products.
 
     Raises:
-        LeftAlone: neither is faster for one product of all their K, or nothing was measured.
+        LeftAlone: Neither way is faster than the pair for a product of the total K, or nothing was
+            measured.
     """
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
@@ -138,7 +142,8 @@ def choose_sum(
     )
     if first.device.type == "cuda" and not choice.measured:
         raise LeftAlone(
-            f"nothing was measured on this GPU near the sizes of {operator.name}, of a sum of products"
+            f"nothing was measured on this GPU near the sizes of {operator.name}, "
+            "of a sum of products"
         )
     if choice.impl == "fused" and not (side_by_side or in_parts or batches):
         raise LeftAlone(
@@ -158,13 +163,18 @@ def choose_sum(
 
 
 def all_reduce_operator(rows: int, rows_contiguous: bool) -> Operator:
-    """Return the operator of a product and an all-reduce: for few tokens the one that reads the
-    weight fastest.
+    """Return the operator for a product and an all-reduce of ``rows`` tokens.
+
+    Args:
+        rows: M.
+        rows_contiguous: Whether the weight's rows are contiguous along K.
     """
+    # With few tokens the product is limited by reading the weight, which the GEMV operator does
+    # fastest; it needs the weight to be contiguous along K.
     few = rows < FEW_TOKENS and rows_contiguous
     return operator_matching("gemv" if few else "gemm", "all_reduce")
 
 
 def overload(name: str) -> Any:
-    """Return ``torch.ops.interlace.<name>`` as it stands in a graph."""
+    """Return the overload of ``torch.ops.interlace.<name>`` that calls in a graph refer to."""
     return getattr(torch.ops.interlace, name).default

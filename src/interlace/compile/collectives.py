@@ -1,4 +1,4 @@
-"""Collectives in a graph: the call, and the waits for it."""
+"""Collectives in a graph: a call that starts the collective, and calls that wait for it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ REDUCE_SCATTER = _namespace.reduce_scatter_tensor.default
 ALL_GATHER = _namespace.all_gather_into_tensor.default
 ALL_TO_ALL = _namespace.all_to_all_single.default
 
-# Where the group stands among the arguments.
+# The position of the group's name among the arguments.
 _GROUP = {ALL_REDUCE: 2, REDUCE_SCATTER: 3, ALL_GATHER: 2, ALL_TO_ALL: 3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective that an operator could take part in.
+    """A collective that a fused operator may replace together with a product.
 
     Attributes:
-        node: the call.
-        input: what goes into it.
-        waits: the calls that wait for it, in the graph's order.
-        group_name: of its process group.
+        node: The call that starts the collective.
+        input: The collective's operand.
+        waits: The calls that wait for the collective, in the graph's order.
+        group_name: The name of the process group.
     """
 
     node: Node
@@ -49,24 +49,26 @@ class Collective:
 
     @property
     def result(self) -> torch.Tensor:
-        """What it gives, as the first wait does."""
+        """The (fake) tensor that the first wait returns."""
         return value(self.waits[0])
 
     @property
     def splits(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Of an all-to-all: rows to each rank, rows from each rank."""
+        """The splits of an all-to-all: rows sent to each rank, and rows received from each."""
         return argument(self.node, 2, "input_split_sizes"), argument(
             self.node, 1, "output_split_sizes"
         )
 
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
-        how = argument(self.node, 1, "reduce_op")
-        if how != "sum":
-            raise LeftAlone(f"it reduces by {how!r}; operators add")
+        reduction = argument(self.node, 1, "reduce_op")
+        if reduction != "sum":
+            raise LeftAlone(f"it reduces by {reduction!r}; operators add")
 
     def require_waiting(self) -> None:
-        """Raise :class:`LeftAlone` where the program has something else to do in the meantime."""
+        """Raise :class:`LeftAlone` if the program computes something during the collective."""
+        # Work between the call and its wait already hides the communication. A fused operator
+        # would move the collective to the product and lose that overlap.
         for node in between(self.node, self.waits[0]):
             if is_work(node):
                 raise LeftAlone(
@@ -74,25 +76,32 @@ class Collective:
                 )
 
     def become(self, y: Node, writer: Writer, before: Iterable[Node]) -> None:
-        """Let ``y``, of as many elements, take the place of the collective, and of the nodes that
-        came ``before`` it.
+        """Replace the collective by ``y``, which has as many elements, and erase unused nodes.
+
+        Args:
+            y: The fused operator's result.
+            writer: Adds the calls that bring ``y`` into the collective's shape and strides.
+            before: The product and the nodes between it and the collective; those that nothing
+                uses any more are erased.
         """
         self.replace(writer.laid_out_as(writer.reshape(y, self.result.shape), self.result))
         erase_unused(before)
 
     def replace(self, result: Node) -> None:
-        """Let ``result`` take the place of the collective and its waits, which are erased."""
+        """Replace the collective and its waits by ``result``, and erase them."""
         for wait in self.waits:
             wait.replace_all_uses_with(result)
             wait.graph.erase_node(wait)
-        # Saved for the backward pass before it was waited for: the same memory
+        # A graph may save the collective's result for the backward pass before the wait. The wait
+        # returns the same memory, so ``result`` replaces this use as well.
         self.node.replace_all_uses_with(result)
         self.node.graph.erase_node(self.node)
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node starts a collective of ``torch.distributed``'s functional kind, one that
-    operators know or not.
+    """Return whether a node starts a functional collective of ``torch.distributed``.
+
+    It need not be a collective that a fused operator exists for.
     """
     if node.op != "call_function" or getattr(node.target, "namespace", "") not in (
         "_c10d_functional",
@@ -103,16 +112,17 @@ def is_collective(node: Node) -> bool:
 
 
 def read(node: Node) -> Collective:
-    """The collective that a node starts.
+    """Return the collective that a node starts.
 
     Raises:
-        LeftAlone: no operator has it, its group is not known, or its result is used in another way
-            than by waiting for it.
+        LeftAlone: No operator has this collective, its group is unknown, or its result is used
+            without a wait.
     """
     if node.target not in _GROUP:
         in_place = " in place" if str(node.target).split(".")[1].endswith(("_", "_out")) else ""
         raise LeftAlone(f"no operator has this collective{in_place}")
     group = argument(node, _GROUP[node.target], "group_name")
+    # Some versions of DTensor pass the ProcessGroup itself instead of its name.
     group = getattr(group, "group_name", group)
     if not isinstance(group, str):
         raise LeftAlone("its group is not known when compiling")

@@ -1,4 +1,4 @@
-"""What the pass did with a collective, and why."""
+"""Findings: records of what the pass did with each collective, and why."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ log = logging.getLogger("interlace.compile")
 
 
 class LeftAlone(Exception):
-    """Raised where a collective stays as it is; the message says why, as the end of "left alone:
-    ...".
-    """
+    """Raised if a collective is left unchanged; the message completes "left alone: ..."."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A collective of a graph, and what became of it.
+    """A collective of a graph, and what the pass did with it.
 
     Attributes:
         graph: ``"forward"`` or ``"backward"``.
-        collective: its operator, such as ``"all_reduce"``.
-        node: its name in the graph.
-        shape: of what goes into it.
-        module: the module whose product it follows or feeds, where the graph says so; else ``""``.
-        operator: the fused operator that took its place, or None.
-        reason: why that one, or why none.
+        collective: The collective's operator, such as ``"all_reduce"``.
+        node: The collective's name in the graph.
+        shape: The shape of the collective's operand.
+        module: The path of the module whose product the collective follows or feeds, or ``""`` if
+            the graph does not tell.
+        operator: The fused operator that replaced the collective, or None.
+        reason: Why this operator was chosen, or why the collective was left alone.
     """
 
     graph: str
@@ -42,35 +41,37 @@ class Finding:
     reason: str
 
     def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
+        location = f" in {self.module}" if self.module else ""
         done = f"fused by {self.operator}" if self.operator else "left alone"
-        return f"{self.graph}: {self.collective} of {list(self.shape)} ({self.node}{where}) {done}: {self.reason}"
+        subject = f"{self.collective} of {list(self.shape)} ({self.node}{location})"
+        return f"{self.graph}: {subject} {done}: {self.reason}"
 
 
 def module_of(node: Node) -> str:
-    """The path of the module that a node was traced from (of its forward pass, for a gradient), or
-    ``""``.
+    """Return the path of the module that a node was traced from, or ``""`` if it is unknown.
+
+    For a node of a gradient it is the module whose forward pass the gradient belongs to.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     entries = list(stack.values())
     if not entries:
         return ""
-    path = re.sub(
-        r"\['?(\w+)'?\]", r".\1", str(entries[-1][0])
-    )  # L['self']._modules['mlp']._modules['down']
+    # The entry reads like L['self']._modules['mlp']._modules['down'], which becomes mlp.down.
+    path = re.sub(r"\['?(\w+)'?\]", r".\1", str(entries[-1][0]))
     return re.sub(r"^L\.(self\b)?|\b_modules\.", "", path).strip(".")
 
 
-# Backward graphs are compiled on other threads, so these are the process's.
+# Open recordings belong to the process, not to a thread: backward graphs are compiled on other
+# threads than forward graphs.
 _records: list[list[Finding]] = []
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Finding]]:
-    r"""The findings of every graph that the pass sees within it, in any thread; also logged, as
-    ``interlace.compile``.
+    r"""Collect the findings of every graph that the pass sees within this context, in any thread.
 
-    A compiled graph that Inductor finds in its cache is not seen again.
+    The logger ``interlace.compile`` receives them, too. The pass does not see a graph that Inductor
+    takes from its cache.
 
     Example:
         >>> with interlace.compile.recording() as findings:
@@ -82,12 +83,12 @@ def recording() -> Iterator[list[Finding]]:
     try:
         yield record
     finally:
-        _records[:] = [other for other in _records if other is not record]
+        _records[:] = [kept for kept in _records if kept is not record]
 
 
 def record(findings: list[Finding]) -> None:
-    """Tell all who are recording, and the log."""
-    for each in _records:
-        each.extend(findings)
+    """Append findings to all open recordings, and log them."""
+    for open_record in _records:
+        open_record.extend(findings)
     for finding in findings:
         log.info("%s", finding)

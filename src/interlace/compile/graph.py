@@ -1,4 +1,4 @@
-"""Nodes of a traced graph: what they stand for, and new ones."""
+"""Helpers to read the nodes of a traced graph and to add new ones."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ _PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_
 
 
 def value(node: Node) -> torch.Tensor:
-    """The (fake) tensor that a node stands for."""
-    found = node.meta.get("val")
-    if not isinstance(found, torch.Tensor):
+    """Return the (fake) tensor that a node stands for.
+
+    Raises:
+        LeftAlone: The graph holds no tensor for this node.
+    """
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, torch.Tensor):
         raise LeftAlone(f"the graph does not say what {node.name} is")
-    return found
+    return tensor
 
 
 def is_static(*sizes: object) -> bool:
-    """Whether all sizes are known when compiling."""
+    """Return whether all sizes are known when compiling."""
     return all(isinstance(size, int) for size in sizes)
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by place or by name."""
+    """Return an argument of a call, which may be positional or a keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def changes_memory(node: Node) -> bool:
-    """Whether a call writes to one of its arguments."""
+    """Return whether a call writes to one of its arguments."""
     if node.op != "call_function":
         return False
+    # Calls without a schema are higher-order operators; their names tell those that mutate.
     schema = getattr(node.target, "_schema", None)
     return bool(schema.is_mutable) if schema is not None else "mutation" in str(node.target)
 
 
 def between(first: Node, last: Node) -> Iterable[Node]:
-    """The nodes after ``first`` and before ``last``, in the graph's order."""
+    """Yield the nodes after ``first`` and before ``last``, in the graph's order."""
     node = first.next
     while node is not last and node.op != "root":
         yield node
@@ -53,17 +58,25 @@ def between(first: Node, last: Node) -> Iterable[Node]:
 
 
 VIEWS = (
-    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.unsqueeze.default, aten.detach.default, aten.alias.default,
-)  # fmt: skip
-"""Calls that give all elements of their argument, where they lie."""
+    aten.view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.detach.default,
+    aten.alias.default,
+)
+"""Calls whose result has all elements of their argument and shares its memory."""
 
 
 def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
-    """What ``node`` is a view of that comes before another one, and the views in between, the last
-    first.
+    """Follow views upstream from ``node`` to a node that comes before ``before``.
 
-    Where one of them is no view, that is what is returned.
+    Returns:
+        The first node that comes before ``before`` or is not a view; and the views that lead from
+        it to ``node``, the last one first.
     """
     views = []
     while (
@@ -80,13 +93,13 @@ class Writer:
     """Adds calls to a graph, before a given node."""
 
     def __init__(self, before: Node, source: Node) -> None:
-        """``source``: whose place in the user's program the new nodes are to name."""
+        """Add calls before ``before``, attributed to the user's line and module of ``source``."""
         self._graph: Graph = before.graph
         self._before = before
         self._provenance = {key: source.meta[key] for key in _PROVENANCE if key in source.meta}
 
     def call(self, target: Any, *args: Any) -> Node:
-        """A call of an operator, with the value that it will have."""
+        """Add a call of an operator, and record the (fake) tensor that it returns."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args)
         node.meta.update(self._provenance)
@@ -94,33 +107,31 @@ class Writer:
         return node
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
-        """``node`` with another shape; a copy only where strides leave no other way."""
+        """Return ``node`` with another shape; it is copied only if its strides allow no view."""
         tensor = value(node)
         if list(tensor.shape) == list(shape):
             return node
         try:
             tensor.view(*shape)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # what PyTorch says of a real tensor, and of a traced one
+        except (RuntimeError, ValueError):
+            # PyTorch raises RuntimeError for a real tensor and ValueError for a traced one.
             node = self.contiguous(node)
         return self.call(aten.view.default, node, list(shape))
 
     def contiguous(self, node: Node) -> Node:
-        """A contiguous copy."""
+        """Return a contiguous copy of ``node``."""
         copy = self.call(aten.clone.default, node)
         copy.kwargs = {"memory_format": torch.contiguous_format}
         evaluate(copy)
         return copy
 
-    def laid_out_as(self, node: Node, wanted: torch.Tensor) -> Node:
-        """``node``, or a copy whose strides are those of the contiguous ``wanted``."""
-        return node if value(node).stride() == wanted.stride() else self.contiguous(node)
+    def laid_out_as(self, node: Node, layout: torch.Tensor) -> Node:
+        """Return ``node``, or a contiguous copy if its strides are not those of ``layout``."""
+        return node if value(node).stride() == layout.stride() else self.contiguous(node)
 
 
 def evaluate(node: Node) -> None:
-    """Work out what a call returns from what its arguments stand for."""
+    """Compute the (fake) tensor that a call returns from its arguments' (fake) tensors."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     for argument in node.all_input_nodes:
@@ -133,7 +144,9 @@ def evaluate(node: Node) -> None:
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:
-    """Erase those of ``nodes`` that nothing uses, users before what they use."""
+    """Erase the nodes among ``nodes`` that nothing uses."""
+    # Nodes sort by their position in the graph. Going backwards erases users before the nodes that
+    # they use, which then have no users left.
     for node in sorted(set(nodes), reverse=True):
         if not node.users:
             node.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Products in a graph: ``x @ w.T``, however it is spelled."""
+"""Matrix products in a graph: ``x @ w.T``, in each of the forms that ATen has for it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _WORK = (
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of a graph.
+    """A matrix product of a graph, or a batch of them.
 
     Attributes:
-        node: its call; ``[..., N]``, of a batch ``[B, M, N]``.
-        x: ``[..., K]``.
-        w: ``[N, K]`` if ``by_columns`` is False; else ``[K, N]`` or, of a batch, ``[B, K, N]``.
-        bias: what is added to every row, or None.
+        node: The call, whose result is ``[..., N]``, or ``[B, M, N]`` for a batch.
+        x: The left operand, ``[..., K]``.
+        w: The weight: ``[N, K]`` if ``by_columns`` is False; else ``[K, N]``, or ``[B, K, N]`` for
+            a batch.
+        by_columns: Whether the weight's last dimension is N.
+        bias: The vector ``[N]`` that is added to every row, or None.
     """
 
     node: Node
@@ -40,17 +42,17 @@ class Product:
 
     @property
     def inner(self) -> int:
-        """K."""
+        """K, the length of the sums."""
         return int(value(self.x).shape[-1])
 
     @property
     def columns(self) -> int:
-        """N."""
+        """N, the columns of the result."""
         return int(value(self.node).shape[-1])
 
     @property
     def batch(self) -> int:
-        """B: how many products it is, each with a weight of its own."""
+        """B, the number of products, each with a weight of its own; 1 without a batch."""
         return int(value(self.w).shape[0]) if value(self.w).dim() == 3 else 1
 
     @property
@@ -63,12 +65,13 @@ class Product:
 
     @property
     def sources(self) -> list[Node]:
-        """What a fused operator would read of weight and bias."""
+        """The nodes of weight and bias that a fused operator would read."""
         return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
 
     def weight(self, writer: Writer) -> Node:
-        """The weight as ``[N, K]``: what the program transposed, where it did, or a view; of a
-        batch, its first product's.
+        """Return the weight as ``[N, K]``; for a batch, the weight of its first product.
+
+        It is the tensor that the program transposed, if it did so, or else a view of the weight.
         """
         w, by_rows = _untransposed(self)
         if value(w).dim() == 3:
@@ -76,7 +79,7 @@ class Product:
         return w if by_rows else writer.call(aten.permute.default, w, [1, 0])
 
     def weights(self, writer: Writer) -> Node:
-        """The weight of each product of the batch, ``[B, K, N]``: a view."""
+        """Return the weights of all products of the batch, ``[B, K, N]``, as a view."""
         w, by_rows = _untransposed(self)
         if value(w).dim() == 2:
             w = writer.call(aten.unsqueeze.default, w, 0)
@@ -84,12 +87,12 @@ class Product:
 
 
 def is_work(node: Node) -> bool:
-    """Whether a node takes long enough to hide communication behind it."""
+    """Return whether a node takes long enough to hide communication behind it."""
     return node.op == "call_function" and (node.target in _WORK or "attention" in str(node.target))
 
 
 def product_of(node: Node) -> Product | None:
-    """The product that a node computes, or None."""
+    """Return the product that a node computes, or None if it computes something else."""
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
     if node.target is aten.linear.default:
@@ -101,7 +104,7 @@ def product_of(node: Node) -> Product | None:
         return Product(node, x, w, by_columns=False, bias=bias)
     if node.target is aten.addmm.default:
         bias, x, w = (
-            argument(node, place, name) for place, name in enumerate(("self", "mat1", "mat2"))
+            argument(node, index, name) for index, name in enumerate(("self", "mat1", "mat2"))
         )
         return Product(node, x, w, by_columns=True, bias=bias)
     return Product(
@@ -110,10 +113,11 @@ def product_of(node: Node) -> Product | None:
 
 
 def require_suitable(product: Product, batches: bool = False) -> None:
-    """Raise :class:`LeftAlone` where no operator multiplies as this product does.
+    """Raise :class:`LeftAlone` if no operator can compute this product.
 
     Args:
-        batches: whether a batch of several products will do.
+        product: The product to check.
+        batches: Whether a batch of several products is accepted.
     """
     node, x, w = product.node, value(product.x), value(product.w)
     if node.target is aten.bmm.default and (
@@ -141,6 +145,9 @@ def require_suitable(product: Product, batches: bool = False) -> None:
         raise LeftAlone(
             f"the rows of {product.x.name} are not contiguous; a fused operator would copy them"
         )
+    # Kernels load the weight through tensor descriptors, which need one contiguous dimension and
+    # aligned strides. The operators copy any other weight, in every call, which costs more than
+    # the fusion saves.
     dimension = contiguous_dimension(w[0] if w.dim() == 3 else w)
     if dimension is None:
         raise LeftAlone("the weight is contiguous along neither dimension")
@@ -155,8 +162,10 @@ def require_suitable(product: Product, batches: bool = False) -> None:
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:
-    """What the program made the weight of by transposing, any number of times, and whether it is
-    ``[..., N, K]``.
+    """Return the tensor that the program transposed, any number of times, to make the weight.
+
+    Returns:
+        The tensor's node, and whether its layout is ``[..., N, K]``.
     """
     w, by_rows = product.w, not product.by_columns
     while _transposes(w):
@@ -166,7 +175,7 @@ def _untransposed(product: Product) -> tuple[Node, bool]:
 
 
 def _transposes(node: Node) -> bool:
-    """Whether a call swaps the two dimensions of a matrix, or of each matrix of a batch."""
+    """Return whether a call swaps the two dimensions of a matrix, or of each matrix of a batch."""
     if node.op != "call_function" or value(node).dim() not in (2, 3):
         return False
     dimensions = value(node).dim()

@@ -1,4 +1,4 @@
-"""Collectives whose result goes into a product."""
+"""Fusion of collectives whose result goes into a product: all-gather and all-to-all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ from interlace.registry import operator_matching
 
 
 def all_gather(collective: Collective) -> tuple[str, str]:
-    """Put an operator in the place of an all-gather and the product that takes it; its name, and
-    why it is faster.
+    """Replace an all-gather and the product of the gathered rows by a fused operator.
+
+    Returns:
+        The operator's name, and why it is faster.
+
+    Raises:
+        LeftAlone: The pair cannot be fused, or is faster.
     """
     product = _product_after(collective)
     collective.require_waiting()
@@ -31,12 +36,16 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
         overload(fused.name),
-        x, product.weight(writer), product.bias, None, None, None, product.dtype, True,
-        collective.group_name, "auto", "",
-    )  # fmt: skip
-    y, gathered = (writer.call(operator.getitem, pair, place) for place in (0, 1))
+        x,
+        product.weight(writer),
+        product.bias,
+        *[None, None, None, product.dtype, True, collective.group_name, "auto", ""],
+    )
+    y, gathered = (writer.call(operator.getitem, pair, index) for index in (0, 1))
     _put_gathered(collective, product, writer, y, gathered)
-    if len(pair.users) == 1:  # nothing else uses what is gathered
+    if len(pair.users) == 1:
+        # Only the product is used, so the operator need not return the gathered rows. This is
+        # known only now that all uses have been rewritten.
         pair.update_arg(7, False)
         evaluate(pair)
     return fused.name, reason
@@ -45,9 +54,9 @@ def all_gather(collective: Collective) -> tuple[str, str]:
 def _put_gathered(
     collective: Collective, product: Product, writer: Writer, y: Node, gathered: Node
 ) -> None:
-    """Let ``y [M, N]`` take the place of the product, and ``gathered [M, K]`` of the collective for
-    what else uses it.
-    """
+    """Replace the product by ``y [M, N]``, other uses of the collective by ``gathered [M, K]``."""
+    # The program may have reordered the gathered rows before the product. ``y`` has them in the
+    # order in which they were gathered, so the same moves are applied to it.
     wait = collective.waits[0]
     nodes = rows.region(wait, product.x)
     kept = rows.in_order(wait, nodes)
@@ -57,16 +66,23 @@ def _put_gathered(
         )
     _put_product(product, writer, y)
     _put_rows(kept, nodes, writer, gathered)
-    # Before nodes go: the writer's place is at one of them
-    whole = writer.reshape(gathered, value(wait).shape)
+    # The writer inserts before one of the nodes that are erased next, so this comes first.
+    collected = writer.reshape(gathered, value(wait).shape)
     erase_unused(nodes)
-    collective.replace(whole)
-    erase_unused([whole, gathered])
+    collective.replace(collected)
+    erase_unused([collected, gathered])
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
-    """The same for an all-to-all that brings, from each rank, rows for each product of a batch, or
-    for one product.
+    """Replace an all-to-all and the product, or batch, of the received rows by a fused operator.
+
+    Each rank sends an even share of the rows of each product.
+
+    Returns:
+        The operator's name, and why it is faster.
+
+    Raises:
+        LeftAlone: The pair cannot be fused, or is faster.
     """
     product = _product_after(collective, batches=True)
     collective.require_waiting()
@@ -93,23 +109,30 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
         collective.group_name,
         "auto",
     )
-    y, received = (writer.call(operator.getitem, pair, place) for place in (0, 1))
+    y, received = (writer.call(operator.getitem, pair, index) for index in (0, 1))
     _put_product(product, writer, y)
     _put_rows(by_products, nodes, writer, received)
-    apart = writer.reshape(received, [product.batch, ranks, -1, product.inner])
-    turned = writer.call(aten.permute.default, apart, [1, 0, 2, 3])
-    whole = writer.reshape(turned, value(wait).shape)  # as they came, for what else uses them
+    # The operator returns received rows sorted by product; other uses expect them by source.
+    by_source = writer.reshape(received, [product.batch, ranks, -1, product.inner])
+    by_product = writer.call(aten.permute.default, by_source, [1, 0, 2, 3])
+    ordered = writer.reshape(by_product, value(wait).shape)
     erase_unused(nodes)
-    collective.replace(whole)
-    erase_unused([*rows.upstream(whole)][:-1])
+    collective.replace(ordered)
+    erase_unused([*rows.upstream(ordered)][:-1])
     return fused.name, reason
 
 
 def _product_after(collective: Collective, batches: bool = False) -> Product:
-    """Of the products with the collective's rows the one with most columns, which hides most; a
-    batch of them if ``batches``.
+    """Return the product of the collective's rows that has most columns.
+
+    Args:
+        collective: The collective that brings the rows.
+        batches: Whether a batch of several products is accepted.
+
+    Raises:
+        LeftAlone: No product of these rows can be fused.
     """
-    found: list[Product] = []
+    candidates: list[Product] = []
     refusals: list[str] = []
     first_use = min(user for wait in collective.waits for user in wait.users)
     for node in _downstream(collective.waits):
@@ -121,6 +144,8 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
                 raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
             require_suitable(product, batches)
             rows.region(collective.waits[0], product.x)
+            # The operator takes the collective's position in the graph, so weight and bias must
+            # be computed before the first use of the collective's result.
             origins = [views_since(source, first_use)[0] for source in product.sources]
             late = [
                 origin.name
@@ -132,31 +157,33 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
                     f"{node.name} multiplies with {late[0]}, which comes after the collective's "
                     "first use"
                 )
-            found.append(product)
+            candidates.append(product)
         except LeftAlone as why:
             refusals.append(str(why))
-    if not found:
+    if not candidates:
         raise LeftAlone("; ".join(refusals) or "no product takes what it brings")
-    return max(found, key=lambda product: product.columns)
+    # The product with most columns takes longest, and so hides most of the communication.
+    return max(candidates, key=lambda product: product.columns)
 
 
 def _downstream(waits: list[Node]) -> list[Node]:
-    """Users of what waits return, moved or not."""
-    found: list[Node] = []
+    """Return the nodes that use the waits' results, directly or after their rows were moved."""
+    users: list[Node] = []
     pending = [user for wait in waits for user in wait.users]
     while pending:
         node = pending.pop()
-        if node in found:
+        if node in users:
             continue
-        found.append(node)
+        users.append(node)
         if rows.moves_rows(node) or node.target in rows.MOVES:
             pending += node.users
-    return sorted(found)
+    return sorted(users)
 
 
 def _writer_before_use(collective: Collective, product: Product) -> Writer:
-    """Before the first use of what a collective brings, where an operator in its place must stand;
-    views of weights move there.
+    """Return a writer that inserts before the first use of a collective's result.
+
+    Views of weight and bias that come later in the graph are moved before that point.
     """
     anchor = min(
         user
@@ -171,7 +198,7 @@ def _writer_before_use(collective: Collective, product: Product) -> Writer:
 
 
 def _put_product(product: Product, writer: Writer, y: Node) -> None:
-    """Let ``y``, of as many elements, take the place of a product."""
+    """Replace a product by ``y``, which has as many elements."""
     product.node.replace_all_uses_with(
         writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
     )
@@ -179,11 +206,15 @@ def _put_product(product: Product, writer: Writer, y: Node) -> None:
 
 
 def _put_rows(kept: list[Node], nodes: list[Node], writer: Writer, brought: Node) -> None:
-    """Let what was ``brought`` take the place of one of ``kept``, which have all its rows in its
-    order.
+    """Replace the node of ``kept`` that has outside users by ``brought``.
 
-    Nodes other than ``nodes`` use that one.
+    Args:
+        kept: Nodes that have all rows of ``brought`` in its order.
+        nodes: The nodes between collective and product; users among them do not count.
+        writer: Adds the view that gives ``brought`` the node's shape.
+        brought: The rows that the operator returns, gathered or received.
     """
     used = [node for node in kept if any(user not in nodes for user in node.users)]
-    if len(used) == 1:  # several may have been copies of each other, and must not become views
+    # Several nodes in use may be copies of each other, and must not become views of one tensor.
+    if len(used) == 1:
         used[0].replace_all_uses_with(writer.reshape(brought, value(used[0]).shape))

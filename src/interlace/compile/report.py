@@ -1,4 +1,4 @@
-"""``interlace.compile.explain``: what the pass finds in a model, and what it does about it."""
+"""``interlace.compile.explain``, a report on a model's collectives and the pass's decisions."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from interlace.compile.findings import Finding, recording
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Findings of all graphs of a model; ``print`` it for a line a collective."""
+    """The findings of all graphs of a model; ``print`` shows one line per collective."""
 
     findings: tuple[Finding, ...]
 
     @property
     def fused(self) -> tuple[Finding, ...]:
-        """The pairs that became one operator."""
+        """The findings of pairs that a fused operator replaced."""
         return tuple(finding for finding in self.findings if finding.operator)
 
     @property
     def left(self) -> tuple[Finding, ...]:
-        """The collectives that stay."""
+        """The findings of collectives that were left alone."""
         return tuple(finding for finding in self.findings if not finding.operator)
 
     def __str__(self) -> str:
-        head = f"{len(self.findings)} collectives: {len(self.fused)} fused, {len(self.left)} left alone"
+        counts = f"{len(self.fused)} fused, {len(self.left)} left alone"
+        head = f"{len(self.findings)} collectives: {counts}"
         return "\n".join([head, *map(str, self.findings)])
 
 
 def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
-    """List a model's collectives, what the pass does with each, and why.
+    """List a model's collectives, what the pass does with each of them, and why.
 
-    The model runs forward once, by the fused operators, so every rank of its groups must call this;
-    its backward graph, where the inputs or parameters require gradients, is looked at and not run.
-    As ``torch._dynamo.explain`` does, this resets ``torch.compile`` before and after: models that
-    were compiled before are compiled again when they are next called.
+    The model runs forward once, with the fused operators, so every rank of its groups must call
+    this function. If inputs or parameters require gradients, the backward graph is analysed but
+    not run. Like ``torch._dynamo.explain`` this resets ``torch.compile`` before and after: models
+    that were compiled before are compiled again at their next call.
 
     Args:
-        model: a module or function, not compiled yet.
-        inputs, keywords: what to call it with.
+        model: A module or function that is not compiled yet.
+        inputs: The positional arguments of the model's call.
+        keywords: The keyword arguments of the model's call.
 
     Returns:
-        A :class:`Report`: a :class:`Finding` for each collective, forward graphs before their
-        backward graphs.
+        A :class:`Report` with a :class:`Finding` for each collective; the findings of a forward
+        graph precede those of its backward graph.
 
     Example:
         >>> print(interlace.compile.explain(block, x))

@@ -1,5 +1,6 @@
-"""What must hold where an operator takes the place of a product and a collective; each raises
-:class:`LeftAlone` if it does not.
+"""Conditions for the replacement of a product and a collective by a fused operator.
+
+Each function raises :class:`LeftAlone` if its condition does not hold.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from interlace.compile.graph import between, changes_memory, is_static, value
 from interlace.compile.producers import Product
 
 
-def require_no_other_use(nodes: Collection[Node], collective: Collective, what: str) -> None:
-    """Raise :class:`LeftAlone` if anything that does not lead to the collective uses one of
-    ``nodes``, which do.
+def require_no_other_use(nodes: Collection[Node], collective: Collective, description: str) -> None:
+    """Raise :class:`LeftAlone` if one of ``nodes`` has a use that does not lead to the collective.
+
+    Args:
+        nodes: The product and the nodes between it and the collective.
+        collective: The collective that takes them.
+        description: The word for ``nodes`` in the message, such as ``"the product"``.
     """
     allowed = {collective.node, *nodes}
     for node in nodes:
         outside = [user for user in node.users if user not in allowed]
         if outside and not _reaches(node, allowed):
-            raise LeftAlone(f"{outside[0].name} uses {what}, too")
+            raise LeftAlone(f"{outside[0].name} uses {description}, too")
 
 
 def _reaches(node: Node, allowed: set[Node]) -> bool:
-    """Whether every use of ``node`` is a part of the way to the collective, other parts of a split
-    included.
-    """
+    """Return whether every use of ``node`` leads to a node of ``allowed``."""
+    # The parts of a split are all on the way to the collective if they are concatenated again, so
+    # uses are followed downstream as long as they only move rows.
     pending = [user for user in node.users if user not in allowed]
     while pending:
         user = pending.pop()
@@ -42,20 +47,22 @@ def _reaches(node: Node, allowed: set[Node]) -> bool:
 
 
 def require_unchanged(first: Node, last: Node) -> None:
-    """Raise :class:`LeftAlone` if anything between two nodes writes to memory: what a product reads
-    must still be the same.
-    """
+    """Raise :class:`LeftAlone` if a node between ``first`` and ``last`` writes to memory."""
+    # The product moves to the collective's position (or the reverse), and must still read the same
+    # values there. Aliasing is unknown, so any write counts.
     for node in between(first, last):
         if changes_memory(node):
             raise LeftAlone(f"{node.name} changes memory in between")
 
 
 def require_even(collective: Collective, ranks: int) -> None:
+    """Raise :class:`LeftAlone` unless the operand's first dimension divides evenly over ranks."""
     if value(collective.input).dim() < 2 or value(collective.input).shape[0] % ranks:
         raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
 
 
 def require_even_splits(collective: Collective, ranks: int) -> None:
+    """Raise :class:`LeftAlone` unless an all-to-all's splits are even and known when compiling."""
     require_even(collective, ranks)
     share = value(collective.input).shape[0] // ranks
     if any(
@@ -69,7 +76,11 @@ def require_even_splits(collective: Collective, ranks: int) -> None:
 
 
 def rows_of(product: Product) -> int:
-    """Rows of a product; the ones it was traced with where they may change from call to call."""
+    """Return the rows M of a product; if M is dynamic, the value that the graph was traced with.
+
+    Raises:
+        LeftAlone: Sizes are dynamic and the traced value is unknown.
+    """
     leading = value(product.x).shape[:-1]
     if is_static(*leading):
         return int(torch.Size(leading).numel())

@@ -1,4 +1,4 @@
-"""The pass: pairs of product and collective in a graph become one operator each."""
+"""The pass, which replaces each pair of product and collective in a graph by one operator."""
 
 from __future__ import annotations
 
@@ -26,35 +26,38 @@ from interlace.registry import operator_matching
 
 
 def fuse(graph: Graph) -> list[Finding]:
-    """Replace each pair of product and collective by the fused operator that the tuned table says
-    is faster.
+    """Replace each pair of product and collective by a fused operator if it is known to be faster.
+
+    Nothing is computed or sent.
 
     Args:
-        graph: of ATen operators, after autograd: what AOTAutograd hands to a compiler, forward or
-            backward. It is changed in place, and is as it was wherever a pair is left alone.
-            Nothing is computed or sent.
+        graph: A graph of ATen operators after autograd, forward or backward, as AOTAutograd passes
+            it to a compiler. It is changed in place; pairs that are left alone stay unchanged.
 
     Returns:
-        A finding for every collective in it.
+        A finding for every collective of the graph.
     """
     direction = (
         "backward"
         if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
         else "forward"
     )
-    found = {
-        node: _said(node, direction) for node in graph.nodes if collectives.is_collective(node)
+    # Collectives are described before any is rewritten: later their operands may be gone.
+    descriptions = {
+        node: _description(node, direction)
+        for node in graph.nodes
+        if collectives.is_collective(node)
     }
     merged = sums.merge_all_reduces(graph)
     findings = [
         Finding(
-            **said,
+            **description,
             operator=operator_matching("gemm", "all_reduce").name,
             reason=f"added to {merged[node]} before it is reduced",
         )
         if node in merged
-        else _consider(node, said)
-        for node, said in found.items()
+        else _consider(node, description)
+        for node, description in descriptions.items()
     ]
     if any(finding.operator for finding in findings):
         graph.lint()
@@ -62,8 +65,8 @@ def fuse(graph: Graph) -> list[Finding]:
     return findings
 
 
-def _said(node: Node, direction: str) -> dict[str, Any]:
-    """Of a finding, what does not depend on what becomes of the collective."""
+def _description(node: Node, direction: str) -> dict[str, Any]:
+    """Return the finding's fields that are known before the rewrite is tried."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape = getattr(source.meta.get("val"), "shape", ())
     return {
@@ -75,22 +78,30 @@ def _said(node: Node, direction: str) -> dict[str, Any]:
     }
 
 
-def _consider(node: Node, said: dict[str, Any]) -> Finding:
-    """Fuse one collective with its product, or say why not."""
+def _consider(node: Node, description: dict[str, Any]) -> Finding:
+    """Fuse a collective with its product if possible, and return the finding."""
     try:
         collective = collectives.read(node)
         name, reason = _FUSE[collective.target](collective)
-    except LeftAlone as why:
-        return Finding(**said, operator=None, reason=str(why))
-    return Finding(**said, operator=name, reason=reason)
+    except LeftAlone as refusal:
+        return Finding(**description, operator=None, reason=str(refusal))
+    return Finding(**description, operator=name, reason=reason)
 
 
-# A product's result goes into the collective
+# Pairs in which the product comes first: its result goes into the collective
 
 
 def _product_before(collective: Collective, batches: bool = False) -> Product:
-    """The product whose result, moved or not, goes into a collective and nowhere else; a batch of
-    them if ``batches``.
+    """Return the product whose result goes into a collective and nowhere else.
+
+    The rows of the result may be moved in between.
+
+    Args:
+        collective: The collective that takes the result.
+        batches: Whether a batch of several products is accepted.
+
+    Raises:
+        LeftAlone: There is no such product, or no operator can compute it here.
     """
     *moves, first = rows.upstream(collective.input)
     product = product_of(first)
@@ -104,7 +115,9 @@ def _product_before(collective: Collective, batches: bool = False) -> Product:
 
 
 def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | None:
-    """What all ranks' biases add to a sum over ranks: each rank has added its own before."""
+    """Add an all-reduce of the product's bias, and return its result; None without a bias."""
+    # Each rank adds its own bias before the sum, so the sum over ranks contains all of them. The
+    # operators add a bias once, after the sum: it must be the sum of all ranks' biases.
     if product.bias is None:
         return None
     total = writer.call(collectives.ALL_REDUCE, product.bias, "sum", group_name)
@@ -112,6 +125,7 @@ def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | No
 
 
 def _all_reduce(collective: Collective) -> tuple[str, str]:
+    """Fuse an all-reduce with the product, or sum of products, before it."""
     collective.require_sum()
     if sums.is_sum(collective.input):
         return sums.all_reduce(collective)
@@ -143,13 +157,15 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         y = writer.reshape(y, value(product.node).shape)
     product.node.replace_all_uses_with(writer.laid_out_as(y, value(product.node)))
     erase_unused([product.node])
+    # ``y`` stands at the product's position and already holds the sum over ranks; the nodes that
+    # moved the product now move the sum, so the collective is replaced by its own operand.
     after = Writer(collective.node, collective.node)
     collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
     return operator.name, reason
 
 
 def _flat(writer: Writer, product: Product) -> Node:
-    """x as ``[M, K]``."""
+    """Return x as ``[M, K]``."""
     return (
         product.x
         if value(product.x).dim() == 2
@@ -158,7 +174,7 @@ def _flat(writer: Writer, product: Product) -> Node:
 
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
-    """x as ``[M, K]``, its rows in the order in which the product's go into the collective."""
+    """Return x as ``[M, K]``, its rows in the order in which the collective takes the product's."""
     kept = collective.input in rows.in_order(product.node, nodes)
     x = product.x if kept else rows.replay(writer, nodes, product.node, product.x)
     return writer.reshape(x, [rows_of(product), product.inner])
@@ -167,8 +183,11 @@ def _moved(collective: Collective, product: Product, writer: Writer, nodes: list
 def _rows_before(
     collective: Collective, batches: bool = False
 ) -> tuple[Product, list[Node], int, Writer]:
-    """Of a collective that cuts rows: the product before it, what moves its rows, how many ranks
-    there are.
+    """Return the parts of the pair for a collective that splits rows by rank.
+
+    Returns:
+        The product, the nodes that move its rows, the number of ranks, and a writer at the
+        collective's position.
     """
     product = _product_before(collective, batches)
     nodes = rows.region(product.node, collective.input)
@@ -178,6 +197,7 @@ def _rows_before(
 
 
 def _reduce_scatter(collective: Collective) -> tuple[str, str]:
+    """Fuse a reduce-scatter with the product, or sum of products, before it."""
     collective.require_sum()
     if sums.is_sum(collective.input):
         return sums.reduce_scatter(collective)
@@ -188,26 +208,29 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
         overload(operator.name),
-        x, product.weight(writer), bias, None, None, None, product.dtype, collective.group_name,
-        "auto", "",
-    )  # fmt: skip
+        x,
+        product.weight(writer),
+        bias,
+        *[None, None, None, product.dtype, collective.group_name, "auto", ""],
+    )
     collective.become(y, writer, [*nodes, product.node])
     return operator.name, reason
 
 
 def _all_to_all(collective: Collective) -> tuple[str, str]:
-    """With the product before it or, where there is none or that is not faster, the one after it."""
+    """Fuse an all-to-all with the product before it or, failing that, with the one after it."""
+    # A product between two all-to-alls can be fused with either; the first one is read first.
     try:
         return _all_to_all_of_product(collective)
-    except LeftAlone as why:
+    except LeftAlone as refusal:
         try:
             return received.all_to_all(collective)
-        except LeftAlone as other:
-            raise LeftAlone(f"{why}; {other}") from None
+        except LeftAlone as refusal_after:
+            raise LeftAlone(f"{refusal}; {refusal_after}") from None
 
 
 def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
-    """Rows of a product, of a batch of them, or of a sum of these, are sent."""
+    """Fuse an all-to-all with the product, batch, or sum of either whose rows it sends."""
     if sums.is_sum(collective.input):
         return sums.all_to_all(collective)
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
@@ -219,9 +242,11 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
         overload(operator.name),
-        x, product.weight(writer), product.bias, None, None, None, None, product.dtype,
-        collective.group_name, "auto", "",
-    )  # fmt: skip
+        x,
+        product.weight(writer),
+        product.bias,
+        *[None, None, None, None, product.dtype, collective.group_name, "auto", ""],
+    )
     collective.become(y, writer, [*nodes, product.node])
     return operator.name, reason
 
@@ -229,7 +254,10 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
 def _all_to_all_of_batch(
     collective: Collective, product: Product, nodes: list[Node], ranks: int, writer: Writer
 ) -> tuple[str, str]:
-    """One operator for a batch ``[B, R * share, N]``; it receives ``[R, B, share, N]``."""
+    """Fuse an all-to-all with the batch ``[B, R * share, N]`` before it.
+
+    Each rank receives ``[R, B, share, N]``.
+    """
     if not rows.is_by_ranks([(product.node, nodes)], ranks):
         raise LeftAlone(
             f"{product.node.name} is a batch of products, and its rows are not for one rank after "

@@ -1,9 +1,9 @@
-"""What happens to a tensor's rows between a product and a collective, done to other rows instead.
+"""Calls that move a tensor's rows between a product and a collective, applied to other tensors.
 
-A *row* is what lies along the last dimension. Views, permutations, splits and concatenations that
-leave the last dimension alone only move rows, so they may as well move a product's rows before it
-is computed: with ``P`` for what they do, ``P(x @ w.T) = P(x) @ w.T``. Gathers and scatters along
-other dimensions than the first, as DTensor makes them, are this.
+A *row* is a vector along the last dimension. Views, permutations, splits and concatenations that
+leave the last dimension alone only move rows. They may therefore move the rows of x before the
+product instead of those of its result: if ``P`` is the permutation, ``P(x @ w.T) = P(x) @ w.T``.
+DTensor spells gathers and scatters along any dimension but the first with such calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 def _dimensions(node: Node) -> tuple[int, int]:
-    """Dimensions before and after a call on one tensor."""
+    """Return the number of dimensions before and after a call on one tensor."""
     assert isinstance(node.args[0], Node)
     return value(node.args[0]).dim(), value(node).dim()
 
@@ -51,9 +51,9 @@ def _keeps_transpose(node: Node) -> bool:
 
 def _keeps_squeeze(node: Node) -> bool:
     before = _dimensions(node)[0]
-    given = argument(node, 1, "dim")
+    dimensions = argument(node, 1, "dim")
     return before - 1 not in {
-        d % before for d in (given if isinstance(given, (list, tuple)) else [given])
+        d % before for d in (dimensions if isinstance(dimensions, (list, tuple)) else [dimensions])
     }
 
 
@@ -63,7 +63,7 @@ def _keeps_unsqueeze(node: Node) -> bool:
 
 
 def _keeps_cut(node: Node) -> bool:
-    """Of a split: the dimension is not the last."""
+    """Return whether a split is along another dimension than the last."""
     source = node.args[0]
     assert isinstance(source, Node)
     return int(argument(node, 2, "dim", 0)) % value(source).dim() != value(source).dim() - 1
@@ -77,6 +77,7 @@ def _keeps_cat(node: Node) -> bool:
     return int(argument(node, 1, "dim", 0)) % value(node).dim() != value(node).dim() - 1
 
 
+# For each call that may move rows: whether a given node leaves the last dimension alone.
 _KEEPS: dict[Any, Callable[[Node], bool]] = {
     **dict.fromkeys(_RESHAPES, _keeps_view),
     **dict.fromkeys((*_SAME, operator.getitem), lambda _: True),
@@ -90,17 +91,17 @@ _KEEPS: dict[Any, Callable[[Node], bool]] = {
     aten.cat.default: _keeps_cat,
 }
 
-# What moves elements, all of them, and changes none: a sum over ranks may come before it.
+# Calls that move all elements and change none, so that a sum over ranks may come before them.
 MOVES = (*VIEWS, *_RESHAPES, *_SAME)
 
 
 def moves_rows(node: Node) -> bool:
-    """Whether a call may be one that moves rows; whether it is depends on its dimensions."""
+    """Return whether a call is of a kind that can move rows; its dimensions are not checked."""
     return node.op == "call_function" and node.target in _KEEPS
 
 
 def upstream(node: Node) -> Iterator[Node]:
-    """``node``, what it was moved from, and so on to the first one that was not moved."""
+    """Yield ``node``, the node that it was moved from, and so on; the last one was not moved."""
     yield node
     while moves_rows(node) or (node.op == "call_function" and node.target in MOVES):
         source = node.args[0]
@@ -112,17 +113,18 @@ def upstream(node: Node) -> Iterator[Node]:
 
 
 def region(start: Node, end: Node) -> list[Node]:
-    """The calls that move ``start``'s rows until they are ``end``, in the graph's order; ``end`` is
-    the last, ``start`` not in it.
+    """Return the calls that turn ``start`` into ``end`` by moving rows, in the graph's order.
+
+    The last call is ``end``; ``start`` is not among them.
 
     Raises:
-        LeftAlone: something else happens to them, or other rows come in.
+        LeftAlone: A call does more than move rows, or rows of another tensor are mixed in.
     """
-    found: set[Node] = set()
+    region_nodes: set[Node] = set()
     pending = [end]
     while pending:
         node = pending.pop()
-        if node is start or node in found:
+        if node is start or node in region_nodes:
             continue
         if not moves_rows(node):
             raise LeftAlone(f"{node.name} comes between {start.name} and {end.name}")
@@ -130,29 +132,31 @@ def region(start: Node, end: Node) -> list[Node]:
             raise LeftAlone(f"{node.name} cuts or reorders the columns of {start.name}")
         if not is_static(*_shape(node)):
             raise LeftAlone("sizes change from call to call (dynamic shapes)")
-        found.add(node)
+        region_nodes.add(node)
         pending += node.all_input_nodes
     if not is_static(*value(start).shape) or value(start).numel() != value(end).numel():
         raise LeftAlone(
             f"{end.name} has only some rows of {start.name}, or sizes change from call to call "
             "(dynamic shapes)"
         )
-    return sorted(found)
+    return sorted(region_nodes)
 
 
 def _shape(node: Node) -> tuple[Any, ...]:
-    found = node.meta.get("val")
+    """Return the sizes of a node's tensor, or of all its tensors one after the other."""
+    result = node.meta.get("val")
     return (
-        tuple(size for part in found for size in part.shape)
-        if isinstance(found, (list, tuple))
+        tuple(size for part in result for size in part.shape)
+        if isinstance(result, (list, tuple))
         else tuple(value(node).shape)
     )
 
 
 def in_order(start: Node, nodes: list[Node]) -> list[Node]:
-    """``start``, and those of ``nodes`` that have all its rows in its order.
+    """Return ``start`` and the nodes that have all its rows in its order.
 
-    So have gathers along the second dimension, split and concatenated, where the first one is 1.
+    For example, a gather along the second dimension, spelled as split and concatenation, leaves
+    rows in order if the first dimension is 1.
     """
     order = _order(start, nodes)
     with unset_fake_temporarily():
@@ -160,48 +164,56 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
 
 
 def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
-    """Whether a batch is moved so that each rank in turn has an even share of the rows of each
-    product, in order.
+    """Return whether a batch ``[B, R * share, N]`` is moved into the order ``[R, B, share, N]``.
 
-    ``[B, R * share, N]`` is then ``[R, B, share, N]``: what experts send back to the ranks of their
-    tokens.
+    Each rank in turn then has an even share of the rows of each product, in order. Experts send
+    their results back to the ranks of the tokens in this order.
 
     Args:
-        moves: where rows start, and the calls that move them from there, one after the other; the
-            batch is the first.
+        moves: Steps that follow each other: the node at which rows start, and the calls that move
+            them from there. The first step starts at the batch.
+        ranks: R.
     """
     batch, rows = value(moves[0][0]).shape[:2]
     if rows % ranks:
         return False
     with unset_fake_temporarily():
-        found = torch.arange(batch * rows)
+        order = torch.arange(batch * rows)
         for start, nodes in moves:
             if nodes:
-                found = found[_order(start, nodes)[nodes[-1]]]
-        return torch.equal(found, _turned(batch * rows, batch, ranks))
+                order = order[_order(start, nodes)[nodes[-1]]]
+        return torch.equal(order, _transposed(batch * rows, batch, ranks))
 
 
 def by_products(start: Node, nodes: list[Node], batch: int, ranks: int) -> list[Node]:
-    """Those of ``start`` and ``nodes`` that have, for each product of a batch in turn, an even
-    share of each rank's rows, in order.
+    """Return the nodes that hold the rows of ``start [R * B * share, K]`` as ``[B, R * share, K]``.
 
-    ``start [R * B * share, K]`` is then ``[B, R * share, K]``: the tokens of each expert.
+    Each product of the batch in turn then has an even share of each rank's rows; these are the
+    tokens of each expert.
+
+    Args:
+        start: The received rows.
+        nodes: The calls that move them.
+        batch: B.
+        ranks: R.
     """
     order = _order(start, nodes)
     if len(order[start]) % (batch * ranks):
         return []
     with unset_fake_temporarily():
-        wanted = _turned(len(order[start]), ranks, batch)
-        return [node for node, found in order.items() if torch.equal(found, wanted)]
+        expected = _transposed(len(order[start]), ranks, batch)
+        return [node for node, actual in order.items() if torch.equal(actual, expected)]
 
 
-def _turned(count: int, first: int, second: int) -> torch.Tensor:
-    """The numbers of ``[first, second, share]`` rows as ``[second, first, share]``."""
+def _transposed(count: int, first: int, second: int) -> torch.Tensor:
+    """Return row numbers of ``[first, second, share]`` in the order ``[second, first, share]``."""
     return torch.arange(count).view(first, second, -1).transpose(0, 1).flatten()
 
 
 def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
-    """The numbers of those rows of ``start`` that each tensor among it and ``nodes`` has."""
+    """Return, for ``start`` and each node, the row numbers of ``start`` that its rows have."""
+    # The calls are run on a tensor of row numbers with a single column. Fake tensors hold no
+    # values, so the fake mode of the compiler is left for this.
     leading = value(start).shape[:-1]
     with unset_fake_temporarily():
         index = torch.arange(leading.numel())
@@ -218,8 +230,16 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
 
 
 def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) -> Node:
-    """Do to ``replacement``, which has other columns than ``start``, what ``nodes`` do to
-    ``start``.
+    """Apply to ``replacement`` the calls ``nodes``, which move the rows of ``start``.
+
+    Args:
+        writer: Adds the new calls.
+        nodes: The calls, as :func:`region` returns them.
+        start: The node that they were applied to.
+        replacement: A node with as many rows and another number of columns.
+
+    Returns:
+        The last new call, or ``replacement`` if there are none.
     """
     columns = int(value(replacement).shape[-1])
     done = {start: replacement}
@@ -237,4 +257,5 @@ def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) ->
 
 
 def _mapped(arguments: Any, done: dict[Node, Any]) -> Any:
+    """Return ``arguments`` with each node replaced by its entry in ``done``."""
     return map_arg(arguments, lambda node: done[node])

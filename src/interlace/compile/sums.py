@@ -1,5 +1,6 @@
-"""Sums of products before a collective: the gradient of several column-parallel layers that have
-one input.
+"""Fusion of sums of products with the collective that follows.
+
+Such a sum is the gradient of several column-parallel layers that have one input.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from interlace.registry import operator_matching
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """A product that is added to others before a collective.
+    """A term of a sum of products before a collective.
 
     Attributes:
-        moves: what moves its rows, and what they are before: from the product to the first sum,
-            from there to the next, and so on.
+        product: The term's product.
+        moves: Steps that move the product's rows: from the product to the first sum, from there to
+            the next one, and so on. A step is the node at which rows start, and the calls.
     """
 
     product: Product
     moves: list[tuple[Node, list[Node]]]
 
     def x(self, writer: Writer) -> Node:
-        """x as ``[M, K]``, its rows in the order in which the sum's go into the collective."""
+        """Return x as ``[M, K]``, its rows in the order in which the collective takes the sum's."""
         x, inner = self.product.x, self.product.inner
         for start, nodes in self.moves:
             x = writer.reshape(x, [*value(start).shape[:-1], inner])
@@ -50,12 +52,13 @@ class _Term:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether ``node`` is several products added up, moved or not."""
+    """Return whether ``node`` is a sum of products, whose rows may be moved."""
     *_, first = rows.upstream(node)
     return first.target is aten.add.Tensor and _adds_products(first)
 
 
 def _adds_products(node: Node) -> bool:
+    """Return whether ``node`` is a product or a sum of products, whose rows may be moved."""
     *_, node = rows.upstream(node)
     if node.target is aten.add.Tensor:
         return all(isinstance(term, Node) and _adds_products(term) for term in node.args)
@@ -63,7 +66,11 @@ def _adds_products(node: Node) -> bool:
 
 
 def reduce_scatter(collective: Collective) -> tuple[str, str]:
-    """Put an operator in the place of a sum and its reduce-scatter; its name, and why it is faster."""
+    """Replace a sum of products and its reduce-scatter by a fused operator.
+
+    Returns:
+        The operator's name, and why it is faster.
+    """
     terms, nodes, ranks = _read(collective)
     require_even(collective, ranks)
     operator = operator_matching("gemm", "reduce_scatter")
@@ -83,7 +90,11 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
 
 
 def all_reduce(collective: Collective) -> tuple[str, str]:
-    """Put an operator in the place of a sum and its all-reduce."""
+    """Replace a sum of products and its all-reduce by a fused operator.
+
+    Returns:
+        The operator's name, and why it is faster.
+    """
     terms, nodes, ranks = _read(collective)
     operator = operator_matching("gemm", "all_reduce")
     products = [term.product for term in terms]
@@ -97,7 +108,11 @@ def all_reduce(collective: Collective) -> tuple[str, str]:
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
-    """Put an operator in the place of a sum, of products or of batches, and its all-to-all."""
+    """Replace a sum of products or of batches and its all-to-all by a fused operator.
+
+    Returns:
+        The operator's name, and why it is faster.
+    """
     terms, nodes, ranks = _read(collective, batches=True)
     products = [term.product for term in terms]
     require_even_splits(collective, ranks)
@@ -120,28 +135,33 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
 
 
 def merge_all_reduces(graph: Graph) -> dict[Node, str]:
-    """Let sums of all-reduced products be products whose sum is all-reduced, where an operator is
-    faster for those.
+    """Merge all-reduces whose results are added into one all-reduce of the sum.
 
-    The bytes of each all-reduce but one need not be sent. So a gradient of queries, keys and values
-    has one.
+    This is done if an operator is faster for the sum of products. It saves the bytes of all
+    all-reduces but one; for example, the gradient of queries, keys and values needs only one.
 
     Returns:
-        The all-reduces that are gone, and the name of the one that each is now a part of.
+        The all-reduces that were erased, each with the name of the one that includes it now.
     """
-    gone = {}
+    merged = {}
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         try:
             first, second = _merge(node)
-        except LeftAlone:  # each of them is looked at by itself, and says why
+        except LeftAlone:
+            # Both all-reduces are considered separately later, and report their own reasons.
             continue
-        gone[first] = second.name
-    return gone
+        merged[first] = second.name
+    return merged
 
 
 def _merge(add: Node) -> tuple[Node, Node]:
-    """Merge the two all-reduces whose results are added, and nothing else; the one that is gone,
-    and the one that is left.
+    """Merge two all-reduces whose results are added and not used otherwise.
+
+    Returns:
+        The all-reduce that was erased, and the one that is left.
+
+    Raises:
+        LeftAlone: ``add`` adds something else, or merging is not faster.
     """
     waits = [
         term for term in add.args[:2] if isinstance(term, Node) and term.target is collectives.WAIT
@@ -149,23 +169,24 @@ def _merge(add: Node) -> tuple[Node, Node]:
     if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:
         raise LeftAlone("it adds something else")
     first, second = sorted(
-        (collectives.read(wait.all_input_nodes[0]) for wait in waits), key=lambda each: each.node
+        (collectives.read(wait.all_input_nodes[0]) for wait in waits),
+        key=lambda collective: collective.node,
     )
     products: list[Product] = []
-    for each in (first, second):
+    for collective in (first, second):
         if (
-            each.target is not collectives.ALL_REDUCE
-            or len(each.waits) > 1
-            or set(each.waits[0].users) != {add}
+            collective.target is not collectives.ALL_REDUCE
+            or len(collective.waits) > 1
+            or set(collective.waits[0].users) != {add}
         ):
             raise LeftAlone("it adds something else than all-reduces, or they have other uses")
-        each.require_sum()
-        if not _adds_products(each.input):
-            raise LeftAlone(f"what goes into {each.node.name} is no product")
-        terms, _, ranks = _read(each)
+        collective.require_sum()
+        if not _adds_products(collective.input):
+            raise LeftAlone(f"what goes into {collective.node.name} is no product")
+        terms, _, ranks = _read(collective)
         products += [term.product for term in terms]
-    same = first.group_name == second.group_name and first.result.dtype == second.result.dtype
-    if not same or first.result.shape != second.result.shape:
+    kinds = [(read.group_name, read.result.dtype, read.result.shape) for read in (first, second)]
+    if kinds[0] != kinds[1]:
         raise LeftAlone("their groups, dtypes or shapes differ")
     require_unchanged(min(product.node for product in products), second.node)
     operator = operator_matching("gemm", "all_reduce")
@@ -178,13 +199,20 @@ def _merge(add: Node) -> tuple[Node, Node]:
 
 
 def _read(collective: Collective, batches: bool = False) -> tuple[list[_Term], list[Node], int]:
-    """The products that are added up before a collective, that of the largest K first; what leads
-    from them to it; ranks.
+    """Return the terms of the sum before a collective, checked.
 
     Args:
-        batches: whether batches of several products will do.
+        collective: The collective that takes the sum.
+        batches: Whether batches of several products are accepted.
+
+    Returns:
+        The terms, that with the largest K first; the nodes between products and collective; the
+        number of ranks.
+
+    Raises:
+        LeftAlone: No operator can compute the sum.
     """
-    # A kernel in parts multiplies the first one
+    # The largest product comes first because it is the one that a kernel computes in parts.
     terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)
     products = [term.product for term in terms]
     nodes = sorted(
@@ -205,7 +233,7 @@ def _read(collective: Collective, batches: bool = False) -> tuple[list[_Term], l
 
 
 def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
-    """The products whose sum ``end`` is; ``later`` is what happens to it."""
+    """Yield the terms of the sum ``end``; ``later`` are the steps that move the sum's rows."""
     *_, first = rows.upstream(end)
     moves = [(first, rows.region(first, end)), *later]
     if first.target is aten.add.Tensor:
@@ -221,14 +249,16 @@ def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
 
 
 def _side_by_side(terms: list[_Term], writer: Writer) -> tuple[Node, Node]:
-    """x ``[M, K]`` and w ``[N, K]`` of one product that is the sum of all, K being all of theirs."""
+    """Return x ``[M, K]`` and w ``[N, K]`` of one product that equals the sum; K is the total."""
     x = writer.call(aten.cat.default, [term.x(writer) for term in terms], 1)
     weights = [term.product.weight(writer) for term in terms]
     if contiguous_dimension(value(weights[0])) == 1:
         return x, writer.call(aten.cat.default, weights, 1)
-    turned = writer.call(
+    # Weights that are contiguous along N are concatenated as ``[K, N]`` and viewed as ``[N, K]``,
+    # so that their layout stays: a concatenation along the other dimension would transpose them.
+    stacked = writer.call(
         aten.cat.default,
         [writer.call(aten.permute.default, weight, [1, 0]) for weight in weights],
         0,
     )
-    return x, writer.call(aten.permute.default, turned, [1, 0])  # contiguous along N, as they are
+    return x, writer.call(aten.permute.default, stacked, [1, 0])

@@ -1,3 +1,3 @@
-"""What the operators around a matrix product ``x [M, K] @ w[N, K].T`` have in common: rules,
-splits, configuration, reference.
+"""Shared parts of the operators around a matrix product ``x [M, K] @ w[N, K].T``: rules, splits,
+configuration, reference.
 """

@@ -1,4 +1,4 @@
-"""Batches of matrix products: operators that the pass for ``torch.compile`` makes, after autograd."""
+"""Operators on batches of matrix products, which the pass for ``torch.compile`` inserts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """How the rows of a call are shared out over the ranks; agreed on by all of them.
+    """The distribution of a call's rows over the ranks, agreed on by all of them.
 
     Attributes:
         by_rank: Rows that belong to each rank: of the result (reduce-scatter), of x (all-gather),

@@ -32,7 +32,7 @@ _CPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[Config]):
-    """What ``impl="auto"`` chose, and why.
+    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
 
     Attributes:
         impl: The implementation.

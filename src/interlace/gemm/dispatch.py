@@ -21,7 +21,7 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How calls of one kind run, which all ranks have agreed on.
+    """The implementation, rows and configuration of calls of one kind, agreed on by all ranks.
 
     Attributes:
         mark: The number that the calls' signals carry.

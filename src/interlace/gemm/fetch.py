@@ -1,4 +1,4 @@
-"""Copy engines that fetch the peers' rows while a product works on those that are here.
+"""Copy engines fetch the peers' rows while a product works on the rows that are present.
 
 The protocol is explained in the README.md of ``all_gather_gemm``.
 """
@@ -19,20 +19,21 @@ from interlace.gemm.launch import padded_columns, row_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
-# Programs that stage rows: two a processor of an H200; with eight, calls take up to 60 us more
+# Programs that stage rows: two per SM of an H200. With eight per SM, calls take up to 60 us more.
 _STAGERS = 264
-# Programs, one a processor of an H200, and what one of them takes at a time
+# Programs that fill results with NaN, one per SM of an H200, and the elements of one block.
 _SETTLERS, _SETTLED = 132, 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Staging:
-    """How each rank's rows lie for its peers: one behind the other, scales behind them.
+    """The layout of a rank's rows in memory that peers read: rows one after the other, then scales.
 
     Attributes:
-        operator: whose memory it is.
-        rows: of the rank that has most.
-        inner: K, elements of a row.
+        operator: The operator that owns the memory.
+        rows: The largest number of rows of any rank.
+        inner: K, the elements of a row.
+        dtype: The dtype of the rows.
     """
 
     operator: str
@@ -42,7 +43,7 @@ class Staging:
 
     @property
     def width(self) -> int:
-        """Elements from one row to the next."""
+        """The number of elements from one row to the next, padding included."""
         return padded_columns(max(self.inner, 1), self.dtype)
 
     @property
@@ -51,30 +52,37 @@ class Staging:
 
     @property
     def scale_offset(self) -> int:
-        """Bytes from the first row to the first scale."""
+        """The number of bytes from the first row to the first scale."""
         return offset_behind(self.rows * self.row_bytes)
 
     def workspace(self, group: Group) -> Workspace:
-        """Where the rows lie, in both halves: who fetches must know the address before the epoch.
+        """Return the operator's workspace, grown to hold the staged rows. Collective when it must
+        grow.
 
         Collective when it must grow.
         """
+        # A copy's address must be known on the host before the call's epoch, so the rows span both
+        # halves of the workspace instead of alternating between them by epoch.
         nbytes = self.scale_offset + 4 * self.rows
         return group.workspace(self.operator, ceil_div(nbytes, 2), layout.HEADER + group.world_size)
 
 
 def offset_behind(nbytes: int) -> int:
-    """Bytes from rows of ``nbytes`` to what lies behind them."""
+    """Return the number of bytes from the begin of rows of ``nbytes`` to the aligned data after
+    them.
+    """
     return round_up(nbytes, ALIGNMENT_BYTES)
 
 
 class Piece(NamedTuple):
-    """``times`` times ``nbytes`` from ``offset`` on of what a peer has staged, and where they are
-    copied to.
+    """A strided copy of staged rows from a peer to this rank: ``times`` blocks of ``nbytes`` each.
 
     Attributes:
-        target: the address here.
-        distance: bytes from one to the next there.
+        offset: Bytes from the begin of the peer's staged memory to the first block.
+        target: The address on this rank that the first block is copied to.
+        nbytes: The bytes of a block.
+        times: The number of blocks.
+        distance: Bytes from one block to the next at the target.
     """
 
     offset: int
@@ -84,15 +92,16 @@ class Piece(NamedTuple):
     distance: int = 0
 
 
-class Own(NamedTuple):
-    """Rows of this rank that staging copies to where the peers' arrive.
+class OwnRows(NamedTuple):
+    """Rows of this rank that the staging kernel also copies to where the peers' rows arrive.
 
     Attributes:
-        first, rows: the first one in x, and how many.
-        target: the address that they go to.
-        share: how many lie together there.
-        distance: rows from the first of these to the first of the next.
-        staged: peers fetch them, too.
+        first: The index of the first of these rows in x.
+        rows: The number of rows.
+        target: The address that the first row goes to.
+        share: The number of rows that lie together at the target.
+        distance: Rows at the target from one share to the next.
+        staged: Whether peers fetch these rows, too.
     """
 
     first: int
@@ -105,11 +114,12 @@ class Own(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fetching:
-    """Copies that have been enqueued beside the current stream.
+    """Copies that have been enqueued on streams beside the current one.
 
     Attributes:
-        arrived: by rank: behind the copies of its rows, for :func:`interlace.comm.copies.wait_for`.
-        first: they were given priority.
+        arrived: For each rank, an event after the copies of its rows, to be passed to
+            :func:`interlace.comm.copies.wait_for`.
+        first: Whether the copies were given priority over the current stream.
     """
 
     arrived: dict[int, torch.cuda.Event | None]
@@ -121,30 +131,34 @@ def begin(
     staging: Staging,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
-    whole: torch.Tensor,
+    gathered: torch.Tensor,
     pieces: Mapping[int, Sequence[Piece]],
     mark: int,
     *,
-    own: Own | None = None,
+    own_rows: OwnRows | None = None,
     first: bool,
     signal: bool,
 ) -> Fetching:
-    """Enqueue, beside what the current stream gets next, what brings the peers' rows here. End with
-    :func:`end`.
+    """Enqueue the copies that fetch the peers' rows, to run beside the current stream's next work.
+    :func:`end` must follow.
 
-    The workspace's notes become this call's epoch, and its stamp once every peer's rows may be
-    fetched, or no call's if one did not come.
+    Kernels record two stamps in the workspace's notes: this call's epoch, and the call's stamp if
+    every peer's rows may be fetched, or 0 if a peer did not stage them in time.
 
     Args:
-        x: this rank's rows, ``[m, K]``, contiguous along K.
-        whole: where all rows are gathered, contiguous, its padding included; NaN everywhere if a
-            peer's rows did not come.
-        pieces: what is fetched, by peer, in this order.
-        own: what of x itself is wanted beside it.
-        first: stage this rank's rows before what the current stream gets next, rather than beside
-            it. A product that takes all processors would otherwise let the peers wait until it
+        group: The ranks.
+        staging: The layout of staged rows.
+        x: This rank's rows, ``[m, K]``, contiguous along K.
+        x_scale: The scale or scales of float8 rows; else None.
+        gathered: The memory for all rows, contiguous, padding included. It becomes NaN everywhere
+            if a peer's rows did not arrive.
+        pieces: The copies from each peer, in the order in which they are enqueued.
+        mark: The number from the ranks' agreement.
+        own_rows: Rows of x that are copied to ``gathered`` as well; None for no rows.
+        first: Whether to stage this rank's rows before the current stream's next work rather than
+            beside it. A product that occupies all SMs would otherwise delay the peers until it
             ends.
-        signal: set the product's signals behind each source's rows.
+        signal: Whether to set the product's signals after each source's rows.
     """
     from interlace.gemm.kernels import staged
 
@@ -155,17 +169,17 @@ def begin(
         workspace.notes,
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
-    place = own or Own(0, 0, 0, 1, 0, staged=True)
+    own_part = own_rows or OwnRows(0, 0, 0, 1, 0, staged=True)
     arguments = {
         "x": x,
         "x_scale": x_scale,
         "staged_address": workspace.data.address,
         "scale_offset": staging.scale_offset,
-        "own_address": place.target,
-        "own_first": place.first,
-        "own_rows": place.rows,
-        "own_share": max(place.share, 1),
-        "own_distance": place.distance,
+        "own_address": own_part.target,
+        "own_first": own_part.first,
+        "own_rows": own_part.rows,
+        "own_share": max(own_part.share, 1),
+        "own_distance": own_part.distance,
         "signals": signals,
         "epochs": workspace.side_epochs,
         "ctx": context,
@@ -178,9 +192,10 @@ def begin(
     }
     constants = {
         "WORLD_SIZE": ranks,
-        "OWN": None if own is None else "too" if own.staged else "only",
+        "OWN": None if own_rows is None else "too" if own_rows.staged else "only",
         "INNER_ALIGN": align,
     }
+    # 1. Stage this rank's rows in symmetric memory and tell the peers.
     programs = 2 if group.backend == "cpu" else _STAGERS
     stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
     fetching, since = Fetching({}, first), copies.so_far(group)
@@ -189,35 +204,44 @@ def begin(
     with copies.beside(group, first=first, since=since):
         if not first:
             stage()
-        # It needs a processor while the product has all of them: it takes one while rows are
-        # staged, which leaves room.
+        # 2. Wait until every peer has staged its rows. This kernel needs an SM while the product
+        # occupies all of them; it gets one now, while staging still leaves SMs free.
         awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}
         Launch(staged.await_rows, (1,), awaiting, {"WORLD_SIZE": ranks, "num_warps": 1})()
+        # 3. Copy the peers' rows. A copy of the call's stamp into the signal follows the rows of
+        # each source on the same stream, so the product sees the signal only after the rows.
         for source, parts in pieces.items():
-            there = workspace.data.address + source * group.stride
+            staged_address = workspace.data.address + source * group.stride
             for part in parts:
                 copies.fetch(
-                    group, part.target, there + part.offset, part.nbytes, source, count=part.times,
-                    distance=part.distance
-                )  # fmt: skip
+                    group,
+                    part.target,
+                    staged_address + part.offset,
+                    part.nbytes,
+                    source,
+                    count=part.times,
+                    distance=part.distance,
+                )
             if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (layout.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
             fetching.arrived[source] = copies.so_far(group)
+        # 4. Tell every peer that its rows were fetched, so that it may stage the next call's.
         releasing = {
             "signals": signals,
             "ctx": context,
             "notes": notes,
-            "whole": whole,
-            "cells": whole.numel(),
+            "gathered": gathered,
+            "cells": gathered.numel(),
         }
         Launch(staged.release_rows, (1,), releasing, {"WORLD_SIZE": ranks, "num_warps": 1})()
     return fetching
 
 
 def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
-    """Behind products that know nothing of arrivals: let the contiguous ``y`` be NaN where a peer's
-    rows have not come.
+    """Fill the contiguous ``y`` with NaN if a peer's rows did not arrive.
+
+    Products by cuBLAS cannot check arrivals, so this runs after them.
     """
     from interlace.gemm.kernels import staged
 
@@ -235,5 +259,5 @@ def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
 
 
 def end(group: Group, fetching: Fetching) -> None:
-    """Let the current stream go on once all copies are done and the peers know it."""
+    """Make the current stream wait until all copies are done and the peers have been told."""
     copies.join(group, first=fetching.first)

@@ -1,4 +1,4 @@
-"""What the operators around a product hand to their kernels."""
+"""Launch arguments that the kernels around a product share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimens
 from interlace.units import ceil_div, round_up
 
 _DESCRIPTOR_CAPABILITY = (9, 0)
-_FLOP_PER_NS = 5600  # of one processor of an H200 that computes and sends tiles (decision 0009)
+# Throughput of one SM of an H200 that computes and sends tiles (decision 0009).
+_FLOP_PER_NS = 5600
 
 
 def programs(group: Group, config: GemmConfig) -> int:
-    """Return the number of programs to launch: one per SM, or fewer if the configuration says so."""
+    """Return the number of programs to launch: one per SM, or fewer if ``config`` says so."""
     if group.backend == "cpu":
         return min(config.max_programs or MAX_PROGRAMS, 8)
-    most = processors(group.device)
-    return min(config.max_programs or most, most, MAX_PROGRAMS)
+    processor_count = processors(group.device)
+    return min(config.max_programs or processor_count, processor_count, MAX_PROGRAMS)
 
 
 def spread_ns(config: GemmConfig, inner: int) -> int:
@@ -133,8 +134,8 @@ def constants(
 
 
 def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
-    """A tensor descriptor of this rank's result, ``[0, 0, 0, row, column]``, in tiles of the shape
-    of those that travel.
+    """Return a tensor descriptor of this rank's result as ``[0, 0, 0, row, column]``, so that its
+    tiles have as many dimensions as tiles sent to peers.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -146,34 +147,38 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
 
 
 def padded_columns(columns: int, dtype: torch.dtype) -> int:
-    """Elements between two rows of a result, so that each begins where a descriptor may."""
+    """Return the elements from one row of a result to the next, so that a descriptor can address
+    every row.
+    """
     return round_up(columns, ALIGNMENT_BYTES // dtype.itemsize)
 
 
 def row_stride(matrix: torch.Tensor) -> int:
-    """Elements between two rows of a matrix whose rows are contiguous."""
+    """Return the elements from one row to the next of a matrix whose rows are contiguous."""
     return _stride(matrix, 1)
 
 
 def _stride(matrix: torch.Tensor, dimension: int) -> int:
-    """Elements from one row (``dimension`` 1) or column to the next, where there are two; else a
-    distance that would do.
+    """Return the elements from one row (``dimension`` 1) or column (0) to the next.
+
+    A matrix with a single row has no such stride; an aligned one that a descriptor accepts is
+    returned instead.
     """
-    other = matrix.shape[1 - dimension]
-    if other > 1:
+    count = matrix.shape[1 - dimension]
+    if count > 1:
         return matrix.stride(1 - dimension)
     return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Where parts arrive before they are summed, ``[rank, half, source, row, column]``, and the
-    signals that say so.
+    """The slots in which parts arrive before they are summed, ``[rank, half, source, row,
+    column]``, and their signals.
 
     Attributes:
-        workspace: of the operator.
-        tiles: a tensor descriptor; None without descriptors.
-        per_source: signals of one source.
+        workspace: The operator's workspace, which holds slots and signals.
+        tiles: A tensor descriptor of the slots; None without descriptors.
+        per_source: The number of signals of one source.
         routes: ``[ranks][ROUTE]`` on the device.
     """
 
@@ -192,19 +197,20 @@ def slots_for(
     config: GemmConfig,
     tiles: bool,
 ) -> Slots:
-    """Slots for ``rows`` of each rank. Collective when the workspace must grow."""
-    most, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
-    count = ceil_div(most, config.block_m) * ceil_div(columns, config.block_n)
-    workspace = group.workspace(
-        operator, max(4096, ranks * most * stride * dtype.itemsize), layout.HEADER + ranks * count
-    )
+    """Return slots for ``rows`` of each rank. Collective when the workspace must grow."""
+    most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
+    count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
+    nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
+    workspace = group.workspace(operator, nbytes, layout.HEADER + ranks * count)
     routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])
     descriptor = None
     if tiles:
+        # The dimensions are rank, half, source, row and column; the stride of the rank is the
+        # group's.
         sizes = [
             (2, workspace.half_bytes // dtype.itemsize),
-            (ranks, most * stride),
-            (most, stride),
+            (ranks, most_rows * stride),
+            (most_rows, stride),
             (columns, 1),
         ]
         descriptor = describe_ranks(

@@ -24,7 +24,9 @@ ALIGNMENT_BYTES = 16
 
 
 def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """What a product's result is: as asked for; else as x, and bfloat16 for float8."""
+    """Return the dtype of a product: ``out_dtype`` if given, else that of x, but bfloat16 for
+    float8.
+    """
     if out_dtype is not None:
         return out_dtype
     return torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
@@ -44,7 +46,8 @@ def validate(
     """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
 
     Raises:
-        ArgumentError: with the operator's name, the rule, what was found, and what to do.
+        ArgumentError: An operand breaks a rule. The message has the operator's name, the rule, the
+            value, and a remedy.
     """
     name = operator.name
     validate_matrices(name, x, w)
@@ -157,7 +160,7 @@ def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def contiguous_dimension(matrix: torch.Tensor) -> int | None:
-    """1 where rows are contiguous, 0 where columns are, None where neither are."""
+    """Return 1 if rows are contiguous, 0 if columns are, None if neither are."""
     rows, columns = matrix.shape
     if matrix.stride(1) == 1 or columns <= 1 or rows == 0:
         return 1
@@ -218,22 +221,23 @@ class Operands:
 
     @property
     def rows(self) -> int:
-        """M."""
+        """M, the rows of x."""
         return self.x.shape[0]
 
     @property
     def columns(self) -> int:
-        """N."""
+        """N, the columns of the product."""
         return self.w.shape[0]
 
     @property
     def inner(self) -> int:
-        """K."""
+        """K, the length of the sums."""
         return self.x.shape[1]
 
     def agreed(self) -> dict[str, Any]:
-        """What every rank's operands must have in common, for ``Group.agree``; not M, which may
-        differ in some operators.
+        """Return the properties that all ranks' operands must share, for ``Group.agree``.
+
+        M is not among them: some operators let it differ by rank.
         """
         return {
             "the_shape_of_w": tuple(self.w.shape),
@@ -243,8 +247,9 @@ class Operands:
         }
 
     def signature(self) -> tuple[Hashable, ...]:
-        """All that decides how a call of an operator runs, but for its own arguments: M and what
-        :meth:`agreed` says.
+        """Return a key of everything about the operands that decides how a call runs.
+
+        It consists of M and the properties that :meth:`agreed` returns.
         """
         return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
 
@@ -253,15 +258,20 @@ class Operands:
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
     def sizes(self, rows: int) -> dict[str, Any]:
-        """What a choice of implementation depends on; ``rows`` the same on every rank."""
+        """Return the properties by which an implementation is chosen; ``rows`` must be the same on
+        every rank.
+        """
         return {
-            "rows": rows, "columns": self.columns, "inner": self.inner,
-            "dtype": self.x.dtype, "device": self.x.device,
-        }  # fmt: skip
+            "rows": rows,
+            "columns": self.columns,
+            "inner": self.inner,
+            "dtype": self.x.dtype,
+            "device": self.x.device,
+        }
 
     def with_contiguous_rows(self) -> Operands:
-        """With x's rows contiguous: what is cut by rows for cuBLAS. x is copied if its rows are
-        not.
+        """Return the operands with contiguous rows of x, which may be cut by rows for cuBLAS. x is
+        copied if its rows are not contiguous.
         """
         return (
             self
@@ -270,8 +280,8 @@ class Operands:
         )
 
     def for_kernel(self) -> Operands:
-        """With x's rows, and w's rows or columns, contiguous and at multiples of 16 bytes; what is
-        not is copied.
+        """Return the operands as kernels load them: x contiguous along K, w along K or N, and rows
+        aligned to 16 bytes. Operands that are not so are copied.
 
         A copy moves little beside a product, and each rank may need another one without its peers
         having to know.
@@ -296,7 +306,9 @@ class Operands:
 
 
 def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
-    """``matrix``, or a copy that is contiguous along ``dimension`` and aligned along the other one."""
+    """Return ``matrix``, or a copy that is contiguous along ``dimension`` and aligned along the
+    other.
+    """
     if dimension == 0:
         return _laid_out(matrix.T, 1).T
     rows, columns = matrix.shape
@@ -304,8 +316,8 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
         stride_bytes = matrix.stride(0) * matrix.element_size()
         # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has
         # none that a descriptor takes.
-        apart = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
-        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and apart:
+        rows_aligned = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
+        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and rows_aligned:
             return matrix
     padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
     return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)

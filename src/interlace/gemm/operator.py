@@ -1,4 +1,4 @@
-"""What an operator around one matrix product declares."""
+"""The base class of operators around one matrix product."""
 
 from __future__ import annotations
 
@@ -177,15 +177,15 @@ class GemmOperator(Operator):
         Raises:
             ArgumentError: A list does not fit the rows or the number of ranks.
         """
-        given = {
+        lists_given = {
             name: counts
             for name, counts in zip(self.split_names, splits, strict=True)
             if counts is not None
         }
-        for name, counts in given.items():
+        for name, counts in lists_given.items():
             check_sum(f"{self.name}: {name}", counts, world_size, rows, "the rows of x")
-        if given:
-            return rows, len({count for counts in given.values() for count in counts}) == 1
+        if lists_given:
+            return rows, len({count for counts in lists_given.values() for count in counts}) == 1
         return rows, rows % world_size == 0
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -29,7 +29,7 @@ def product(
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is nobody to communicate with."""
+    """Return whether there is no other rank to communicate with."""
     return not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
@@ -39,7 +39,9 @@ def exchange_rows(
     output_splits: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """All-to-all: ``input_splits[d]`` rows to rank d, ``output_splits[s]`` rows from rank s."""
+    """Run an all-to-all: ``input_splits[d]`` rows go to rank d, ``output_splits[s]`` rows come from
+    rank s.
+    """
     if is_alone(group):
         return rows
     received = rows.new_empty(sum(output_splits), rows.shape[1])

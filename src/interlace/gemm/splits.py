@@ -9,28 +9,31 @@ from interlace.errors import ArgumentError
 
 
 def rank_in(group_name: str) -> tuple[int, int]:
-    """This process's rank in the group of that name, and the group's size; starts no communication."""
+    """Return this process's rank in the named group, and the group's size. Nothing is sent."""
     return rank_and_size(process_group_named(group_name))
 
 
 def balanced(rows: int, world_size: int) -> list[int]:
-    """As ``torch.tensor_split``: the first ``rows % world_size`` ranks have one more. ``rows`` may
-    be symbolic.
+    """Return the rows of each rank, as evenly as ``torch.tensor_split``: the first ``rows %
+    world_size`` ranks have one more. ``rows`` may be symbolic.
     """
     return [balanced_rows(rows, rank, world_size) for rank in range(world_size)]
 
 
 def balanced_rows(rows: int, rank: int, world_size: int) -> int:
-    """``balanced(rows, world_size)[rank]``, without a branch on ``rows``."""
+    """Return ``balanced(rows, world_size)[rank]`` without a branch on ``rows``, which may be
+    symbolic.
+    """
     return (rows + world_size - 1 - rank) // world_size
 
 
 def validate_list(operator: str, name: str, splits: object) -> None:
-    """Refuse what is no list of row counts. How many they must be, and their sum, ranks check
-    together.
+    """Check that ``splits`` is None or a list of integers.
+
+    Its length and sum are checked later, together with the other ranks.
 
     Raises:
-        ArgumentError: not a sequence, or of something else than integers.
+        ArgumentError: It is no list, or holds something other than integers.
     """
     if splits is None:
         return
@@ -45,20 +48,22 @@ def validate_list(operator: str, name: str, splits: object) -> None:
             raise ArgumentError(f"{operator}: {name} must hold integers; got {count!r}.")
 
 
-def check_sum(what: str, splits: Sequence[int], world_size: int, rows: int | None, of: str) -> None:
-    """Check a list against the group and, unless ``rows`` is None, against the rows that it shares
-    out.
+def check_sum(
+    subject: str, splits: Sequence[int], world_size: int, rows: int | None, of: str
+) -> None:
+    """Check a list against the group and, unless ``rows`` is None, against the rows that it
+    distributes.
 
     Raises:
-        ArgumentError: a wrong number of entries, a negative one, or a wrong sum.
+        ArgumentError: The number of entries or their sum is wrong, or an entry is negative.
     """
     if len(splits) != world_size:
         raise ArgumentError(
-            f"{what} must have an entry for each of {world_size} ranks; got {list(splits)}."
+            f"{subject} must have an entry for each of {world_size} ranks; got {list(splits)}."
         )
     if any(count < 0 for count in splits):
-        raise ArgumentError(f"{what} must not be negative; got {list(splits)}.")
+        raise ArgumentError(f"{subject} must not be negative; got {list(splits)}.")
     if rows is not None and sum(splits) != rows:
         raise ArgumentError(
-            f"{what} must sum to {rows}, {of}; got {list(splits)}, which is {sum(splits)}."
+            f"{subject} must sum to {rows}, {of}; got {list(splits)}, which is {sum(splits)}."
         )

@@ -75,9 +75,14 @@ class Fused:
             )
         else:
             self.output = TriggeredTransfers(
-                shape, dtype=dtype, tiles=tiles, pieces=pieces, order=order, group=group,
-                device=device
-            )  # fmt: skip
+                shape,
+                dtype=dtype,
+                tiles=tiles,
+                pieces=pieces,
+                order=order,
+                group=group,
+                device=device,
+            )
         self.shape = tuple(int(size) for size in shape)
         ranks = self.output.group.world_size
         self._parts = (

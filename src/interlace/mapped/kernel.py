@@ -70,7 +70,7 @@ def collect(
     slots, result, landing, signals, epochs, ctx, is_valid, call, rows, columns, slot_stride,
     row_stride, WORLD_SIZE: tl.constexpr, REDUCTION: tl.constexpr, IN_PLACE: tl.constexpr,
     CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Meet all ranks, then bring what they wrote for this one into the contiguous ``result``.
 
     The ranks have written ``[rank, row, column]``. ``REDUCTION`` is ``"copy"``: all of it becomes

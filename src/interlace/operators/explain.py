@@ -74,8 +74,8 @@ def explain(
         "output_splits": output_splits,
         **further,
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
+    call_options = {name: value for name, value in options.items() if value is not None}
+    for name in call_options:
         if name not in optional:
             raise ArgumentError(
                 f"explain: arguments of {operator} must be {', '.join((*names, *optional))}; got "
@@ -83,6 +83,8 @@ def explain(
             )
     is_distributed = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size(group) if is_distributed else 1
-    call, chosen, reason = known[operator].explain(*arguments, world_size=world_size, **given)
+    call, chosen, reason = known[operator].explain(
+        *arguments, world_size=world_size, **call_options
+    )
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return f"{call}, on {ranks}: {chosen}, because {reason}."

@@ -12,7 +12,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Where a call lies: ranks, dtype (``"bfloat16"``), and the operator's sizes by name."""
+    """The coordinates of a call in a tuned table: ranks, dtype (``"bfloat16"``), and the operator's
+    sizes by name.
+    """
 
     world_size: int
     dtype: str
@@ -43,8 +45,8 @@ _FARTHEST_LOG2 = 2.0
 
 
 def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
-    """The entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of log2
-    ratios.
+    """Return the entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of
+    log2 ratios.
 
     Only entries of a dtype as wide count, since a configuration fills shared memory; those with as
     many ranks come first. None where no entry has every size within a factor of four.
@@ -55,10 +57,10 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
             continue
         distance = 0.0 if entry["dtype"] == point.dtype else 0.01
         for name, size in point.sizes.items():
-            apart = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))
-            if apart > _FARTHEST_LOG2:
+            log2_ratio = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))
+            if log2_ratio > _FARTHEST_LOG2:
                 break
-            distance += apart
+            distance += log2_ratio
         else:
             distance += 5.0 * abs(math.log2(point.world_size / int(entry["world_size"])))
             if best is None or distance < best[0]:

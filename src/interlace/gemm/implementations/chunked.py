@@ -1,4 +1,4 @@
-"""``impl="chunked"``: cuBLAS for each rank's rows in turn, and copy engines that take them there."""
+"""``impl="chunked"``: cuBLAS multiplies each rank's rows in turn, and copy engines send them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from interlace.registry import Implementation
 def run(call: GemmCall) -> torch.Tensor | None:
     """Multiply rank by rank, and copy each rank's rows while the next ones are multiplied.
 
-    None if the caller has not asked for it and there is no output for these sizes.
+    Returns None if the caller has not asked for this implementation and the group cannot keep
+    another output for these sizes.
     """
     operands, group = call.operands, call.group
     output = Output(

@@ -17,13 +17,13 @@ from interlace.gemm.call import GemmCall
 from interlace.mapped import Fused, fuse
 
 _MOST_OUTPUTS = 8
-"""Outputs that a group keeps. Mapping one takes tens of milliseconds, so a program whose sizes never
-settle should not have one made for each."""
+"""The number of outputs that a group keeps. Mapping an output takes tens of milliseconds, so a
+program whose sizes keep changing should not map one for each size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What identifies an output, beside the group that keeps it.
+    """The properties that identify an output within the group that keeps it.
 
     Attributes:
         implementation: Who writes it.

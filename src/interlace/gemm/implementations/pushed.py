@@ -55,7 +55,7 @@ def push_rows(
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = {
             "x": x,
-            "whole": gathered,
+            "gathered": gathered,
             "landing_address": workspace.data.address,
             "half_bytes": workspace.half_bytes,
             "signals": workspace.signals.address,
@@ -67,9 +67,9 @@ def push_rows(
             "distance": distance,
             "K": columns,
             "x_stride": row_stride(x),
-            "whole_stride": gathered.shape[-1],
+            "gathered_stride": gathered.shape[-1],
         }
-        constants = {"WORLD_SIZE": ranks, "EACH": share is not None, **tile}
+        constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, **tile}
         Launch(staged.spread_rows, (programs,), arguments, constants)()
 
     return enqueue

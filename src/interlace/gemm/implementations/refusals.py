@@ -1,4 +1,6 @@
-"""What implementations refuse, as sentences for ``Implementation.refusal``."""
+"""Refusals: the operands that an implementation cannot take, as sentences for
+``Implementation.refusal``.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def counted_product(
     x, w, bias, x_scale, w_scale, tiles, y_address, counters_address, me, pieces, rows, N, K,
     x_stride, w_stride, x_scale_stride, w_scale_stride, part_stride, y_stride,
     OWN_BIAS: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply ``x @ w.T``, the rows for the next rank first, this rank's own last, and count each
     tile that is stored.
 

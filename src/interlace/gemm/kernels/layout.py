@@ -1,5 +1,5 @@
-"""Where signals and routes lie in the kernels around a product: numbers that host and device must
-agree on.
+"""The positions of signals and routes in the kernels around a product, on which host and device
+must agree.
 """
 
 from __future__ import annotations

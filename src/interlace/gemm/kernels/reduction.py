@@ -40,7 +40,7 @@ class Slots(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where sums go.
+    """The memory that sums are stored to.
 
     Attributes:
         tiles: A tensor descriptor of every rank's buffers, ``[rank, buffer, 0, row of M, column]``,
@@ -59,7 +59,7 @@ class Results(NamedTuple):
 @triton.jit
 def add_parts(
     total, slots, row, column, rows, N, group, SENDING: tl.constexpr, OWN_PART: tl.constexpr = False
-):  # fmt: skip
+):
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
     Args:
@@ -89,7 +89,7 @@ def add_parts(
 def send_and_sum(
     matrices, scales, bias, slots, results, routes, stamp, group, BROADCAST: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Send parts of the product to their owners' slots, and store the sums of this rank's own rows,
     with the parts that came, where they belong.
 
@@ -119,7 +119,7 @@ def send_and_sum(
     me = il.rank(group)
     N, row_stride, flags = matrices.N, slots.row_stride, slots.flags
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (slots.most_rows + BLOCK_M - 1) // BLOCK_M
     rounds = (tiles_m * tiles_n + programs - 1) // programs
@@ -148,7 +148,7 @@ def send_and_sum(
                 if TILES:
                     il.complete_tiles()
                 sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
-                il.signal(sent, stamp, peers, group, others)
+                il.signal(sent, stamp, peers, group, is_peer)
                 unannounced = -1
             if dest != me:
                 if TILES:
@@ -164,7 +164,7 @@ def send_and_sum(
             else:
                 if WORLD_SIZE > 1:
                     awaited = flags + peers * slots.per_source + tile
-                    arrived = il.wait(awaited, stamp, peers, tile, group, others).to(tl.int32)
+                    arrived = il.wait(awaited, stamp, peers, tile, group, is_peer).to(tl.int32)
                     all_arrived = all_arrived * arrived
                     if TILES:
                         il.accept_tiles()
@@ -196,5 +196,5 @@ def send_and_sum(
         if TILES:
             il.complete_tiles()
         sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
-        il.signal(sent, stamp, peers, group, others)
+        il.signal(sent, stamp, peers, group, is_peer)
     return all_arrived

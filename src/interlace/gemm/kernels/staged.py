@@ -1,5 +1,5 @@
-"""Small kernels that move rows before a product: around the copies of ``fetch.py``, and in their
-place.
+"""Small kernels that move rows before a product, either together with the copies of ``fetch.py`` or
+without them.
 
 The README.md of ``all_gather_gemm`` explains the protocols.
 """
@@ -34,16 +34,16 @@ def stage_rows(
     own_distance, signals, epochs, ctx, call, rows, K, x_stride, x_scale_stride, inner_groups,
     WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
-    Protocol: wait until every peer has fetched the rows of the call before (its signal ``[DONE]``,
-    of the last call's set), copy, and set this rank's signal at every peer. That has one set: it is
-    set again after DONE of its reader.
+    Protocol: wait until every peer has fetched the rows of the previous call (its signal
+    ``[DONE]`` in the previous call's set), copy, and set this rank's signal at every peer. One set
+    of these signals suffices: a signal is set again only after DONE of its reader.
 
-    Of ``own_rows`` from ``own_first`` on, no peer's if ``OWN`` is ``"only"`` and everybody's if it
-    is ``"too"``, each ``own_share`` go to ``own_address``, ``own_distance`` rows from one to the
-    next.
+    ``own_rows`` rows from ``own_first`` on are also copied to ``own_address``, in shares of
+    ``own_share`` rows that lie ``own_distance`` rows apart. Peers fetch these rows as well if
+    ``OWN`` is ``"too"``, and do not if it is ``"only"``.
 
     Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows,
     and sets 3 on rank 0.
@@ -53,35 +53,45 @@ def stage_rows(
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     K_padded = inner_groups * INNER_ALIGN
     last = il.previous_epoch(epoch)
-    free = il.wait(il.in_turn(flags + _DONE, last, _MAX_RANKS) + peers, last, peers, 0, group, others).to(tl.int32)
+    # 1. The peers must have fetched the previous call's rows before these are overwritten.
+    done = il.in_turn(flags + _DONE, last, _MAX_RANKS)
+    free = il.wait(done + peers, last, peers, 0, group, is_peer).to(tl.int32)
     target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
+    # 2. Rows are copied to symmetric memory, and this rank's own share to where it is multiplied.
+    # If a peer timed out, nothing is staged, since it may still be reading.
     lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
     for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         m = (first + lines).to(tl.int64)[:, None]
-        place = m - own_first
-        own = (place >= 0) & (place < own_rows)
+        own_row = m - own_first
+        is_own = (own_row >= 0) & (own_row < own_rows)
         for start in range(0, K, COLS):
             k = start + columns[None, :]
             value = tl.load(x + m * x_stride + k, mask=(m < rows) & (k < K), other=0.0)
-            inside = (m < rows) & (k < K_padded)  # libraries read the padding, too: it is zero
+            # Libraries read the padding beyond K as well, so it is stored as zeros.
+            inside = (m < rows) & (k < K_padded)
             if OWN is not None:
-                here = il.pointer(own_address, x.dtype.element_ty)
-                line = place // own_share * own_distance + place % own_share
-                tl.store(here + line * K_padded + k, il.nan_unless(free, value), mask=inside & own)
-            staged = inside & ~own if OWN == "only" else inside
+                own_target = il.pointer(own_address, x.dtype.element_ty)
+                line = own_row // own_share * own_distance + own_row % own_share
+                own_value = il.nan_unless(free, value)
+                tl.store(own_target + line * K_padded + k, own_value, mask=inside & is_own)
+            staged = inside & ~is_own if OWN == "only" else inside
             tl.store(target + m * K_padded + k, value, mask=staged & (free + m * 0 > 0))
         if x_scale is not None:
-            scale = tl.load(x_scale + (first + lines) * x_scale_stride, mask=first + lines < rows, other=0.0)
-            scales = il.peer_pointer(il.pointer(staged_address + scale_offset, tl.float32), me, group)
-            tl.store(scales + first + lines, scale, mask=(first + lines < rows) & (free + lines * 0 > 0))
+            line = first + lines
+            scale = tl.load(x_scale + line * x_scale_stride, mask=line < rows, other=0.0)
+            scales = il.pointer(staged_address + scale_offset, tl.float32)
+            scales = il.peer_pointer(scales, me, group)
+            tl.store(scales + line, scale, mask=(line < rows) & (free + lines * 0 > 0))
+    # 3. The last program to finish tells every peer that all rows are staged.
     if free > 0:
         counter = il.peer_pointer(flags + _COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):
-            il.signal(flags + me + tl.zeros_like(peers), il.mark(epoch, call), peers, group, others)
+            stamp = il.mark(epoch, call)
+            il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     il.clear_old(flags + _HEADER, WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
@@ -90,78 +100,83 @@ def stage_rows(
 def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """Wait for every peer's :func:`stage_rows`: copies follow on the same stream.
 
-    ``notes``, for what follows: this call's epoch; its stamp, or what no call waits for if a peer's
-    rows have not come.
+    ``notes`` receives, for later kernels and copies, this call's epoch, and its stamp, or 0, which
+    no call waits for, if a peer has not staged its rows in time.
 
     Example: two ranks; rank 1's third call ends once rank 0 has set 3 here.
     """
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
-    # Nothing else counts here, nor changes it while this runs
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    # This kernel alone counts the epoch in ``notes``; no other kernel writes it in the meantime.
     epoch = il.following_epoch(tl.load(notes))
     stamp = il.mark(epoch, call)
-    arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, others)
+    arrived = il.wait(il.pointer(signals, tl.int32) + peers, stamp, peers, 0, group, is_peer)
     tl.store(notes, epoch)
     tl.store(notes + 1, stamp * arrived.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["signals", "cells"])
-def release_rows(signals, ctx, notes, whole, cells, WORLD_SIZE: tl.constexpr):
-    """Tell every peer that its rows have been fetched. If a peer's rows have not come, all
-    ``cells`` of ``whole`` become NaN.
+def release_rows(signals, ctx, notes, gathered, cells, WORLD_SIZE: tl.constexpr):
+    """Tell every peer that its rows have been fetched.
+
+    All ``cells`` elements of ``gathered`` become NaN if a peer's rows did not arrive.
     """
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     epoch = tl.load(notes)
+    # DONE is signalled even after a timeout: the copies are over, so peers may reuse their memory.
     done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, epoch, _MAX_RANKS)
-    il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, others)
+    il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, is_peer)
     if tl.load(notes + 1) == 0:
-        il.fill_nan(whole, cells)
+        il.fill_nan(gathered, cells)
 
 
 @triton.jit(do_not_specialize=["call", "blocks", "cells"])
 def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
-    """Behind products that know nothing of arrivals: where a peer's rows have not come, y becomes
-    NaN.
+    """Fill y with NaN if a peer's rows did not arrive; runs after products that cannot check
+    arrivals.
 
-    Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all came. Advances
-    the epochs of the operator's own kernel, if it has one, which takes turns with this.
+    Protocol: :func:`await_rows` has written this call's stamp to ``notes`` if all rows arrived.
+    The epochs are those of the operator's own kernel, if it has one: a call runs either that kernel
+    or this one, and both advance them.
 
-    Example: rank 1 never called; rank 0's products were of memory that nobody wrote, and its y is
+    Example: rank 1 never calls; rank 0 has multiplied memory that no rank wrote, and its y becomes
     NaN everywhere.
     """
     epoch = il.next_epoch(epochs)
     if tl.load(notes + 1) != il.mark(epoch, call):
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-            place = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
-            nothing = tl.full([BLOCK], float("nan"), tl.float32)
-            tl.store(y + place, nothing.to(y.dtype.element_ty), mask=place < cells)
+            offsets = (block + tl.zeros([BLOCK], tl.int64)) * BLOCK + tl.arange(0, BLOCK)
+            nan = tl.full([BLOCK], float("nan"), tl.float32)
+            tl.store(y + offsets, nan.to(y.dtype.element_ty), mask=offsets < cells)
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["landing_address", "half_bytes", "signals", "call", "share", "distance"])
+@triton.jit(
+    do_not_specialize=["landing_address", "half_bytes", "signals", "call", "share", "distance"]
+)
 def spread_rows(
-    x, whole, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance, K,
-    x_stride, whole_stride, WORLD_SIZE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
+    x, gathered, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance,
+    K, x_stride, gathered_stride, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):
     """Store this rank's rows in every rank's memory, and gather what the peers store here.
 
-    Row m of those that rank s gives to a rank goes to row ``routes[s] + m // share * distance + m %
-    share``. Every rank gets the same rows, or (``EACH``) rank r those from the r-th part of x.
+    Row m of the rows that rank s sends to a rank goes to row ``routes[s] + m // share * distance +
+    m % share``. Every rank gets the same rows, or with ``SCATTER`` rank r gets the r-th part of x.
 
     Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch,
-    meets its peers' programs of the same index, and copies what they have put here into ``whole``,
-    an ordinary tensor; NaN where it did not come. The half is free: a peer that has signalled the
-    call before this one has copied the one before that. Columns of ``whole`` beyond K become zero:
-    libraries that multiply it may read them.
+    meets its peers' programs of the same index, and copies the rows that they have put here into
+    ``gathered``, an ordinary tensor; rows that did not arrive become NaN. The half is free: a peer
+    that has signalled the previous call has copied the rows of the call before that. Columns of
+    ``gathered`` beyond K become zero, since libraries that multiply it may read them.
 
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of
-    its ``whole`` and of rank 1's landing, and copies b from row 1 of its own landing.
+    its ``gathered`` and of rank 1's landing, and copies b from row 1 of its own landing.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
@@ -172,28 +187,34 @@ def spread_rows(
     landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
     first = tl.load(routes + me * _ROUTE + _FIRST_ROW)
     rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
+    # 1. Store this rank's rows at every rank, the neighbour first, so that ranks do not all send to
+    # the same peer at a time.
     for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
         m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-        cells = (first + m // share * distance + m % share) * whole_stride + k
-        if not EACH:
+        cells = (first + m // share * distance + m % share) * gathered_stride + k
+        if not SCATTER:
             value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
         for step in tl.static_range(WORLD_SIZE):
             to = (me + 1 + step) % WORLD_SIZE
-            if EACH:
+            if SCATTER:
                 value = tl.load(x + (to * rows + m) * x_stride + k, mask=inside, other=0.0)
             if step < WORLD_SIZE - 1:
                 il.put(landing + cells, value, to, group, inside)
             else:
-                tl.store(whole + cells, value, mask=(m < rows) & (k < whole_stride))
+                tl.store(gathered + cells, value, mask=(m < rows) & (k < gathered_stride))
+    # 2. Programs of the same index meet on all ranks. Each has a barrier of its own, because it
+    # needs only the tiles that the same programs of the peers have stored.
     arrived = il.barrier(flags + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
+    # 3. Copy the peers' rows out of the landing, whose half a later call will overwrite.
     for step in tl.static_range(WORLD_SIZE - 1):
         source = (me + 1 + step) % WORLD_SIZE
         first = tl.load(routes + source * _ROUTE + _FIRST_ROW)
         rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
         for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
             m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-            cells = (first + m // share * distance + m % share) * whole_stride + k
+            cells = (first + m // share * distance + m % share) * gathered_stride + k
             value = il.get(landing + cells, me, group, inside, 0.0)
-            tl.store(whole + cells, il.nan_unless(arrived, value), mask=(m < rows) & (k < whole_stride))
+            value = il.nan_unless(arrived, value)
+            tl.store(gathered + cells, value, mask=(m < rows) & (k < gathered_stride))
     il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)

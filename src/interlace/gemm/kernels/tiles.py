@@ -65,7 +65,7 @@ class Matrices(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What float8 operands are multiplied by; None for other dtypes.
+    """The factors of float8 operands; None for other dtypes.
 
     Attributes:
         x_scale, w_scale: Pointers to float32.

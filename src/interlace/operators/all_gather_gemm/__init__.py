@@ -117,21 +117,21 @@ class AllGatherGemm(GemmOperator):
         return RowPlan(by_rank, (), total, total, total)
 
     def _by_rank(self, rows: int, splits: Splits, group: Group) -> tuple[int, ...]:
-        (given,) = splits
-        return (rows,) * group.world_size if given is None else tuple(given)
+        (row_list,) = splits
+        return (rows,) * group.world_size if row_list is None else tuple(row_list)
 
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return all ranks' rows."""
-        (given,) = splits
-        return rows * world_size if given is None else sum(given)
+        (row_list,) = splits
+        return rows * world_size if row_list is None else sum(row_list)
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return all ranks' rows; no implementation minds how they are shared out."""
-        (given,) = splits
-        if given is None:
+        (row_list,) = splits
+        if row_list is None:
             return rows * world_size, True
-        check_sum(f"{self.name}: splits", given, world_size, None, "the rows of x")
-        return sum(given), True
+        check_sum(f"{self.name}: splits", row_list, world_size, None, "the rows of x")
+        return sum(row_list), True
 
     def run_empty(self, call: GemmCall) -> Pair:
         """Return the product without elements, and the gathered x, which may have some."""
@@ -262,7 +262,7 @@ def all_gather_gemm(
     impl: str = "auto",
     config: AllGatherGemmConfig | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """All-gather of rows and the matrix product with them, at once.
+    """Gather all ranks' rows and multiply them by this rank's weight at once.
 
     ``y = all_gather(x) @ w.T + bias``: the column-parallel linear layer under sequence parallelism,
     its input sharded along tokens, its weight along N. The product begins with the rows that are
@@ -321,7 +321,8 @@ def all_gather_gemm(
             :func:`interlace.synchronize`, raises.
 
     Example:
-        >>> y = interlace.all_gather_gemm(x_shard_m, w_shard_n)  # [4096/R, 4096], [14336/R, 4096] -> [4096, 14336/R]
+        >>> # x_shard_m [4096/R, 4096], w_shard_n [14336/R, 4096], y [4096, 14336/R]
+        >>> y = interlace.all_gather_gemm(x_shard_m, w_shard_n)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
     (arXiv:2205.05198) for sequence parallelism.

@@ -17,7 +17,7 @@ from interlace.comm.replays import places
 from interlace.gemm import fetch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.fetch import Own, Piece, Staging, offset_behind
+from interlace.gemm.fetch import OwnRows, Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import (
@@ -40,30 +40,39 @@ def run(call: GemmCall) -> Pair:
     x, config, mark = operands.x, call.config, call.mark
     shape = [sum(rows), padded_columns(operands.columns, operands.out_dtype)]
     y = x.new_empty(shape, dtype=operands.out_dtype)
-    whole, staging = _gathered(operands, rows), _staging(operands, rows)
+    gathered, staging = _gathered(operands, rows), _staging(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(group)
 
     def enqueue() -> None:
-        launch = prepare(group, staging, operands, rows, y, whole, config, mark)
+        launch = prepare(group, staging, operands, rows, y, gathered, config, mark)
         if group.world_size == 1:
             launch()
             return
         first = bool(getattr(config, "stage_first", 0))
-        fetching = _begin(call, operands, staging, whole, first=first, signal=True)
+        fetching = _begin(call, operands, staging, gathered, first=first, signal=True)
         launch()
         fetch.end(group, fetching)
 
     with group.running():
-        key = (NAME, "fused", config, rows, call.gather, mark, places(y, whole), operands.memory())
+        key = (
+            NAME,
+            "fused",
+            config,
+            rows,
+            call.gather,
+            mark,
+            places(y, gathered),
+            operands.memory(),
+        )
         group.replays.run(key, enqueue)
-    arrived = whole if group.world_size > 1 else None
+    arrived = gathered if group.world_size > 1 else None
     return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
 
 
 def run_chunked(call: GemmCall) -> Pair:
-    """Return the same by cuBLAS: it multiplies each rank's rows as soon as they have arrived, this
-    rank's own first.
+    """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
+    rank's own rows first.
     """
     operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
     y = operands.x.new_empty([sum(rows), operands.columns])
@@ -71,14 +80,14 @@ def run_chunked(call: GemmCall) -> Pair:
         multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, call.gather)
     require(group.backend)
-    whole, staging = _gathered(operands, rows), _staging(operands, rows)
+    gathered, staging = _gathered(operands, rows), _staging(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(group)
 
     def enqueue() -> None:
         parts, weight = y.split(rows), operands.w.T
-        arriving = whole[:, : operands.inner].split(rows)
-        fetching = _begin(call, operands, staging, whole, first=True, signal=False)
+        arriving = gathered[:, : operands.inner].split(rows)
+        fetching = _begin(call, operands, staging, gathered, first=True, signal=False)
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
@@ -88,14 +97,22 @@ def run_chunked(call: GemmCall) -> Pair:
         fetch.end(group, fetching)
 
     with group.running():
-        key = (NAME, "chunked", rows, call.gather, call.mark, places(y, whole), operands.memory())
+        key = (
+            NAME,
+            "chunked",
+            rows,
+            call.gather,
+            call.mark,
+            places(y, gathered),
+            operands.memory(),
+        )
         group.replays.run(key, enqueue)
-    return y, _result(operands, whole, call.gather)
+    return y, _result(operands, gathered, call.gather)
 
 
 def run_pushed(call: GemmCall) -> Pair:
-    """Return the same by one kernel that stores rows in all ranks' memory, and cuBLAS once they are
-    here.
+    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
+    all rows once they have arrived.
     """
     operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
     y = operands.x.new_empty([sum(rows), operands.columns])
@@ -103,40 +120,42 @@ def run_pushed(call: GemmCall) -> Pair:
         multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, call.gather)
     require(group.backend)
-    whole = _gathered(operands, rows)
+    gathered = _gathered(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
-    push = push_rows(group, NAME, operands.x, whole, rows, call.mark)
+    push = push_rows(group, NAME, operands.x, gathered, rows, call.mark)
 
     def enqueue() -> None:
         push()
-        multiply_into(y, whole[:, : operands.inner], operands.w.T, operands.bias)
+        multiply_into(y, gathered[:, : operands.inner], operands.w.T, operands.bias)
 
     with group.running():
-        key = (NAME, "pushed", rows, call.mark, places(y, whole), operands.memory())
+        key = (NAME, "pushed", rows, call.mark, places(y, gathered), operands.memory())
         group.replays.run(key, enqueue)
-    return y, _result(operands, whole, call.gather)
+    return y, _result(operands, gathered, call.gather)
 
 
 def _begin(
     call: GemmCall,
     operands: Operands,
     staging: Staging,
-    whole: torch.Tensor,
+    gathered: torch.Tensor,
     *,
     first: bool,
     signal: bool,
 ) -> fetch.Fetching:
-    """Enqueue what brings the peers' rows into ``whole``; see :func:`interlace.gemm.fetch.begin`."""
+    """Enqueue the copies of the peers' rows into ``gathered``; see
+    :func:`interlace.gemm.fetch.begin`.
+    """
     group, rows = call.group, call.rows.by_rank
     return fetch.begin(
         group,
         staging,
         operands.x,
         operands.x_scale,
-        whole,
-        _pieces(group, staging, rows, whole),
+        gathered,
+        _pieces(group, staging, rows, gathered),
         call.mark,
-        own=_own(group, staging, rows, whole) if call.gather else None,
+        own_rows=_own_rows(group, staging, rows, gathered) if call.gather else None,
         first=first,
         signal=signal,
     )
@@ -160,31 +179,35 @@ def _staging(operands: Operands, splits: Sequence[int]) -> Staging:
 
 
 def _pieces(
-    group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor
+    group: Group, staging: Staging, splits: Sequence[int], gathered: torch.Tensor
 ) -> dict[int, list[Piece]]:
     """Return what is fetched from each peer, the neighbour first."""
-    scales = whole.data_ptr() + _scale_offset(whole.shape, whole.dtype)
+    scales = gathered.data_ptr() + _scale_offset(gathered.shape, gathered.dtype)
     by_source: dict[int, list[Piece]] = {}
     for step in range(1, group.world_size):
         source = (group.rank + step) % group.world_size
         rows, first = splits[source], sum(splits[:source])
         by_source[source] = pieces = []
-        if rows and whole.dtype.itemsize == 1:  # float8 has scales
+        if rows and gathered.dtype.itemsize == 1:  # float8 has scales
             pieces.append(Piece(staging.scale_offset, scales + 4 * first, 4 * rows))
         if rows:
             pieces.append(
-                Piece(0, whole.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes)
+                Piece(0, gathered.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes)
             )
     return by_source
 
 
-def _own(group: Group, staging: Staging, splits: Sequence[int], whole: torch.Tensor) -> Own:
+def _own_rows(
+    group: Group, staging: Staging, splits: Sequence[int], gathered: torch.Tensor
+) -> OwnRows:
     """Return this rank's rows among the gathered ones."""
     rows, first = splits[group.rank], sum(splits[: group.rank])
-    return Own(0, rows, whole.data_ptr() + first * staging.row_bytes, rows, rows, staged=True)
+    return OwnRows(
+        0, rows, gathered.data_ptr() + first * staging.row_bytes, rows, rows, staged=True
+    )
 
 
-def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> torch.Tensor:
+def _result(operands: Operands, gathered: torch.Tensor | None, gather: bool) -> torch.Tensor:
     """Return the gathered x as callers get it: ``[M, K]``, or no rows unless ``gather``.
 
     Args:
@@ -192,9 +215,9 @@ def _result(operands: Operands, whole: torch.Tensor | None, gather: bool) -> tor
     """
     if not gather:
         return operands.x.new_empty([0, operands.inner])
-    if whole is None:
+    if gathered is None:
         return operands.x.clone(memory_format=torch.contiguous_format)
-    return whole[:, : operands.inner].contiguous()
+    return gathered[:, : operands.inner].contiguous()
 
 
 def prepare(
@@ -203,7 +226,7 @@ def prepare(
     operands: Operands,
     splits: Sequence[int],
     y: torch.Tensor,
-    whole: torch.Tensor,
+    gathered: torch.Tensor,
     config: GemmConfig,
     mark: int = 0,
 ) -> Launch:
@@ -224,9 +247,11 @@ def prepare(
     # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
     # rank's rows there is nothing.
     tiles = descriptors and all(count % config.block_m == 0 for count in splits[:-1])
-    gathered: Any = whole[:, : max(operands.inner, 1)]
+    gathered_tiles: Any = gathered[:, : max(operands.inner, 1)]
     if descriptors:
-        gathered = describe_matrix(gathered, whole.shape[1], [config.block_m, config.block_k])
+        gathered_tiles = describe_matrix(
+            gathered_tiles, gathered.shape[1], [config.block_m, config.block_k]
+        )
     result = None
     if tiles:
         block = [config.block_m, config.block_n]
@@ -235,12 +260,12 @@ def prepare(
     inner_align = ALIGNMENT_BYTES // dtype.itemsize
     scales = None
     if operands.x_scale is not None:
-        address = whole.data_ptr() + _scale_offset(whole.shape, dtype)
-        memory = bytes_at(address, (4 * len(whole),), (1,), group.device, whole)
-        scales = view_as(memory, (len(whole),), torch.float32)
+        address = gathered.data_ptr() + _scale_offset(gathered.shape, dtype)
+        memory = bytes_at(address, (4 * len(gathered),), (1,), group.device, gathered)
+        scales = view_as(memory, (len(gathered),), torch.float32)
     arguments = operand_arguments(operands, config, descriptors) | {
         "scales": scales,
-        "whole": gathered,
+        "gathered": gathered_tiles,
         "result": result,
         "y_address": y.data_ptr(),
         "signals": workspace.signals.address,
@@ -252,7 +277,7 @@ def prepare(
         "N": operands.columns,
         "K": operands.inner,
         "row_groups": y.shape[1] // align,
-        "inner_groups": whole.shape[1] // inner_align,
+        "inner_groups": gathered.shape[1] // inner_align,
     }
     shared = constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
     multipliers = programs(group, config)
@@ -264,5 +289,5 @@ def prepare(
         (multipliers,),
         arguments,
         shared | {"INNER_ALIGN": inner_align},
-        (operands, y, whole),
+        (operands, y, gathered),
     )

@@ -43,7 +43,7 @@ class Arrivals(NamedTuple):
 def _multiply(
     start, end, matrices, scales, bias, output, arrivals, group, OWN: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply every tile of this program from ``start`` to ``end``: of this rank's own x
     (``OWN``), or of the gathered one, each after its source's rows have come.
     """
@@ -106,10 +106,10 @@ def _multiply(
     ]
 )
 def all_gather_gemm(
-    x, w, bias, x_scale, w_scale, scales, whole, result, y_address, signals, epochs, ctx, routes,
+    x, w, bias, x_scale, w_scale, scales, gathered, result, y_address, signals, epochs, ctx, routes,
     call, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
     inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 
     Protocol: programs go round over tiles: of this rank's own rows, straight from x; then of the
@@ -132,19 +132,19 @@ def all_gather_gemm(
     tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,
     # one after the other, since two in the branches of one would need the shared memory of both.
-    own = Matrices(x, w, N, K, x_stride, w_stride)
+    own_matrices = Matrices(x, w, N, K, x_stride, w_stride)
     own_scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     _multiply(
-        program, tiles_per_rank, own, own_scales, bias, output, arrivals, group,
+        program, tiles_per_rank, own_matrices, own_scales, bias, output, arrivals, group,
         True, SENDING, TILING,
-    )  # fmt: skip
+    )
     if WORLD_SIZE > 1:
         # Programs go on where the round over this rank's own tiles ended.
         rounds = tl.maximum(tiles_per_rank - program + programs - 1, 0) // programs
-        gathered = Matrices(whole, w, N, K, inner_groups * INNER_ALIGN, w_stride)
+        gathered_matrices = Matrices(gathered, w, N, K, inner_groups * INNER_ALIGN, w_stride)
         gathered_scales = Scales(scales, w_scale, 1, w_scale_stride)
         _multiply(
-            program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered, gathered_scales,
-            bias, output, arrivals, group, False, SENDING, TILING,
-        )  # fmt: skip
+            program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered_matrices,
+            gathered_scales, bias, output, arrivals, group, False, SENDING, TILING,
+        )
     il.advance_epoch(epochs, epoch)

@@ -1,4 +1,4 @@
-"""What calls of ``all_to_all_bmm`` enqueue: what brings the peers' rows, and products by cuBLAS."""
+"""The launches of ``all_to_all_bmm``: copies or stores of the peers' rows, then ``torch.bmm``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.replays import places
 from interlace.gemm import fetch
 from interlace.gemm.batch import BatchCall
-from interlace.gemm.fetch import Own, Piece, Staging
+from interlace.gemm.fetch import OwnRows, Piece, Staging
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import padded_columns
 
@@ -22,29 +22,29 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def run_pushed(call: BatchCall) -> Pair:
     """Let one kernel store all rows where they are multiplied, then multiply."""
-    x, y, whole = _operands(call)
+    x, y, received = _operands(call)
     w, group, inner = call.w, call.group, x.shape[1]
     ranks = group.world_size
-    share = whole.shape[1] // ranks
+    share = received.shape[1] // ranks
     rows = [len(w) * share] * ranks
     # Before anything is enqueued: the workspace may have to grow.
-    push = push_rows(group, NAME, x, whole, rows, call.mark, share=share, distance=ranks * share)
+    push = push_rows(group, NAME, x, received, rows, call.mark, share=share, distance=ranks * share)
 
     def enqueue() -> None:
         push()
-        torch.bmm(whole[..., :inner], w, out=y)
+        torch.bmm(received[..., :inner], w, out=y)
 
-    return _run(call, x, y, whole, enqueue)
+    return _run(call, x, y, received, enqueue)
 
 
 def run_chunked(call: BatchCall) -> Pair:
     """Multiply this rank's own rows while copy engines bring the peers', and then those."""
-    x, y, whole = _operands(call)
+    x, y, received = _operands(call)
     staging = Staging(NAME, len(x), x.shape[1], x.dtype)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(call.group)
     return _run(
-        call, x, y, whole, lambda: _fetch(x, call.w, y, whole, staging, call.group, call.mark)
+        call, x, y, received, lambda: _fetch(x, call.w, y, received, staging, call.group, call.mark)
     )
 
 
@@ -64,44 +64,46 @@ def _run(
     call: BatchCall,
     x: torch.Tensor,
     y: torch.Tensor,
-    whole: torch.Tensor,
+    received: torch.Tensor,
     enqueue: Callable[[], None],
 ) -> Pair:
     with call.group.running():
-        call.group.replays.run((NAME, call.mark, places(x, call.w, y, whole)), enqueue)
-    return y, whole[..., : x.shape[1]].contiguous()
+        call.group.replays.run((NAME, call.mark, places(x, call.w, y, received)), enqueue)
+    return y, received[..., : x.shape[1]].contiguous()
 
 
 def _fetch(
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
-    whole: torch.Tensor,
+    received: torch.Tensor,
     staging: Staging,
     group: Group,
     mark: int,
 ) -> None:
     """Enqueue the products of this rank's own rows, beside copies of the peers', and then those."""
     ranks, me, count, inner = group.world_size, group.rank, len(w), x.shape[1]
-    share = whole.shape[1] // ranks
+    share = received.shape[1] // ranks
     share_bytes = share * staging.row_bytes
 
     def address_of(source: int) -> int:
         """Return where rows of ``source`` begin; those for the next product follow ``ranks`` shares
         later.
         """
-        return whole.data_ptr() + source * share_bytes
+        return received.data_ptr() + source * share_bytes
 
     offset, distance = me * count * share_bytes, ranks * share_bytes
     pieces = {
         source: [Piece(offset, address_of(source), share_bytes, count, distance)]
         for source in ((me + step) % ranks for step in range(1, ranks))
     }
-    own = Own(me * count * share, count * share, address_of(me), share, ranks * share, staged=False)
-    fetching = fetch.begin(
-        group, staging, x, None, whole, pieces, mark, own=own, first=True, signal=False
+    own_rows = OwnRows(
+        me * count * share, count * share, address_of(me), share, ranks * share, staged=False
     )
-    arriving = whole.view(count, ranks, share, -1)[..., :inner]
+    fetching = fetch.begin(
+        group, staging, x, None, received, pieces, mark, own_rows=own_rows, first=True, signal=False
+    )
+    arriving = received.view(count, ranks, share, -1)[..., :inner]
     results = y.view(count, ranks, share, -1)
     torch.bmm(x.view(ranks, count, share, inner)[me], w, out=results[:, me])
     # Rows that lie side by side are one product: a product for each source would have a last wave

@@ -109,7 +109,11 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     flying = max(1, min(4, 8 * warps // bags * 4 // itemsize))
     runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums per warp
     return EmbeddingAllToAllConfig(
-        block_bags=bags, unroll=flying, num_warps=warps,
+        block_bags=bags,
+        unroll=flying,
+        num_warps=warps,
         max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),
-        push_rows=min(16, 2 * runs), block_runs=runs, update_warps=warps,
-    )  # fmt: skip
+        push_rows=min(16, 2 * runs),
+        block_runs=runs,
+        update_warps=warps,
+    )

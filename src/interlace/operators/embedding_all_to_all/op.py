@@ -258,9 +258,19 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
         for_anchor = torch.ops.interlace.embedding_all_to_all_update(
-            grad, weights, states, indices, offsets, scale, *ctx.layout,
-            ctx.trainable, ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options,
-        )  # fmt: skip
+            grad,
+            weights,
+            states,
+            indices,
+            offsets,
+            scale,
+            *ctx.layout,
+            ctx.trainable,
+            ctx.gradient,
+            ctx.learning_rate,
+            ctx.epsilon,
+            *ctx.options,
+        )
         nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
         return tuple(nothing)
     sparse = ctx.gradient == "sparse"

@@ -118,7 +118,7 @@ def gemm_all_reduce(
     impl: str = "auto",
     config: GemmAllReduceConfig | None = None,
 ) -> torch.Tensor:
-    """Matrix product and the all-reduce of its result, in one kernel.
+    """Multiply and all-reduce the result in one kernel.
 
     ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a Transformer
     for many tokens (training, prefill), its weight sharded along K. While some programs still
@@ -176,7 +176,8 @@ def gemm_all_reduce(
             :func:`interlace.synchronize`, raises.
 
     Example:
-        >>> y = interlace.gemm_all_reduce(x_shard_k, w_shard_k)  # [4096, 8192/R], [4096, 8192/R] -> [4096, 4096]
+        >>> # x_shard_k [4096, 8192/R], w_shard_k [4096, 8192/R], y [4096, 4096]
+        >>> y = interlace.gemm_all_reduce(x_shard_k, w_shard_k)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """

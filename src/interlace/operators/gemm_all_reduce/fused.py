@@ -54,7 +54,7 @@ def prepare(
     mark: int,
     buffers: int,
     buffer_bytes: int,
-    taken: int,
+    own_buffer: int,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
 
@@ -96,7 +96,7 @@ def prepare(
         "routes": slots.routes,
         "call": mark,
         "buffer_bytes": buffer_bytes,
-        "taken": taken,
+        "own_buffer": own_buffer,
         "per_source": slots.per_source,
         "most_rows": max(rows),
         "M": operands.rows,

@@ -17,17 +17,17 @@ _HEADER = tl.constexpr(layout.HEADER)
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "half_bytes", "outputs", "buffer_bytes", "taken", "signals", "call",
+        "slot_address", "half_bytes", "outputs", "buffer_bytes", "own_buffer", "signals", "call",
         "per_source", "most_rows", "M", "N", "K", "x_stride", "w_stride", "x_scale_stride",
         "w_scale_stride", "row_groups", "spread_ns",
     ]
 )
 def gemm_all_reduce(
     x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, outputs, signals,
-    epochs, ctx, routes, call, buffer_bytes, taken, per_source, most_rows, M, N, K, x_stride,
+    epochs, ctx, routes, call, buffer_bytes, own_buffer, per_source, most_rows, M, N, K, x_stride,
     w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr,
     TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply, send every rank its rows' parts, add up this rank's own, and send the sums to all.
 
     Protocol: program 0 grants this rank's output buffer to every source, with a signal. Parts go
@@ -48,19 +48,20 @@ def gemm_all_reduce(
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     granted = il.in_turn(flags, epoch, _MAX_RANKS)
     done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
     # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
-        il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-        il.signal(granted + me + tl.zeros_like(peers), stamp, peers, group, others)
+        number = own_buffer + tl.zeros_like(peers)
+        il.put(numbers + me + tl.zeros_like(peers), number, peers, group, is_peer)
+        il.signal(granted + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     if spread_ns > 0:
         start_in_turn(spread_ns)
-    arrived = il.wait(granted + peers, stamp, peers, 0, group, others).to(tl.int32)
-    buffers = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+    arrived = il.wait(granted + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
+    buffers = tl.where(peers == me, own_buffer, il.get(numbers + peers, me, group, is_peer, 0))
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     half = epoch & 1
@@ -77,13 +78,14 @@ def gemm_all_reduce(
             il.complete_tiles()
         # 3. The last program to have sent everything tells the peers that their buffers are whole.
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     # 4. Nobody reads or writes anything of this call once all peers have said so.
     if program == programs - 1:
-        complete = il.wait(done + peers, stamp, peers, 0, group, others).to(tl.int32)
+        complete = il.wait(done + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
         if arrived * complete == 0:
-            own = outputs + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
+            offset = own_buffer.to(tl.int64) * buffer_bytes
+            own_address = outputs + offset + me * tl.multiple_of(group[2], 16)
             OUT: tl.constexpr = SENDING.dtype
-            il.fill_nan(il.pointer(own, OUT), M.to(tl.int64) * row_stride)
+            il.fill_nan(il.pointer(own_address, OUT), M.to(tl.int64) * row_stride)
     il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

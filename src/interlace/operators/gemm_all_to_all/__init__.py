@@ -93,9 +93,9 @@ class GemmAllToAll(GemmOperator):
     def _check_lists(self, answers: list[Any], ranks: int) -> tuple[tuple[int, ...], ...]:
         """Return all ranks' lists of rows that they send, once they fit those that they receive."""
         for rank, (rows, sends, receives) in enumerate(answers):
-            where = f"on rank {rank}"
-            check_sum(f"{self.name}: input_splits {where}", sends, ranks, rows, "its rows of x")
-            check_sum(f"{self.name}: output_splits {where}", receives, ranks, None, "")
+            rank_name = f"on rank {rank}"
+            check_sum(f"{self.name}: input_splits {rank_name}", sends, ranks, rows, "its rows of x")
+            check_sum(f"{self.name}: output_splits {rank_name}", receives, ranks, None, "")
         for source, (_, sends, _) in enumerate(answers):
             for destination, (_, _, receives) in enumerate(answers):
                 if sends[destination] != receives[source]:
@@ -114,10 +114,10 @@ class GemmAllToAll(GemmOperator):
         """Refuse what are no lists of rows, and one list without the other."""
         super().validate_splits(splits)
         if (splits[0] is None) != (splits[1] is None):
-            given, missing = ("input", "output") if splits[1] is None else ("output", "input")
+            present, absent = ("input", "output") if splits[1] is None else ("output", "input")
             raise ArgumentError(
                 f"{self.name}: input_splits and output_splits must be given together; got "
-                f"{given}_splits only. Pass {missing}_splits too, or neither for an even split."
+                f"{present}_splits only. Pass {absent}_splits too, or neither for an even split."
             )
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
@@ -136,9 +136,11 @@ class GemmAllToAll(GemmOperator):
 
         sent, rank = call.rows.sent, call.group.rank
         return reference.gemm_all_to_all(
-            *call.operands.fields(), sent[rank], [counts[rank] for counts in sent],
+            *call.operands.fields(),
+            sent[rank],
+            [counts[rank] for counts in sent],
             call.process_group,
-        )  # fmt: skip
+        )
 
     def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
         """Return what every product has, and fewer rows of tiles together."""
@@ -200,7 +202,7 @@ def gemm_all_to_all(
     impl: str = "auto",
     config: GemmAllToAllConfig | None = None,
 ) -> torch.Tensor:
-    """Matrix product and the all-to-all of its rows, in one kernel.
+    """Multiply and send the result's rows to their ranks in one kernel.
 
     ``all_to_all_single(x @ w.T + bias)``: an expert's second product and the combine that sends
     each row back to its token's owner. While some programs still multiply, others' tiles are on
@@ -260,7 +262,8 @@ def gemm_all_to_all(
 
     Example:
         >>> # four ranks, 1024 rows each
-        >>> y = interlace.gemm_all_to_all(x, w)  # [1024, 2048], [8192, 2048] -> [1024, 8192]: 256 rows from each rank
+        >>> # x [1024, 2048], w [8192, 2048]; y [1024, 8192] has 256 rows from each of 4 ranks
+        >>> y = interlace.gemm_all_to_all(x, w)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """

@@ -28,17 +28,17 @@ _ROUTE = tl.constexpr(layout.ROUTE)
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "taken", "signals", "call", "most_rows", "own_rows",
+        "buffers", "buffer_bytes", "own_buffer", "signals", "call", "most_rows", "own_rows",
         "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
         "row_groups", "spread_ns",
     ]
 )
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
-    taken, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
+    own_buffer, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
     w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
     TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
 
     Protocol: every rank takes a free buffer for its output; program 0 *grants* it to every source:
@@ -72,24 +72,25 @@ def gemm_all_to_all(
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     grants = il.in_turn(flags, epoch, _MAX_RANKS)
     done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
     row_stride = row_groups * SENDING.align
-    own_address = buffers + taken.to(tl.int64) * buffer_bytes + me * tl.multiple_of(group[2], 16)
-    number = taken + tl.zeros_like(peers)
+    own_offset = own_buffer.to(tl.int64) * buffer_bytes
+    own_address = buffers + own_offset + me * tl.multiple_of(group[2], 16)
+    number = own_buffer + tl.zeros_like(peers)
     granted = program >= 0
     if WORLD_SIZE > 1:
         # 1. Every source learns which of this rank's buffers it may write.
         if program == 0:
-            il.put(numbers + me + tl.zeros_like(peers), taken + tl.zeros_like(peers), peers, group, others)
-            il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.put(numbers + me + tl.zeros_like(peers), number, peers, group, is_peer)
+            il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
         if spread_ns > 0:
             start_in_turn(spread_ns)
-        granted = il.wait(grants + peers, stamp, peers, 0, group, others)
-        number = tl.where(peers == me, taken, il.get(numbers + peers, me, group, others, 0))
+        granted = il.wait(grants + peers, stamp, peers, 0, group, is_peer)
+        number = tl.where(peers == me, own_buffer, il.get(numbers + peers, me, group, is_peer, 0))
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -104,17 +105,17 @@ def gemm_all_to_all(
         rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
         offset = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
         tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
-        which = tile_m // tiles_m
+        product = tile_m // tiles_m
         if BATCH > 1:
-            first += which * product_rows
-            offset += which * rows
+            first += product * product_rows
+            offset += product * rows
             # There are no rows beyond the last product's.
-            tile_m = tl.where(which < BATCH, tile_m % tiles_m, tiles_m)
+            tile_m = tl.where(product < BATCH, tile_m % tiles_m, tiles_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             if BATCH > 1:
                 total = multiply_tile_of(
-                    which, matrices, first + row, column, first + rows, TILING
+                    product, matrices, first + row, column, first + rows, TILING
                 )
             else:
                 total = multiply_tile(matrices, first + row, column, first + rows, TILING)
@@ -139,11 +140,11 @@ def gemm_all_to_all(
         # 3. The last program to have sent all its tiles tells every destination.
         if granted:
             if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-                il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+                il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
         # 4. This rank's buffer is whole once all sources have said so.
         if program == programs - 1:
             arrived = granted
-            complete = il.wait(done + peers, stamp, peers, 0, group, others)
+            complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
             arrived = arrived & complete
             if not arrived:
                 il.fill_nan(il.pointer(own_address, OUT), own_rows.to(tl.int64) * row_stride)

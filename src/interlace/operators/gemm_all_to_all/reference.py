@@ -23,7 +23,7 @@ def gemm_all_to_all(
     output_splits: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """``all_to_all_single(x @ w.T + bias)``."""
+    """Return ``all_to_all_single(x @ w.T + bias)``."""
     return exchange_rows(
         product(x, w, bias, x_scale, w_scale, out_dtype), input_splits, output_splits, group
     )

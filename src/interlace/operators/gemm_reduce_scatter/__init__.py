@@ -76,15 +76,15 @@ class GemmReduceScatter(GemmOperator):
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
         """Return each rank's rows: as given, or as ``torch.tensor_split``."""
-        (given,) = splits
-        by_rank = balanced(rows, group.world_size) if given is None else given
+        (row_list,) = splits
+        by_rank = balanced(rows, group.world_size) if row_list is None else row_list
         check_sum(f"{self.name}: splits", by_rank, group.world_size, rows, "the rows of x")
         return RowPlan(tuple(by_rank), (), by_rank[group.rank], rows, rows)
 
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return this rank's share of the rows."""
-        (given,) = splits
-        return balanced_rows(rows, rank, world_size) if given is None else given[rank]
+        (row_list,) = splits
+        return balanced_rows(rows, rank, world_size) if row_list is None else row_list[rank]
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""
@@ -115,9 +115,18 @@ class GemmReduceScatter(GemmOperator):
         needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
         gather = x is not None or needs_bias
         grad_x, rows = torch.ops.interlace.all_gather_gemm(
-            grad.to(w.dtype), w.T, None, None, None, ctx.splits, w.dtype, gather, ctx.group_name,
-            ctx.impl, "",
-        )  # fmt: skip
+            grad.to(w.dtype),
+            w.T,
+            None,
+            None,
+            None,
+            ctx.splits,
+            w.dtype,
+            gather,
+            ctx.group_name,
+            ctx.impl,
+            "",
+        )
         grad_w = rows.mT @ x if x is not None else None
         grad_bias = rows.sum(0, dtype=grad.dtype) if needs_bias else None
         return grad_x, grad_w, grad_bias
@@ -139,7 +148,7 @@ def gemm_reduce_scatter(
     impl: str = "auto",
     config: GemmReduceScatterConfig | None = None,
 ) -> torch.Tensor:
-    """Matrix product and the reduce-scatter of its rows, in one kernel.
+    """Multiply and reduce-scatter the result's rows in one kernel.
 
     ``y = this rank's rows of (sum over ranks r of x_r @ w_r.T), + bias``: the row-parallel linear
     layer under sequence parallelism, its weight sharded along K, its output along tokens. While
@@ -194,7 +203,8 @@ def gemm_reduce_scatter(
             :func:`interlace.synchronize`, raises.
 
     Example:
-        >>> y = interlace.gemm_reduce_scatter(x_shard_k, w_shard_k)  # [4096, 8192/R], [4096, 8192/R] -> [4096/R, 4096]
+        >>> # x_shard_k [4096, 8192/R], w_shard_k [4096, 8192/R], y [4096/R, 4096]
+        >>> y = interlace.gemm_reduce_scatter(x_shard_k, w_shard_k)
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
     (arXiv:2205.05198) for sequence parallelism.

@@ -1,5 +1,5 @@
-"""``impl="chunked"``: cuBLAS for the peers' rows, copy engines that take them there, a product that
-adds what came.
+"""``impl="chunked"``: cuBLAS multiplies the peers' rows, copy engines send them, and a kernel
+multiplies this rank's rows and adds the received parts.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
 def run(
-    products: Sequence[Operands], splits: Sequence[int], group: Group,
-    config: GemmConfig, mark: int
-) -> torch.Tensor:  # fmt: skip
-    """``[splits[rank], N]`` of x's dtype, of a product or the sum of several. Collective when the
-    workspace must grow.
+    products: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
+) -> torch.Tensor:
+    """Return this rank's rows ``[splits[rank], N]`` of a product, or of a sum of products, summed
+    over ranks. Collective when the workspace must grow.
 
     Args:
         products: of the same rows, columns and dtypes; only the first one may have a bias.
     """
     products = [product.with_contiguous_rows() for product in products]
-    operands, *others = products
+    operands, *other_products = products
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
     rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
     y = operands.x.new_empty([splits[rank], stride])
@@ -80,7 +79,7 @@ def run(
     )
     sent = operands.x.new_empty([sum(pieces.sent), stride])
     notes = workspace.notes
-    own = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
+    own_product = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
 
     def enqueue() -> None:
         # Of views each one costs the host as much as a copy that it enqueues.
@@ -98,36 +97,46 @@ def run(
             admitted = copies.so_far(group)
         for piece in pieces.order:
             _multiply(parts[piece.part], inputs[piece.input], weights)
-            part_there = copies.Transfer(
+            part_transfer = copies.Transfer(
                 piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to
             )
             copies.push(
                 group,
-                [part_there, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
+                [part_transfer, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
             )
-        if others and len(y):  # in the place of a peer's part, which is added like it
-            here = address + rank * group.stride + rank * rows * row_bytes
+        if other_products and len(y):  # in the place of a peer's part, which is added like it
+            slot_address = address + rank * group.stride + rank * rows * row_bytes
             part = view_as(
-                bytes_at(here, (len(y) * row_bytes,), (1,), group.device, workspace), y.shape, dtype
+                bytes_at(slot_address, (len(y) * row_bytes,), (1,), group.device, workspace),
+                y.shape,
+                dtype,
             )
-            _multiply(part[:, :columns], inputs[pieces.own][1:], weights[1:])
+            _multiply(part[:, :columns], inputs[pieces.own_index][1:], weights[1:])
         last = _multiply_and_sum(
-            group, workspace, own, y, rows, piece_rows, config, mark, own_part=bool(others)
+            group,
+            workspace,
+            own_product,
+            y,
+            rows,
+            piece_rows,
+            config,
+            mark,
+            own_part=bool(other_products),
         )
         copies.wait_for(group, admitted)
         last()
         copies.join(group)
 
     with group.running():
-        operands_there = own.memory(), *(product.memory() for product in products)
-        group.replays.run((*key, config, mark, places(y, sent), operands_there), enqueue)
+        operand_memory = own_product.memory(), *(product.memory() for product in products)
+        group.replays.run((*key, config, mark, places(y, sent), operand_memory), enqueue)
     return y if stride == columns else y[:, :columns].contiguous()
 
 
 def _multiply_and_sum(
     group: Group,
     workspace: Workspace,
-    own: Operands,
+    own_product: Operands,
     y: torch.Tensor,
     rows: int,
     piece_rows: int,
@@ -136,8 +145,8 @@ def _multiply_and_sum(
     *,
     own_part: bool,
 ) -> Launch:
-    """The launch that multiplies this rank's own rows and adds what came, into ``y [its rows,
-    padded columns]``.
+    """Return the launch that multiplies this rank's own rows and adds the received parts, into ``y
+    [own rows, padded columns]``.
 
     Args:
         rows: between two sources' slots.
@@ -148,14 +157,19 @@ def _multiply_and_sum(
     dtype, stride, tiles = y.dtype, y.shape[1], has_descriptors(group)
     slots = results = None
     if tiles:
-        whole = 2 * workspace.half_bytes // dtype.itemsize
-        sizes = [(1, whole), (group.world_size, rows * stride), (rows, stride), (own.columns, 1)]
+        elements = 2 * workspace.half_bytes // dtype.itemsize
+        sizes = [
+            (1, elements),
+            (group.world_size, rows * stride),
+            (rows, stride),
+            (own_product.columns, 1),
+        ]
         slots = describe_ranks(
             group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
         )
-        results = describe_own(y, own.columns, [config.block_m, config.block_n])
+        results = describe_own(y, own_product.columns, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
-    operands = operand_arguments(own, config, tiles)
+    operands = operand_arguments(own_product, config, tiles)
     arguments = {name: operands[name] for name in ("x", "w", "bias", "x_stride", "w_stride")} | {
         "slots": slots,
         "results": results,
@@ -168,11 +182,11 @@ def _multiply_and_sum(
         "most_rows": rows,
         "rows": len(y),
         "piece_rows": piece_rows,
-        "N": own.columns,
-        "K": own.inner,
+        "N": own_product.columns,
+        "K": own_product.inner,
         "row_groups": stride // align,
     }
-    shared = constants(own, config, group, descriptors=tiles, tile_stores=tiles)
+    shared = constants(own_product, config, group, descriptors=tiles, tile_stores=tiles)
     flags = {"PIECES": _PIECES, "OWN_PART": own_part}
     return Launch(
         kernel.multiply_and_sum,
@@ -188,15 +202,15 @@ def _multiply(
     weights: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> None:
-    """The sum of products into ``out``."""
+    """Write the sum of products into ``out``."""
     multiply_into(out, inputs[0], weights[0], bias)
     for x, w in zip(inputs[1:], weights[1:], strict=True):
         out.addmm_(x, w)
 
 
 class _Piece(NamedTuple):
-    """Rows for a peer: which of the inputs' and the products' pieces, where they lie among the
-    products, where they go.
+    """Rows for a peer: their indices among the pieces of the inputs and of the sent products, their
+    bytes, and the addresses that they go to.
     """
 
     input: int
@@ -210,7 +224,7 @@ class _Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-    """How rows are cut, which is the same in every call.
+    """The division of a call's rows into pieces, which is the same in every call.
 
     Attributes:
         rows: of each piece of x, in order; this rank's own rows are one.
@@ -222,7 +236,7 @@ class _Pieces:
     """
 
     rows: list[int]
-    own: int
+    own_index: int
     own_rows: slice
     sent: list[int]
     order: list[_Piece]
@@ -236,38 +250,38 @@ class _Pieces:
         slots: int,
         signals: int,
     ) -> _Pieces:
-        """For slots and signals at these addresses (rank 0's copies)."""
-        rank, ranks, most = group.rank, group.world_size, max(splits)
+        """Return the pieces for slots and signals at these addresses of rank 0."""
+        rank, ranks, most_rows = group.rank, group.world_size, max(splits)
         rows: list[int] = []
         sent: list[int] = []
-        own, found = 0, {}
+        own_index, by_turn = 0, {}
         for to, count in enumerate(splits):
             if to == rank:
-                own = len(rows)
+                own_index = len(rows)
                 rows.append(count)
                 continue
             for index, first in enumerate(range(0, count, piece_rows)):
-                there, size = to * group.stride, min(piece_rows, count - first)
-                slot = slots + there + (rank * most + first) * row_bytes
-                signal = signals + there + 4 * (layout.HEADER + rank * _PIECES + index)
+                peer_offset, size = to * group.stride, min(piece_rows, count - first)
+                slot = slots + peer_offset + (rank * most_rows + first) * row_bytes
+                signal = signals + peer_offset + 4 * (layout.HEADER + rank * _PIECES + index)
                 offset, nbytes = sum(sent) * row_bytes, size * row_bytes
-                found[index, (to - rank) % ranks] = _Piece(
+                by_turn[index, (to - rank) % ranks] = _Piece(
                     len(rows), len(sent), offset, nbytes, slot, signal, to
                 )
                 rows.append(size)
                 sent.append(size)
-        start = sum(rows[:own])
+        start = sum(rows[:own_index])
         return _Pieces(
             rows,
-            own,
+            own_index,
             slice(start, start + splits[rank]),
             sent,
-            [piece for _, piece in sorted(found.items())],
+            [piece for _, piece in sorted(by_turn.items())],
         )
 
 
 def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmConfig) -> int:
-    """Rows that are multiplied and copied at a time.
+    """Return the number of rows that are multiplied and copied at a time.
 
     The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make
     it shorter; else they would only make cuBLAS's products smaller.
@@ -300,7 +314,7 @@ def _decide_sum(
 ) -> tuple[int, tuple[int, ...], GemmConfig]:
     """Agree on a sum of products: its mark, each rank's rows, and the kernel's configuration."""
     first, ranks = products[0], group.world_size
-    shapes = tuple((tuple(each.x.shape), *each.agreed().items()) for each in products)
+    shapes = tuple((tuple(product.x.shape), *product.agreed().items()) for product in products)
     mark = group.agree(f"{NAME}, sum", products=shapes)
     inner = sum(product.inner for product in products)
     sizes = first.sizes(first.rows) | {"inner": inner}

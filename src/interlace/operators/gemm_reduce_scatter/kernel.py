@@ -32,7 +32,7 @@ def gemm_reduce_scatter(
     x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals,
     epochs, ctx, routes, call, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride,
     w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
 
     Protocol: a tile of rank d's rows goes into the slot ``[half][me]`` on d, then its signal
@@ -54,7 +54,7 @@ def gemm_reduce_scatter(
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)
     done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
@@ -73,10 +73,10 @@ def gemm_reduce_scatter(
     if WORLD_SIZE > 1:
         # 2. The last program to have sent everything tells the peers that this call is over here.
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, others)
+            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
         # 3. No rank may be two calls ahead: it would write a half that a peer still reads.
         if program == programs - 1:
-            il.wait(done + peers, stamp, peers, 0, group, others)
+            il.wait(done + peers, stamp, peers, 0, group, is_peer)
         il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
 
@@ -99,10 +99,10 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     group = il.join(ctx)
     me = il.rank(group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    is_peer = (peers < WORLD_SIZE) & (peers != me)
     last = il.previous_epoch(epoch)
     done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, last, _MAX_RANKS)
-    free = il.wait(done + peers, last, peers, 0, group, others)
+    free = il.wait(done + peers, last, peers, 0, group, is_peer)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
     il.advance_epoch(epochs, epoch)
@@ -118,9 +118,8 @@ def multiply_and_sum(
     x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows,
     piece_rows, N, K, x_stride, w_stride, row_groups, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
-    """The product of this rank's own rows, and the peers' parts of them, tile by tile as these have
-    come.
+):
+    """Multiply this rank's own rows and add the peers' parts, tile by tile as these arrive.
 
     Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and
     this call's stamp into the signal ``[source][piece]`` behind each. A tile is added up when all
@@ -146,7 +145,7 @@ def multiply_and_sum(
     arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + _HEADER, PIECES)
     lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
     sources, pieces = lanes // PIECES, lanes % PIECES
-    others = (sources < WORLD_SIZE) & (sources != me)
+    is_peer = (sources < WORLD_SIZE) & (sources != me)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     pieces_here, all_arrived = 0, 1
@@ -157,7 +156,7 @@ def multiply_and_sum(
         # Pieces arrive in order, so a tile waits only if it needs a later piece than those before.
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > pieces_here:
-            awaited = others & (pieces < needed)
+            awaited = is_peer & (pieces < needed)
             arrived = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, awaited)
             all_arrived = all_arrived * arrived.to(tl.int32)
             pieces_here = needed

@@ -145,10 +145,15 @@ class Call:
         """The implementation and the configuration of this call."""
         sizes = self.sizes
         choice = choose(
-            tokens=sizes.tokens, hidden=sizes.hidden, ffn=sizes.ffn, experts=sizes.experts,
-            top_k=sizes.top_k, dtype=self.x.dtype, world_size=sizes.world_size,
+            tokens=sizes.tokens,
+            hidden=sizes.hidden,
+            ffn=sizes.ffn,
+            experts=sizes.experts,
+            top_k=sizes.top_k,
+            dtype=self.x.dtype,
+            world_size=sizes.world_size,
             device=self.x.device,
-        )  # fmt: skip
+        )
         config = MixtureOfExpertsConfig.parse(self.config) if self.config else choice.config
         return (choice.impl if self.impl == "auto" else self.impl), config
 

@@ -189,9 +189,13 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         grad, *tensors, *ctx.options, needed
     )
     return (
-        x if need_x else None, None, weights if need_weights else None, w_in if needed[0] else None,
-        w_out if needed[1] else None, *nothing,
-    )  # fmt: skip
+        x if need_x else None,
+        None,
+        weights if need_weights else None,
+        w_in if needed[0] else None,
+        w_out if needed[1] else None,
+        *nothing,
+    )
 
 
 register(

@@ -16,9 +16,11 @@ Tensors = dict[str, torch.Tensor]
 Make = Callable[[Tensors], list[torch.Tensor]]
 
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "float8": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 
 _ROUNDINGS = 8
 """Roundings on the way of a result that is not exact: of products, of parts that travel, of steps
@@ -107,10 +109,10 @@ class Case(abc.ABC):
 
         The error is 0 where all arithmetic is exact.
         """
-        inputs = [_in_float64(self.tensors(each, ranks, seed)) for each in range(ranks)]
+        inputs = [_in_float64(self.tensors(peer, ranks, seed)) for peer in range(ranks)]
         exact = self.results(inputs)[rank]
         # The same with absolute values bounds every intermediate sum, in whatever order it is made.
-        bounds = self.results([_absolute(each) for each in inputs])[rank]
+        bounds = self.results([_absolute(tensors) for tensors in inputs])[rank]
         eps = torch.finfo(self.result_dtype).eps
         allowed = []
         for bound, unit in zip(bounds, self.units(len(bounds)), strict=True):
@@ -148,7 +150,7 @@ class Prepared:
             expected = case.expected(rank, ranks, seed)
             self._expected.append([result.to(device) for result, _ in expected])
             self._allowed.append([error for _, error in expected])
-        self._places = {name: tensor.clone() for name, tensor in self._variants[0].items()}
+        self._inputs = {name: tensor.clone() for name, tensor in self._variants[0].items()}
         self._make = case.open(group)
 
     @property
@@ -158,11 +160,11 @@ class Prepared:
 
     def load(self, variant: int) -> None:
         """Copy a variant's inputs to where the call reads them, on the current stream."""
-        torch._foreach_copy_(list(self._places.values()), list(self._variants[variant].values()))
+        torch._foreach_copy_(list(self._inputs.values()), list(self._variants[variant].values()))
 
     def run(self) -> list[torch.Tensor]:
         """Make the call, with its backward pass if the case has one. Collective."""
-        return self._make(self._places)
+        return self._make(self._inputs)
 
     def count_wrong(
         self, results: Sequence[torch.Tensor], variant: int, wrong: torch.Tensor
@@ -220,10 +222,12 @@ def generator(seed: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1024 * seed + rank + 1)
 
 
-def whole(
+def whole_numbers(
     source: torch.Generator, shape: Sequence[int], largest: int = 1, density: float = 1.0
 ) -> torch.Tensor:
-    """Whole numbers from ``-largest`` to ``largest`` in float32; all but ``density`` of them 0."""
+    """Return whole numbers from ``-largest`` to ``largest`` in float32; all but ``density`` of them
+    are 0.
+    """
     values = torch.randint(-largest, largest + 1, tuple(shape), generator=source)
     return (values * (torch.rand(tuple(shape), generator=source) < density)).float()
 
@@ -246,10 +250,10 @@ def gradients(
         for output, grad in zip(outputs, upstream, strict=True)
         if output.requires_grad
     ]
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         [output for output, _ in pairs], leaves, [grad for _, grad in pairs], allow_unused=True
     )
     return [
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(leaves, grads, strict=True)
     ]

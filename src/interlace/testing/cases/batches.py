@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.comm import default_name
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "bmm_all_to_all": ("fused", "chunked"),
@@ -53,45 +53,45 @@ class BatchCase(Case):
         return (self.inner, _SECOND_INNER) if self.operator in _SUMS else (self.inner,)
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, dtype = generator(seed, rank), DTYPES[self.dtype]
-        found = {}
+        source, dtype = generator(seed, rank), DTYPES[self.dtype]
+        tensors = {}
         for i, inner in enumerate(self._inners()):
-            x = whole(own, (self.count, self.share * ranks, inner), 2).to(dtype)
-            w = whole(own, (self.count, inner, self.columns), 1, thin(inner)).to(dtype)
-            found[f"x{i}"] = x.flatten(0, 1) if self.operator == "all_to_all_bmm" else x
-            found[f"w{i}"] = w.mT.contiguous().mT if self.along_k else w
+            x = whole_numbers(source, (self.count, self.share * ranks, inner), 2).to(dtype)
+            w = whole_numbers(source, (self.count, inner, self.columns), 1, thin(inner)).to(dtype)
+            tensors[f"x{i}"] = x.flatten(0, 1) if self.operator == "all_to_all_bmm" else x
+            tensors[f"w{i}"] = w.mT.contiguous().mT if self.along_k else w
         if self.operator == "gemm_sum_reduce_scatter":  # of matrices, and w as in nn.Linear
-            found = {
-                name: each[0].mT if name.startswith("w") else each[0]
-                for name, each in found.items()
+            tensors = {
+                name: tensor[0].mT if name.startswith("w") else tensor[0]
+                for name, tensor in tensors.items()
             }
-        return found
+        return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         ranks = len(inputs)
         if self.operator == "all_to_all_bmm":
-            sent = [each["x0"].view(ranks, self.count, self.share, -1) for each in inputs]
+            sent = [call["x0"].view(ranks, self.count, self.share, -1) for call in inputs]
             received = [
-                torch.stack([each[rank] for each in sent], 1).flatten(1, 2) for rank in range(ranks)
+                torch.stack([rows[rank] for rows in sent], 1).flatten(1, 2) for rank in range(ranks)
             ]
-            return [[rows @ each["w0"], rows] for rows, each in zip(received, inputs, strict=True)]
+            return [[rows @ call["w0"], rows] for rows, call in zip(received, inputs, strict=True)]
         if self.operator == "gemm_sum_reduce_scatter":
             pairs = [
-                (each[f"x{i}"], each[f"w{i}"])
-                for each in inputs
+                (call[f"x{i}"], call[f"w{i}"])
+                for call in inputs
                 for i in range(len(self._inners()))
             ]
             total = torch.stack([x @ w.T for x, w in pairs]).sum(0)
             return [[chunk] for chunk in total.chunk(ranks)]
         products = []
-        for each in inputs:
+        for call in inputs:
             total = sum(
-                (each[f"x{i}"] @ each[f"w{i}"] for i in range(len(self._inners()))),
+                (call[f"x{i}"] @ call[f"w{i}"] for i in range(len(self._inners()))),
                 start=torch.zeros(1),
             )
             products.append(total.unflatten(1, (ranks, self.share)))
         return [
-            [torch.cat([each[:, rank].flatten(0, 1) for each in products])] for rank in range(ranks)
+            [torch.cat([rows[:, rank].flatten(0, 1) for rows in products])] for rank in range(ranks)
         ]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
@@ -102,8 +102,8 @@ class BatchCase(Case):
                 return [
                     operator([tensors["x0"], tensors["x1"]], [tensors["w0"], tensors["w1"]], name)
                 ]
-            found = operator(tensors["x0"], tensors["w0"], name, self.impl)
-            return list(found) if self.operator == "all_to_all_bmm" else [found]
+            result = operator(tensors["x0"], tensors["w0"], name, self.impl)
+            return list(result) if self.operator == "all_to_all_bmm" else [result]
 
         return make
 

@@ -13,7 +13,7 @@ from interlace import EmbeddingAllToAllConfig
 from interlace.comm import group_of
 from interlace.operators.embedding_all_to_all.update import Gradient
 from interlace.optim import SGD, RowWiseAdagrad
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole_numbers
 
 OPERATOR = "embedding_all_to_all"
 IMPLEMENTATIONS = {OPERATOR: ("fused direct", "fused tiles", "fused sliced", "unfused")}
@@ -22,9 +22,17 @@ UPDATES = ("dense", "sparse", "sgd", "adagrad")
 _LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are then exact
 _EPSILON = 1e-3
 _CPU = EmbeddingAllToAllConfig(
-    block_bags=4, unroll=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4,
-    update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
-)  # fmt: skip
+    block_bags=4,
+    unroll=2,
+    max_programs=3,
+    slice_blocks=2,
+    push_programs=2,
+    push_rows=4,
+    update_programs=3,
+    block_runs=4,
+    run_unroll=2,
+    run_lookups=8,
+)
 _CUDA = EmbeddingAllToAllConfig(
     block_bags=2,
     unroll=4,
@@ -99,7 +107,7 @@ class EmbeddingCase(Case):
         return slice(min(rank * chunk, self.batch), min((rank + 1) * chunk, self.batch))
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, widths = generator(seed, rank), self._widths(rank)
+        source, widths = generator(seed, rank), self._widths(rank)
         # The same lengths with every seed, so that all variants have as many indices.
         lengths = _LENGTHS[
             torch.randint(
@@ -108,46 +116,46 @@ class EmbeddingCase(Case):
         ]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         count = int(offsets[-1])
-        found = {
-            f"table{i}": whole(own, (self.rows, width), 2).to(DTYPES[self.dtype])
+        tensors = {
+            f"table{i}": whole_numbers(source, (self.rows, width), 2).to(DTYPES[self.dtype])
             for i, width in enumerate(widths)
         }
-        found |= {
-            "indices": torch.randint(0, self.rows, (count,), generator=own),
+        tensors |= {
+            "indices": torch.randint(0, self.rows, (count,), generator=source),
             "offsets": offsets,
         }
         if self.weighted:
-            found["scale"] = 2.0 ** torch.randint(-1, 2, (count,), generator=own)
+            tensors["scale"] = 2.0 ** torch.randint(-1, 2, (count,), generator=source)
         if self.backward:
             samples = self._samples(rank, ranks)
-            columns = sum(sum(self._widths(each)) for each in range(ranks))
-            found["grad"] = whole(own, (samples.stop - samples.start, columns), 1, 0.5).to(
-                self.result_dtype
-            )
+            columns = sum(sum(self._widths(peer)) for peer in range(ranks))
+            tensors["grad"] = whole_numbers(
+                source, (samples.stop - samples.start, columns), 1, 0.5
+            ).to(self.result_dtype)
             if self.update == "adagrad":
-                found |= {f"state{i}": torch.zeros(self.rows) for i in range(len(widths))}
-        return found
+                tensors |= {f"state{i}": torch.zeros(self.rows) for i in range(len(widths))}
+        return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         ranks = len(inputs)
         tables = [
             [
-                each[f"table{i}"].clone().requires_grad_(self.backward)
+                call[f"table{i}"].clone().requires_grad_(self.backward)
                 for i in range(len(self._widths(rank)))
             ]
-            for rank, each in enumerate(inputs)
+            for rank, call in enumerate(inputs)
         ]
         pooled = torch.cat(
-            [part for rank, each in enumerate(inputs) for part in self._pooled(each, tables[rank])],
+            [part for rank, call in enumerate(inputs) for part in self._pooled(call, tables[rank])],
             1,
         )
         outputs = [pooled[self._samples(rank, ranks)] for rank in range(ranks)]
         if not self.backward:
             return [[output] for output in outputs]
-        torch.autograd.backward(outputs, [each["grad"] for each in inputs])
+        torch.autograd.backward(outputs, [call["grad"] for call in inputs])
         return [
-            [output.detach(), *self._updated(own)]
-            for output, own in zip(outputs, tables, strict=True)
+            [output.detach(), *self._updated(parts)]
+            for output, parts in zip(outputs, tables, strict=True)
         ]
 
     def _pooled(self, tensors: Tensors, tables: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -222,10 +230,10 @@ class EmbeddingCase(Case):
             y.backward(tensors["grad"])
             if self.update in ("sgd", "adagrad"):
                 return [y.detach(), *(table.detach() for table in tables), *states]
-            found = [
+            grads = [
                 torch.zeros_like(table) if table.grad is None else table.grad for table in tables
             ]
-            return [y.detach(), *(grad.to_dense() for grad in found)]
+            return [y.detach(), *(grad.to_dense() for grad in grads)]
 
         return make
 
@@ -259,6 +267,15 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     update = source.choice(UPDATES if dtype == "float32" else ("dense", "sgd"))
     mode = source.choice(("sum", "mean"))
     return EmbeddingCase(
-        OPERATOR, impl, dtype, backward, widths, source.choice((1, 2, 9, 64)), 23, output, mode,
-        mode == "sum" and source.random() < 0.3, update,
-    )  # fmt: skip
+        OPERATOR,
+        impl,
+        dtype,
+        backward,
+        widths,
+        source.choice((1, 2, 9, 64)),
+        23,
+        output,
+        mode,
+        mode == "sum" and source.random() < 0.3,
+        update,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from interlace.testing.cases.base import (
     generator,
     gradients,
     thin,
-    whole,
+    whole_numbers,
 )
 
 OPERATOR = "mixture_of_experts"
@@ -91,63 +92,65 @@ class ExpertsCase(Case):
         return [_GATE / 2, _GATE / 2, _GATE, 0.5, _GATE / 2][:results]
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, dtype, experts = generator(seed, rank), DTYPES[self.dtype], ranks * self.local
-        x = whole(own, (self.tokens, self.hidden), 1, 0.5)
+        source, dtype, experts = generator(seed, rank), DTYPES[self.dtype], ranks * self.local
+        x = whole_numbers(source, (self.tokens, self.hidden), 1, 0.5)
         x[:, 0] = 1  # which the gates multiply
-        w_in = whole(own, (self.local, self.ffn, 2, self.hidden), 1, thin(self.hidden, 3))
+        w_in = whole_numbers(
+            source, (self.local, self.ffn, 2, self.hidden), 1, thin(self.hidden, 3)
+        )
         w_in[:, :, 0] = 0
         w_in[:, :, 0, 0] = _GATE
-        scores = torch.rand(self.tokens, experts, generator=own)
+        scores = torch.rand(self.tokens, experts, generator=source)
         if self.routing == "one":
             scores[:, -1] = 2
         chosen = scores.topk(min(self.top_k, experts))[1]
         if self.routing == "holes":
-            chosen[torch.rand(chosen.shape, generator=own) < 0.5] = -1
-        found = {
+            chosen[torch.rand(chosen.shape, generator=source) < 0.5] = -1
+        tensors = {
             "x": x.to(dtype),
-            "weights": 0.5 * torch.randint(1, 3, chosen.shape, generator=own),
+            "weights": 0.5 * torch.randint(1, 3, chosen.shape, generator=source),
             "w_in": w_in.to(dtype),
-            "w_out": whole(own, (self.local, self.hidden, self.ffn), 1, thin(self.ffn, 3)).to(
-                dtype
-            ),
+            "w_out": whole_numbers(
+                source, (self.local, self.hidden, self.ffn), 1, thin(self.ffn, 3)
+            ).to(dtype),
             "experts": chosen,
         }
         if self.backward:
-            found["grad"] = whole(own, (self.tokens, self.hidden), 1, thin(self.hidden, 6)).to(
-                dtype
-            )
-        return found
+            tensors["grad"] = whole_numbers(
+                source, (self.tokens, self.hidden), 1, thin(self.hidden, 6)
+            ).to(dtype)
+        return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         """Dense products of all tokens with all experts."""
         names = ("x", "weights", "w_in", "w_out")
         leaves = [
-            {name: each[name].clone().requires_grad_(self.backward) for name in names}
-            for each in inputs
+            {name: call[name].clone().requires_grad_(self.backward) for name in names}
+            for call in inputs
         ]
-        w_in, w_out = (torch.cat([each[name] for each in leaves]) for name in ("w_in", "w_out"))
+        w_in, w_out = (torch.cat([call[name] for call in leaves]) for name in ("w_in", "w_out"))
         outputs = []
-        for own, each in zip(leaves, inputs, strict=True):
-            both = torch.einsum("th,efgh->etfg", own["x"], w_in)
+        for leaf, call in zip(leaves, inputs, strict=True):
+            both = torch.einsum("th,efgh->etfg", leaf["x"], w_in)
             results = torch.einsum(
                 "etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out
             )
             shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
-            chosen = torch.where(self._kept(each["experts"], len(w_in)), each["experts"], len(w_in))
+            chosen = torch.where(self._kept(call["experts"], len(w_in)), call["experts"], len(w_in))
             shares = shares.scatter_add(
-                1, chosen, own["weights"]
+                1, chosen, leaf["weights"]
             )  # dropped slots in a column of their own
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
         if not self.backward:
             return [[output] for output in outputs]
-        found = iter(
+        grads = iter(
             gradients(
                 outputs,
-                [each["grad"] for each in inputs],
-                [each[name] for each in leaves for name in names],
+                [call["grad"] for call in inputs],
+                [call[name] for call in leaves for name in names],
             )
         )
-        return [[output.detach(), *(next(found) for _ in names)] for output in outputs]
+        return [[output.detach(), *(next(grads) for _ in names)] for output in outputs]
 
     def _kept(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
         """``[tokens, top_k]``: which slots are not dropped."""
@@ -158,8 +161,8 @@ class ExpertsCase(Case):
         return kept.view_as(chosen)
 
     def dtypes(self, results: int) -> list[torch.dtype]:
-        own = self.result_dtype
-        return [own] if not self.backward else [own, own, torch.float32, own, own]
+        dtype = self.result_dtype
+        return [dtype] if not self.backward else [dtype, dtype, torch.float32, dtype, dtype]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         impl, _, operands = self.impl.partition(" ")
@@ -167,15 +170,17 @@ class ExpertsCase(Case):
         options = {
             "impl": impl,
             "config": dataclasses.replace(base, operands=operands) if operands else None,
-            "capacity": self.capacity or None, "group": group,
-        }  # fmt: skip
+            "capacity": self.capacity or None,
+            "group": group,
+        }
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             leaves = {
                 name: tensors[name].detach().requires_grad_(self.backward)
                 for name in ("x", "weights", "w_in", "w_out")
             }
-            y = interlace.mixture_of_experts(experts=tensors["experts"], **leaves, **options)  # type: ignore[arg-type]
+            arguments: dict[str, Any] = {"experts": tensors["experts"], **leaves, **options}
+            y = interlace.mixture_of_experts(**arguments)
             if not self.backward:
                 return [y]
             return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
@@ -195,6 +200,15 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     """A random call."""
     tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
     return ExpertsCase(
-        OPERATOR, impl, dtype, source.random() < 0.5, tokens, local, min(top_k, ranks * local),
-        hidden, ffn, source.choice(ROUTINGS), source.choice((0, 0, 3)),
-    )  # fmt: skip
+        OPERATOR,
+        impl,
+        dtype,
+        source.random() < 0.5,
+        tokens,
+        local,
+        min(top_k, ranks * local),
+        hidden,
+        ffn,
+        source.choice(ROUTINGS),
+        source.choice((0, 0, 3)),
+    )

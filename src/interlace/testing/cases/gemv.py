@@ -19,7 +19,7 @@ from interlace.testing.cases.base import (
     generator,
     gradients,
     thin,
-    whole,
+    whole_numbers,
 )
 
 OPERATOR = "gemv_all_reduce"
@@ -48,20 +48,23 @@ class GemvCase(Case):
 
     @property
     def sizes(self) -> str:
-        return f"{self.tokens or 'vector'} x {self.rows} x {self.columns}{', bias' if self.bias else ''}"
+        bias = ", bias" if self.bias else ""
+        return f"{self.tokens or 'vector'} x {self.rows} x {self.columns}{bias}"
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, shared, dtype = generator(seed, rank), generator(seed, -1), DTYPES[self.dtype]
+        source, shared, dtype = generator(seed, rank), generator(seed, -1), DTYPES[self.dtype]
         leading = (self.tokens,) if self.tokens else ()
-        found = {
-            "x": whole(own, (*leading, self.columns), 2).to(dtype),
-            "w": whole(own, (self.rows, self.columns), 1, thin(self.columns)).to(dtype),
+        tensors = {
+            "x": whole_numbers(source, (*leading, self.columns), 2).to(dtype),
+            "w": whole_numbers(source, (self.rows, self.columns), 1, thin(self.columns)).to(dtype),
         }
         if self.bias:
-            found["bias"] = whole(shared, (self.rows,), 8).to(dtype)
+            tensors["bias"] = whole_numbers(shared, (self.rows,), 8).to(dtype)
         if self.backward:
-            found["grad"] = whole(shared, (*leading, self.rows), 1, thin(self.rows, 48)).to(dtype)
-        return found
+            tensors["grad"] = whole_numbers(
+                shared, (*leading, self.rows), 1, thin(self.rows, 48)
+            ).to(dtype)
+        return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         """The result is one tensor of which every rank has a copy; gradients are those of the sum
@@ -69,25 +72,29 @@ class GemvCase(Case):
         """
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
         leaves = [
-            {name: each[name].clone().requires_grad_(self.backward) for name in names}
-            for each in inputs
+            {name: call[name].clone().requires_grad_(self.backward) for name in names}
+            for call in inputs
         ]
-        total = torch.stack([each["x"] @ each["w"].T for each in leaves]).sum(0)
-        results = [total + each["bias"] if self.bias else total for each in leaves]
+        total = torch.stack([call["x"] @ call["w"].T for call in leaves]).sum(0)
+        results = [total + call["bias"] if self.bias else total for call in leaves]
         if not self.backward:
             return [[result] for result in results]
         return [
-            [result.detach(), *gradients([result], [each["grad"]], list(own.values()))]
-            for result, each, own in zip(results, inputs, leaves, strict=True)
+            [result.detach(), *gradients([result], [call["grad"]], list(leaf.values()))]
+            for result, call, leaf in zip(results, inputs, leaves, strict=True)
         ]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         owner = group_of(group)
         impl, _, protocol = self.impl.partition(" ")
         choice = choose(
-            tokens=self.tokens or 1, rows=self.rows, columns=self.columns, dtype=DTYPES[self.dtype],
-            world_size=owner.world_size, device=owner.device,
-        )  # fmt: skip
+            tokens=self.tokens or 1,
+            rows=self.rows,
+            columns=self.columns,
+            dtype=DTYPES[self.dtype],
+            world_size=owner.world_size,
+            device=owner.device,
+        )
         config = dataclasses.replace(choice.config, protocol=protocol) if protocol else None
 
         def make(tensors: Tensors) -> list[torch.Tensor]:

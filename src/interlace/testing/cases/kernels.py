@@ -7,7 +7,10 @@ import interlace.language as il
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_piece", "part_stride", "row_stride"])
-def double_and_count(x, out, counters, rows, rows_per_piece, part_stride, row_stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def double_and_count(
+    x, out, counters, rows, rows_per_piece, part_stride, row_stride, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``out = 2 * x``, one row per program: ``x [parts * rows, COLUMNS]``, ``out [parts, rows,
     COLUMNS]`` with its strides.
 
@@ -16,9 +19,9 @@ def double_and_count(x, out, counters, rows, rows_per_piece, part_stride, row_st
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     values = tl.load(x + row * COLUMNS + columns, columns < COLUMNS, 0.0)
-    place = out + (row // rows).to(tl.int64) * part_stride + (row % rows) * row_stride
+    row_start = out + (row // rows).to(tl.int64) * part_stride + (row % rows) * row_stride
     doubled = (values.to(tl.float32) * 2).to(values.dtype)
-    tl.store(place + columns, doubled, columns < COLUMNS)
+    tl.store(row_start + columns, doubled, columns < COLUMNS)
     il.count(counters + row // rows_per_piece)
 
 
@@ -36,7 +39,8 @@ def put_signal_sum(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SI
     flags = il.pointer(signals, tl.int32)
     part = tl.load(x + i)
     for step in tl.static_range(WORLD_SIZE):
-        il.put_signal(slots + me * SIZE, part, flags + me, epoch, (me + 1 + step) % WORLD_SIZE, group)
+        peer = (me + 1 + step) % WORLD_SIZE
+        il.put_signal(slots + me * SIZE, part, flags + me, epoch, peer, group)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     arrived = il.wait(flags + peers, epoch, peers, 0, group, peers < WORLD_SIZE)
     total = tl.zeros([SIZE], tl.float32)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import group_of
 from interlace.comm.context import EPOCH_BITS
-from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 from interlace.units import next_power_of_2
 
 MAPPED, TRIGGERED, KERNEL = "mapped_output", "triggered_transfers", "put_signal kernel"
@@ -75,24 +75,26 @@ class OutputCase(Case):
         )  # the others return views of memory that is shared with peers
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, dtype = generator(seed, rank), DTYPES[self.dtype]
+        source, dtype = generator(seed, rank), DTYPES[self.dtype]
         if self.way == "counted":
-            return {"x": whole(own, (ranks, self.rows, self.columns), 4).to(dtype)}
+            return {"x": whole_numbers(source, (ranks, self.rows, self.columns), 4).to(dtype)}
         return {
-            "x": whole(own, (ranks, self.rows, self.inner), 2).to(dtype),
-            "w": whole(own, (ranks, self.inner, self.columns), 1, thin(self.inner)).to(dtype),
+            "x": whole_numbers(source, (ranks, self.rows, self.inner), 2).to(dtype),
+            "w": whole_numbers(source, (ranks, self.inner, self.columns), 1, thin(self.inner)).to(
+                dtype
+            ),
         }
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         made = [
-            each["x"] * 2 if self.way == "counted" else each["x"] @ each["w"] for each in inputs
+            call["x"] * 2 if self.way == "counted" else call["x"] @ call["w"] for call in inputs
         ]
         ranks = range(len(made))
         match self.collective:
             case "all_to_all":
-                return [[torch.stack([each[rank] for each in made])] for rank in ranks]
+                return [[torch.stack([parts[rank] for parts in made])] for rank in ranks]
             case "reduce_scatter":
-                return [[torch.stack([each[rank] for each in made]).sum(0)] for rank in ranks]
+                return [[torch.stack([parts[rank] for parts in made]).sum(0)] for rank in ranks]
             case "all_reduce":
                 return [[torch.stack(made).sum(0).flatten(0, 1)] for _ in ranks]
             case "gather":
@@ -148,9 +150,16 @@ def _double(x: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> No
 
     parts, rows, columns = x.shape
     double_and_count[(parts * rows,)](
-        x, out, counters, rows, rows // _PIECES, out.stride(0), out.stride(1), COLUMNS=columns,
-        BLOCK=next_power_of_2(columns)
-    )  # fmt: skip
+        x,
+        out,
+        counters,
+        rows,
+        rows // _PIECES,
+        out.stride(0),
+        out.stride(1),
+        COLUMNS=columns,
+        BLOCK=next_power_of_2(columns),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +182,10 @@ class KernelCase(Case):
         return False  # the host counts its epochs
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        return {"x": whole(generator(seed, rank), (_SIZE,), 100)}
+        return {"x": whole_numbers(generator(seed, rank), (_SIZE,), 100)}
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        return [[torch.stack([each["x"] for each in inputs]).sum(0)]] * len(inputs)
+        return [[torch.stack([call["x"] for call in inputs]).sum(0)]] * len(inputs)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         from interlace.testing.cases.kernels import put_signal_sum

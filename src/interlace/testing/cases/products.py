@@ -23,13 +23,17 @@ from interlace.testing.cases.base import (
     generator,
     gradients,
     thin,
-    whole,
+    whole_numbers,
 )
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    name: tuple(each.name for each in declaration.implementations if not each.is_stock)
+    name: tuple(
+        implementation.name
+        for implementation in declaration.implementations
+        if not implementation.is_stock
+    )
     for name, declaration in operators().items()
     if isinstance(declaration, GemmOperator) and declaration.collective in _COLLECTIVES
 }
@@ -88,7 +92,8 @@ class ProductCase(Case):
     def sizes(self) -> str:
         split = "" if self.splits is None else f", splits {list(self.splits)}"
         rows = "given rows" if self.splits is not None else self.rows
-        return f"{rows} x {self.columns} x {self.inner}{', bias' if self.bias else ''}, w along {self.w_along}{split}"
+        bias = ", bias" if self.bias else ""
+        return f"{rows} x {self.columns} x {self.inner}{bias}, w along {self.w_along}{split}"
 
     def _rows_of(self, rank: int) -> int:
         if self.splits is None or self.declaration.adds_ranks:
@@ -96,31 +101,33 @@ class ProductCase(Case):
         return sum(self.splits[rank]) if self.collective == "all_to_all" else int(self.splits[rank])
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        own, shared = generator(seed, rank), generator(seed, -1)
+        source, shared = generator(seed, rank), generator(seed, -1)
         rows, dtype = self._rows_of(rank), DTYPES[self.dtype]
-        found = {
-            "x": whole(own, (rows, self.inner), 2).to(dtype),
-            "w": whole(own, (self.columns, self.inner), 1, thin(self.inner)).to(dtype),
+        tensors = {
+            "x": whole_numbers(source, (rows, self.inner), 2).to(dtype),
+            "w": whole_numbers(source, (self.columns, self.inner), 1, thin(self.inner)).to(dtype),
         }
         if self.w_along == "N":
-            found["w"] = found["w"].T.contiguous().T
+            tensors["w"] = tensors["w"].T.contiguous().T
         if self.bias:
-            found["bias"] = whole(
-                shared if self.declaration.adds_ranks else own, (self.columns,), 8
+            tensors["bias"] = whole_numbers(
+                shared if self.declaration.adds_ranks else source, (self.columns,), 8
             ).to(self.result_dtype)
         if self.dtype == "float8":
-            found["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=own)
-            found["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=own)
+            tensors["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=source)
+            tensors["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=source)
         if self.backward:
-            source = shared if self.collective == "all_reduce" else own
+            # Every rank has a copy of an all-reduce's result, so the gradients are equal, too.
+            grad_source = shared if self.collective == "all_reduce" else source
             shape = self._result_rows(rank, ranks), self.columns
-            found["grad"] = whole(source, shape, 1, thin(max(*shape, 1), 48)).to(self.result_dtype)
-        return found
+            grad = whole_numbers(grad_source, shape, 1, thin(max(*shape, 1), 48))
+            tensors["grad"] = grad.to(self.result_dtype)
+        return tensors
 
     def _result_rows(self, rank: int, ranks: int) -> int:
         match self.collective:
             case "all_gather":
-                return sum(self._rows_of(each) for each in range(ranks))
+                return sum(self._rows_of(peer) for peer in range(ranks))
             case "all_to_all":
                 return self.rows if self.splits is None else sum(sent[rank] for sent in self.splits)
             case "all_reduce":
@@ -130,38 +137,37 @@ class ProductCase(Case):
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
         leaves = [
-            {name: each[name].clone().requires_grad_(self.backward) for name in names}
-            for each in inputs
+            {name: call[name].clone().requires_grad_(self.backward) for name in names}
+            for call in inputs
         ]
         outputs = self._forward(leaves, inputs)
         if not self.backward:
             return [[output] for output in outputs]
-        # What every rank has a copy of is one tensor, which rank 0's stands for.
-        same, shared_bias = (
+        # If every rank has a copy of the result, the copies are one tensor with one gradient, and
+        # rank 0's copy stands for all of them.
+        is_replicated, shared_bias = (
             self.collective == "all_reduce",
             self.bias and self.declaration.adds_ranks,
         )
-        counted = slice(0, 1) if same else slice(None)
-        flat = [leaf for each in leaves for leaf in each.values()]
-        found = iter(gradients(outputs[counted], [each["grad"] for each in inputs][counted], flat))
-        by_rank = [{name: next(found) for name in names} for _ in inputs]
+        counted = slice(0, 1) if is_replicated else slice(None)
+        flat = [leaf for call in leaves for leaf in call.values()]
+        grads = iter(gradients(outputs[counted], [call["grad"] for call in inputs][counted], flat))
+        by_rank = [{name: next(grads) for name in names} for _ in inputs]
         if shared_bias:
-            by_rank = [each | {"bias": by_rank[0]["bias"]} for each in by_rank]
+            by_rank = [call | {"bias": by_rank[0]["bias"]} for call in by_rank]
         return [
-            [output.detach(), *each.values()] for output, each in zip(outputs, by_rank, strict=True)
+            [output.detach(), *call.values()] for output, call in zip(outputs, by_rank, strict=True)
         ]
 
     def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         ranks = len(inputs)
-        xs = [
-            each["x"] * given.get("x_scale", 1) for each, given in zip(leaves, inputs, strict=True)
-        ]
+        xs = [leaf["x"] * call.get("x_scale", 1) for leaf, call in zip(leaves, inputs, strict=True)]
         ws = [
-            each["w"] * given["w_scale"].mT if "w_scale" in given else each["w"]
-            for each, given in zip(leaves, inputs, strict=True)
+            leaf["w"] * call["w_scale"].mT if "w_scale" in call else leaf["w"]
+            for leaf, call in zip(leaves, inputs, strict=True)
         ]
         biases = [
-            each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in leaves
+            leaf.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for leaf in leaves
         ]
         if self.collective == "all_gather":
             return [torch.cat(xs) @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
@@ -244,9 +250,17 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
         rows = sum(splits)
     backward = dtype != "float8" and source.random() < 0.4
     return ProductCase(
-        operator, impl, dtype, backward, rows, columns, inner, bias and takes_bias(operator, impl),
-        splits, along
-    )  # fmt: skip
+        operator,
+        impl,
+        dtype,
+        backward,
+        rows,
+        columns,
+        inner,
+        bias and takes_bias(operator, impl),
+        splits,
+        along,
+    )
 
 
 def takes_bias(operator: str, impl: str) -> bool:

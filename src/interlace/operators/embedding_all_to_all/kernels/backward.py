@@ -87,13 +87,13 @@ def _sum_partials(partials, begin, pieces, RUNS: tl.constexpr, VECTORS: tl.const
         "gradient", "landing", "target", "signals", "call", "B", "chunk", "column_groups",
         "landing_groups", "max_tables", "learning_rate", "epsilon",
     ]
-)  # fmt: skip
+)
 def embedding_all_to_all_backward(
     tables, owners, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count,
     tickets, partials, gradient, landing, tiles, target, signals, epochs, ctx, call, B, chunk,
     column_groups, landing_groups, max_tables, learning_rate, epsilon, WORLD_SIZE: tl.constexpr,
     PUSHING: tl.constexpr, RUNS: tl.constexpr, WRITING: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Send the gradients of this rank's samples to the owners of their tables, which apply them.
 
     Each owner sums the gradients of its tables by row, and stores or applies the sums. The host has
@@ -146,7 +146,7 @@ def embedding_all_to_all_backward(
     gradients = Gradients(
         gradient, landed, B, chunk, rank, column_groups * VECTORS.align,
         landing_groups * VECTORS.align,
-    )  # fmt: skip
+    )
     rates = Rates(learning_rate, epsilon)
     if WORLD_SIZE > 1:
         # Two sets of grants take turns, as a peer may be one call ahead or behind.
@@ -161,7 +161,7 @@ def embedding_all_to_all_backward(
                 push_gradients(
                     program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
                     WORLD_SIZE, PUSHING, VECTORS,
-                )  # fmt: skip
+                )
     if program >= PUSHING.programs:
         count = tl.load(run_count).to(tl.int32)
         lane = tl.arange(0, RUNS.block)
@@ -235,7 +235,7 @@ def embedding_all_to_all_backward(
                                 update_rows(
                                     long_entry, long_row, segment_sum, is_row, arrived, rates,
                                     UPDATE, VECTORS,
-                                )  # fmt: skip
+                                )
             first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
         # Step 4. Tables without lookups are waited for too: their gradients still arrive.
         if WORLD_SIZE > 1:

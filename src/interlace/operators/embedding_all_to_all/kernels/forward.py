@@ -107,7 +107,7 @@ def _pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.const
 def _cells(
     tables, table, first, count, columns, BAGS: tl.constexpr, STAGED: tl.constexpr,
     VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Return the offsets of a block's elements and their mask.
 
     The offsets are in the owner's output, or in the staged ``[samples, own columns]``.
@@ -128,7 +128,7 @@ def _cells(
 def _pool_local(
     lookups, own_output, tasks, blocks, rank, chunk, columns, POOLING: tl.constexpr,
     VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Pool this program's share of the blocks whose samples are this rank's own."""
     BAGS: tl.constexpr = POOLING.bags
     OUT: tl.constexpr = VECTORS.out_dtype
@@ -148,13 +148,13 @@ def _pool_local(
         "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "call", "B",
         "chunk", "T", "slots", "column_groups", "own_groups",
     ]
-)  # fmt: skip
+)
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx,
     table_counts, call, buffer_bytes, buffer_index, slots, B, chunk, T, column_groups, own_groups,
     WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
     The output belongs to the rank that owns the sample. A block is ``bags`` bags of one table and
@@ -263,11 +263,11 @@ def embedding_all_to_all_forward(
                                 cells, mask = _cells(
                                     tables, table, member * BAGS, count, columns, BAGS, False,
                                     VECTORS,
-                                )  # fmt: skip
+                                )
                                 staged_cells, mask = _cells(
                                     tables, table, member * BAGS, count, own_columns, BAGS, True,
                                     VECTORS,
-                                )  # fmt: skip
+                                )
                                 # From the L2: other programs' stores are not in this one's L1.
                                 value = tl.load(
                                     staged + staged_cells, mask=mask, cache_modifier=".cg"

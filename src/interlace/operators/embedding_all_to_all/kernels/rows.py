@@ -52,7 +52,7 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
 def sum_runs(
     first_bag, entry, scale, bags, start, length, gradients, UNROLL: tl.constexpr,
     VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Sum runs of lookups, each of one row, in their order: float32 ``[runs, width]``.
 
     The first lookup's bag is known beforehand: most rows are looked up once, and then nothing else
@@ -107,7 +107,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
 @triton.jit
 def update_rows(
     entry, loaded, total, mask, arrived, rates, UPDATE: tl.constexpr, VECTORS: tl.constexpr
-):  # fmt: skip
+):
     """Store rows' gradients, or update the rows with them; :func:`load_rows` has ``loaded`` them.
 
     If a peer's gradients have not ``arrived``, gradients are NaN, and rows stay as they are.

@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
 def push_gradients(
     program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
     WORLD_SIZE: tl.constexpr, PUSHING: tl.constexpr, VECTORS: tl.constexpr,
-):  # fmt: skip
+):
     """Send every owner this rank's samples' gradients, table by table; signal complete tables.
 
     ``owners`` has a row ``[tables, 0, 0]`` per rank, then a row ``[column, column in the owner's

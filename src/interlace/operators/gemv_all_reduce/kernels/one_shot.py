@@ -26,7 +26,7 @@ from interlace.operators.gemv_all_reduce.kernels.words import (
 def gemv_all_reduce_one_shot(
     x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
     WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Compute ``y = sum over ranks of x @ w.T, + bias``; every rank sends its part of every output.
 
     **Protocol.** A program computes its tiles' partial sums and puts them as packed words into slot

@@ -163,7 +163,7 @@ def _load_weight(pointers, k, K, MASKED: tl.constexpr):
         return tl.load(
             pointers[:, None] + k[None, :], mask=k[None, :] < K, other=0.0,
             eviction_policy="evict_first",
-        )  # fmt: skip
+        )
     else:
         return tl.load(pointers[:, None] + k[None, :], eviction_policy="evict_first")
 

@@ -44,7 +44,7 @@ class Slots(NamedTuple):
 def gemv_all_reduce_two_phase(
     x, w, bias, y, words, epochs, ctx, call, half, slot, N, B, K, tiles, stride_x, stride_w,
     WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, TILING: tl.constexpr,
-):  # fmt: skip
+):
     """Compute ``y = sum over ranks of x @ w.T, + bias``; each rank sums some rows of every tile.
 
     A rank owns ``block_n / WORLD_SIZE`` rows of a tile, rounded up: it reduces them and broadcasts
@@ -125,7 +125,7 @@ def _send_part(tile, part, slots, group, N, B, OWNED: tl.constexpr, TILING: tl.c
 @triton.jit
 def _send_sum(
     tile, result, slots, group, WORLD_SIZE: tl.constexpr, OWNED: tl.constexpr, TILING: tl.constexpr
-):  # fmt: skip
+):
     """Add up the rows of a tile that this rank owns, and put the results at every peer."""
     BLOCK_OWNED: tl.constexpr = triton.next_power_of_2(OWNED)
     VALUES: tl.constexpr = TILING.word_values

@@ -26,7 +26,7 @@ def grouped_gemm_combine(
     plan, met, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILING: tl.constexpr,
     L_LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply rows of this rank's experts by their weights, and send the results back.
 
     The rows ``a`` are ``[arrivals, inner]``. Results go to the ranks that sent the rows.
@@ -62,7 +62,7 @@ def grouped_gemm_combine(
     next_begin = tl.load(
         plan + (ARRIVALS * WORLD_SIZE + (rank + 1) % WORLD_SIZE) * E + rank * L + lanes,
         mask=lanes < L, other=0
-    )  # fmt: skip
+    )
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(tiles_m * tiles_n, 0)
@@ -127,7 +127,7 @@ def sum_results(
     slot_rows, weights, plan, y, gradient, results, gradients, signals, epochs, ctx, call, tokens,
     E, hidden_groups, WORLD_SIZE: tl.constexpr, TOP_K: tl.constexpr, DTYPE: tl.constexpr,
     ALIGN: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Wait for every rank's results; sum those of each token's slots into ``y[token]``.
 
     The sum of ``weight * row`` is float32 and in the order of the slots. Without ``weights``

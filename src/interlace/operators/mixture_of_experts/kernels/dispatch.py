@@ -71,7 +71,7 @@ class Buffers(NamedTuple):
 def _push(
     rows, plan, buffers, flags, group, stamp, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
     PUSHING: tl.constexpr, E_LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Send this program's share of the rows that leave, and signal complete experts.
 
     A program sends pieces of one expert each, experts in the order in which they are awaited.
@@ -124,7 +124,7 @@ def dispatch_grouped_gemm(
     ctx, call, buffer_bytes, scale_bytes, buffer_index, arrivals, E, L, columns, hidden_groups,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, FORWARD: tl.constexpr, PUSHING: tl.constexpr,
     TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
     ``FORWARD``: ``b`` is ``[L, 2 F, hidden]`` with gate and up in turn; ``out`` becomes
@@ -184,7 +184,7 @@ def dispatch_grouped_gemm(
             _push(
                 leaving, the_plan, the_buffers, flags, group, stamp, WORLD_SIZE, DTYPE, PUSHING,
                 E_LANES,
-            )  # fmt: skip
+            )
     else:
         lanes = tl.arange(0, L_LANES)
         rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
@@ -221,7 +221,7 @@ def dispatch_grouped_gemm(
                     arrived = il.wait(
                         flags + HEADER + expert * MAX_RANKS + peers, stamp, peers,
                         rank * L + expert, group, awaited
-                    )  # fmt: skip
+                    )
                     # Descriptors load through another proxy than the one that the wait orders.
                     if DESCRIPTORS:
                         il.accept_tiles()

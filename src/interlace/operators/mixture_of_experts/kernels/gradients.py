@@ -21,7 +21,7 @@ def swiglu_backward(
     plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx,
     scale_bytes, arrivals, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
     L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute each row's gradients of gate and up, in turn, and its activation times its weight.
 
     The gradient of the row's weight goes to the row's source. With ``p = grad_y @ w_out``
@@ -96,7 +96,7 @@ def swiglu_backward(
 def grouped_gemm_gradient(
     plan, a, b, out, rank, E, L, wide, narrow, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
     EVEN: tl.constexpr, TILING: tl.constexpr, L_LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Compute each expert's ``a.T @ b`` over its rows.
 
     ``a [rows, wide]``, ``b [rows, narrow]`` -> ``out [L, wide, narrow]``; zero without rows.

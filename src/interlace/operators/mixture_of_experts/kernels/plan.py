@@ -73,7 +73,7 @@ def plan_call(
     experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call,
     half, buffer_index, slots, capacity, E, L, WORLD_SIZE: tl.constexpr, L_LANES: tl.constexpr,
     E_LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Number this rank's rows, and learn from the peers how many rows come from which rank.
 
     A slot's row follows those of the same expert in earlier slots; rows beyond ``capacity`` are
@@ -100,7 +100,7 @@ def plan_call(
         histogram = tl.load(
             histograms + block * E_LANES + lanes[None, :],
             mask=block + lanes[None, :] * 0 < blocks, other=0,
-        )  # fmt: skip
+        )
         counts += tl.sum(histogram, 0)
         before += tl.sum(tl.where(block < program, histogram, 0), 0)
     counts = tl.minimum(counts, capacity)
@@ -127,7 +127,7 @@ def plan_call(
 def _exchange(
     own_counts, plan, exchange, grants, buffer_index, WORLD_SIZE: tl.constexpr,
     L_LANES: tl.constexpr, E_LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Tell all peers this rank's counts, wait for theirs, and write the plan and the grants."""
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     E, L = plan.E, plan.L

@@ -104,7 +104,7 @@ def _refused():
         _error(one(4, 3), one(2, 4, 5)),
         _error(one(4, 3), one(2, 3, 5, dtype=torch.bfloat16)),
         _error(one(4, 3), one(2, 3, 0)),
-        _error(one(4, 3), one(2, 3, 5), "remote_stores"),
+        _error(one(4, 3), one(2, 3, 5), "fused"),
     ]
 
 

@@ -11,7 +11,7 @@ whose tables do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,24 +44,54 @@ _library.define(
 )
 
 
+class _Exchange(NamedTuple):
+    """The arguments that all three operators share, from ``batch`` to ``dtype``."""
+
+    batch: int
+    counts: Sequence[int]
+    widths: Sequence[int]
+    rank: int
+    pooling: str
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """Return the columns of all tables and the samples of all ranks."""
+        return Layout.of(self.counts, self.widths, self.batch)
+
+    @property
+    def own_widths(self) -> Sequence[int]:
+        """Return the widths of this rank's tables."""
+        first = sum(self.counts[: self.rank])
+        return self.widths[first : first + self.counts[self.rank]]
+
+
+_SHARED = len(_Exchange._fields)
+
+
 def _call(
     weights: list[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    layout: tuple[int, Sequence[int], Sequence[int]],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
+    lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    exchange: _Exchange,
     options: Sequence[str],
 ) -> Any:
     from interlace.operators.embedding_all_to_all.launch import Call
 
-    batch, counts, widths = layout
+    indices, offsets, scale = lookups
     group_name, impl, config = options
-    columns = Layout.of(counts, widths, batch)
-    numbers = indices.contiguous(), offsets.contiguous()
-    return Call(weights, *numbers, scale, columns, rank, mode, dtype, group_name, impl, config)
+    return Call(
+        weights,
+        indices.contiguous(),
+        offsets.contiguous(),
+        scale,
+        exchange.layout,
+        exchange.rank,
+        exchange.pooling,
+        exchange.dtype,
+        group_name,
+        impl,
+        config,
+    )
 
 
 def _run(
@@ -71,25 +101,13 @@ def _run(
     scale: torch.Tensor | None,
     anchor: torch.Tensor | None,
     states: list[torch.Tensor],
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    gradient: str,
-    learning_rate: float,
-    epsilon: float,
-    group_name: str,
-    impl: str,
-    config: str,
-    check: bool,
+    *others: Any,
 ) -> torch.Tensor:
     from interlace.operators.embedding_all_to_all.launch import run
 
-    layout, options = (batch, counts, widths), (group_name, impl, config)
-    call = _call(weights, indices, offsets, scale, layout, rank, mode, dtype, options)
-    return run(call, check)
+    exchange = _Exchange(*others[:_SHARED])
+    _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
+    return run(_call(weights, (indices, offsets, scale), exchange, options), check)
 
 
 def _fake(
@@ -99,16 +117,11 @@ def _fake(
     scale: torch.Tensor | None,
     anchor: torch.Tensor | None,
     states: list[torch.Tensor],
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    *_: object,
+    *others: Any,
 ) -> torch.Tensor:
-    layout = Layout.of(counts, widths, batch)
-    return indices.new_empty([layout.samples(rank), layout.columns], dtype=dtype)
+    exchange = _Exchange(*others[:_SHARED])
+    layout = exchange.layout
+    return indices.new_empty([layout.samples(exchange.rank), layout.columns], dtype=exchange.dtype)
 
 
 def _run_gradient(
@@ -116,22 +129,13 @@ def _run_gradient(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     scale: torch.Tensor | None,
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    rows: Sequence[int],
-    trainable: Sequence[bool],
-    table_dtype: torch.dtype,
-    sparse: bool,
-    *options: str,
+    *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from interlace.operators.embedding_all_to_all.backward import gradient
 
-    layout = (batch, counts, widths)
-    call = _call([], indices, offsets, scale, layout, rank, mode, dtype, options)
+    exchange = _Exchange(*others[:_SHARED])
+    rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
+    call = _call([], (indices, offsets, scale), exchange, options)
     return *gradient(call, grad, rows, trainable, table_dtype, sparse), _for_anchor(grad, trainable)
 
 
@@ -140,34 +144,22 @@ def _fake_gradient(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     scale: torch.Tensor | None,
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    rows: Sequence[int],
-    trainable: Sequence[bool],
-    table_dtype: torch.dtype,
-    sparse: bool,
-    *options: str,
+    *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    own_widths = _widths_of(counts, widths, rank)
-    lookups, nothing = indices.shape[0], _for_anchor(grad, trainable)
-    if not sparse:
-        values = grad.new_empty(dense_bounds(rows, own_widths)[-1], dtype=table_dtype)
-        return (
-            values,
-            grad.new_empty(0, dtype=torch.int64),
-            grad.new_empty(0, dtype=torch.int64),
-            nothing,
-        )
-    values = grad.new_empty(lookups, max(own_widths, default=1), dtype=table_dtype)
+    own_widths = _Exchange(*others[:_SHARED]).own_widths
+    rows, trainable, table_dtype, sparse, *_ = others[_SHARED:]
+    lookups = indices.shape[0]
+    # Dense gradients have no keys.
+    values, keys, bounds = (
+        ((lookups, max(own_widths, default=1)), lookups, len(rows) + 1)
+        if sparse
+        else ((dense_bounds(rows, own_widths)[-1],), 0, 0)
+    )
     return (
-        values,
-        grad.new_empty(lookups, dtype=torch.int64),
-        grad.new_empty(len(rows) + 1, dtype=torch.int64),
-        nothing,
+        grad.new_empty(values, dtype=table_dtype),
+        grad.new_empty(keys, dtype=torch.int64),
+        grad.new_empty(bounds, dtype=torch.int64),
+        _for_anchor(grad, trainable),
     )
 
 
@@ -187,22 +179,13 @@ def _run_update(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     scale: torch.Tensor | None,
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    trainable: Sequence[bool],
-    kind: str,
-    learning_rate: float,
-    epsilon: float,
-    *options: str,
+    *others: Any,
 ) -> torch.Tensor:
     from interlace.operators.embedding_all_to_all.backward import update
 
-    layout = (batch, counts, widths)
-    call = _call(weights, indices, offsets, scale, layout, rank, mode, dtype, options)
+    exchange = _Exchange(*others[:_SHARED])
+    trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
+    call = _call(weights, (indices, offsets, scale), exchange, options)
     update(call, grad, states, trainable, kind, learning_rate, epsilon)
     return _for_anchor(grad, trainable)
 
@@ -214,16 +197,9 @@ def _fake_update(
     indices: torch.Tensor,
     offsets: torch.Tensor,
     scale: torch.Tensor | None,
-    batch: int,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    rank: int,
-    mode: str,
-    dtype: torch.dtype,
-    trainable: Sequence[bool],
-    *_: object,
+    *others: Any,
 ) -> torch.Tensor:
-    return _for_anchor(grad, trainable)
+    return _for_anchor(grad, others[_SHARED])
 
 
 # Autograd
@@ -233,13 +209,12 @@ _ANCHOR = 4
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weights, indices, offsets, scale, _, states, *layout_and_options = inputs
-    layout, options = layout_and_options[:6], layout_and_options[6:]
-    ctx.gradient, ctx.learning_rate, ctx.epsilon, *options, _ = options
-    ctx.layout, ctx.options, ctx.tables = tuple(layout), tuple(options), len(weights)
+    weights, indices, offsets, scale, _, states, *others = inputs
+    ctx.exchange, ctx.tables = _Exchange(*others[:_SHARED]), len(weights)
+    ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = others[_SHARED:]
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]
-    ctx.table_dtype = weights[0].dtype if weights else layout[5]
+    ctx.table_dtype = weights[0].dtype if weights else ctx.exchange.dtype
     ctx.updates = ctx.gradient not in ("dense", "sparse")
     ctx.scaled = scale is not None
     kept = [*weights, *states] if ctx.updates else []
@@ -251,10 +226,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *kept = ctx.saved_tensors
     scale = kept.pop(0) if ctx.scaled else None
     nothing: list[Any] = [None] * _INPUTS
-    nothing[0], nothing[5] = (
-        [None] * ctx.tables,
-        [None] * (len(kept) - ctx.tables if ctx.updates else 0),
-    )
+    nothing[0] = [None] * ctx.tables
+    nothing[5] = [None] * (len(kept) - ctx.tables if ctx.updates else 0)
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
         for_anchor = torch.ops.interlace.embedding_all_to_all_update(
@@ -264,7 +237,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             indices,
             offsets,
             scale,
-            *ctx.layout,
+            *ctx.exchange,
             ctx.trainable,
             ctx.gradient,
             ctx.learning_rate,
@@ -279,15 +252,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         indices,
         offsets,
         scale,
-        *ctx.layout,
+        *ctx.exchange,
         ctx.rows,
         ctx.trainable,
         ctx.table_dtype,
         sparse,
         *ctx.options,
     )
-    _, counts, widths, rank, *_ = ctx.layout
-    own_widths = _widths_of(counts, widths, rank)
+    own_widths = ctx.exchange.own_widths
     tables = (
         _sparse(values, keys, bounds, ctx.rows, own_widths)
         if sparse
@@ -329,11 +301,6 @@ def _sparse(
         )
         first += count
     return gradients
-
-
-def _widths_of(counts: Sequence[int], widths: Sequence[int], rank: int) -> Sequence[int]:
-    first = sum(counts[:rank])
-    return widths[first : first + counts[rank]]
 
 
 register(

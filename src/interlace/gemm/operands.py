@@ -13,6 +13,7 @@ import torch
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.reference import Factors
 from interlace.registry import Operator
 from interlace.units import round_up
 
@@ -167,16 +168,6 @@ def contiguous_dimension(matrix: torch.Tensor) -> int | None:
     return 0 if matrix.stride(0) == 1 or rows == 1 else None
 
 
-Fields = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.dtype,
-]
-
-
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """Operands of one call, whose shapes and devices are validated.
@@ -215,9 +206,9 @@ class Operands:
             if scale is not None:
                 object.__setattr__(self, name, scale.reshape(-1))
 
-    def fields(self) -> Fields:
-        """Return x, w, bias, x_scale, w_scale and out_dtype, as references take them."""
-        return self.x, self.w, self.bias, self.x_scale, self.w_scale, self.out_dtype
+    def factors(self) -> Factors:
+        """Return what references take: x, w, bias, both scales and the dtype of the result."""
+        return Factors(self.x, self.w, self.bias, self.x_scale, self.w_scale, self.out_dtype)
 
     @property
     def rows(self) -> int:

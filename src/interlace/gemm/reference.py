@@ -5,21 +5,29 @@ kernel is used here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 
-def product(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """``x @ w.T + bias`` in ``out_dtype``; float8 is dequantised to float32 first."""
+class Factors(NamedTuple):
+    """What a product is made of: ``x [M, K]``, ``w [N, K]``, ``bias [N]``, the scales of float8
+    (``[M]`` and ``[N]``, or one element), and the dtype of the result.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    w_scale: torch.Tensor | None
+    out_dtype: torch.dtype
+
+
+def product(factors: Factors) -> torch.Tensor:
+    """Return ``x @ w.T + bias`` in ``out_dtype``; float8 is dequantised to float32 first."""
+    x, w, bias, x_scale, w_scale, out_dtype = factors
     if x.dtype == out_dtype:
         return F.linear(x, w, bias)
     wide_x, wide_w = x.float(), w.float()

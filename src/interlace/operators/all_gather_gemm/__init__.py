@@ -144,7 +144,7 @@ class AllGatherGemm(GemmOperator):
 
         x = call.operands.x
         y, gathered = reference.all_gather_gemm(
-            *call.operands.fields(), call.rows.by_rank, call.process_group
+            call.operands.factors(), call.rows.by_rank, call.process_group
         )
         if not call.gather:
             return y, x.new_empty([0, call.operands.inner])

@@ -75,7 +75,7 @@ class GemmAllReduce(GemmOperator):
         """Run ``F.linear``, then ``all_reduce``."""
         from interlace.operators.gemm_all_reduce import reference
 
-        return reference.gemm_all_reduce(*call.operands.fields(), call.process_group)
+        return reference.gemm_all_reduce(call.operands.factors(), call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""

@@ -7,20 +7,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from interlace.gemm.reference import is_alone, product
+from interlace.gemm.reference import Factors, is_alone, product
 
 
-def gemm_all_reduce(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """``all_reduce(x @ w.T) + bias``, every intermediate in ``out_dtype``."""
-    y = product(x, w, None, x_scale, w_scale, out_dtype)
+def gemm_all_reduce(factors: Factors, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return ``all_reduce(x @ w.T) + bias``, every intermediate in ``out_dtype``."""
+    y = product(factors._replace(bias=None))
     if not is_alone(group):
         dist.all_reduce(y, group=group)
-    return y if bias is None else y + bias
+    return y if factors.bias is None else y + factors.bias

@@ -136,7 +136,7 @@ class GemmAllToAll(GemmOperator):
 
         sent, rank = call.rows.sent, call.group.rank
         return reference.gemm_all_to_all(
-            *call.operands.fields(),
+            call.operands.factors(),
             sent[rank],
             [counts[rank] for counts in sent],
             call.process_group,

@@ -9,24 +9,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.gemm.reference import exchange_rows, is_alone, product
+from interlace.gemm.reference import Factors, exchange_rows, is_alone, product
 
 
 def gemm_all_to_all(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    factors: Factors,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """Return ``all_to_all_single(x @ w.T + bias)``."""
-    return exchange_rows(
-        product(x, w, bias, x_scale, w_scale, out_dtype), input_splits, output_splits, group
-    )
+    return exchange_rows(product(factors), input_splits, output_splits, group)
 
 
 def send_back(
@@ -35,7 +28,7 @@ def send_back(
     output_splits: Sequence[int] | None,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The transpose of the all-to-all: every row to the rank that it came from."""
+    """Send every row back to the rank that it came from: the transpose of the all-to-all."""
     if input_splits is None or output_splits is None:
         ranks = 1 if is_alone(group) else dist.get_world_size(group)
         input_splits = output_splits = [len(grad) // ranks] * ranks

@@ -91,7 +91,7 @@ class GemmReduceScatter(GemmOperator):
         from interlace.operators.gemm_reduce_scatter import reference
 
         return reference.gemm_reduce_scatter(
-            *call.operands.fields(), call.rows.by_rank, call.process_group
+            call.operands.factors(), call.rows.by_rank, call.process_group
         )
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

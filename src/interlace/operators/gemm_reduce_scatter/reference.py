@@ -9,19 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.gemm.reference import product, sum_rows
+from interlace.gemm.reference import Factors, product, sum_rows
 
 
 def gemm_reduce_scatter(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    splits: Sequence[int],
-    group: dist.ProcessGroup | None,
+    factors: Factors, splits: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """``reduce_scatter(x @ w.T) + bias``, every intermediate in ``out_dtype``."""
-    y = sum_rows(product(x, w, None, x_scale, w_scale, out_dtype), splits, group)
-    return y if bias is None else y + bias
+    """Return ``reduce_scatter(x @ w.T) + bias``, every intermediate in ``out_dtype``."""
+    y = sum_rows(product(factors._replace(bias=None)), splits, group)
+    return y if factors.bias is None else y + factors.bias

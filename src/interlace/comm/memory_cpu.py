@@ -7,7 +7,6 @@ ranks directly: the memory is gone when the last process that maps it ends, howe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
@@ -18,47 +17,9 @@ import torch
 from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
 from interlace.comm.memory import Block, Heap, Range
+from interlace.comm.memory_map import map_again, map_file, reserve, unmap
 from interlace.errors import WorkspaceError
 from interlace.units import GIB, format_bytes, round_up
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_PROT_NONE = 0
-_FAILED = ctypes.c_void_p(-1).value
-_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-)
-
-
-def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    """Call ``mmap`` and return the address of the mapping.
-
-    Raises:
-        WorkspaceError: The operating system refuses.
-    """
-    result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
-    if result == _FAILED or result is None:
-        error = os.strerror(ctypes.get_errno())
-        raise WorkspaceError(f"shared memory of {format_bytes(nbytes)} cannot be mapped: {error}.")
-    return int(result)
 
 
 class CpuHeap(Heap):
@@ -71,10 +32,8 @@ class CpuHeap(Heap):
         self.stride = 64 * GIB
         self._channel = channel
         size = self.stride * channel.world_size
-        base = _mmap(None, size, _PROT_NONE, _RESERVED)
-        self._range = Range(
-            base, self.stride, self.device, functools.partial(_libc.munmap, base, size)
-        )
+        base = reserve(size)
+        self._range = Range(base, self.stride, self.device, functools.partial(unmap, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
@@ -93,13 +52,7 @@ class CpuHeap(Heap):
             ) as descriptors:
                 for rank, (descriptor,) in enumerate(descriptors):
                     address = self._range.base + rank * self.stride + offset
-                    _mmap(
-                        address,
-                        size,
-                        mmap.PROT_READ | mmap.PROT_WRITE,
-                        mmap.MAP_SHARED | _MAP_FIXED,
-                        descriptor,
-                    )
+                    map_file(size, descriptor, address)
             # Nothing can fail any more, and the block owns the mappings from here on.
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
@@ -108,19 +61,14 @@ class CpuHeap(Heap):
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Map shared memory once more, contiguously; see :meth:`Heap.remap`."""
         size = len(addresses) * nbytes
-        base = _mmap(None, size, _PROT_NONE, _RESERVED)
-        for i, address in enumerate(addresses):
-            # For a shared mapping, an old size of 0 makes a second mapping (mremap(2)).
-            if (
-                _libc.mremap(address, 0, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, base + i * nbytes)
-                == _FAILED
-            ):
-                error = os.strerror(ctypes.get_errno())
-                _libc.munmap(base, size)
-                raise WorkspaceError(
-                    f"shared memory of {format_bytes(nbytes)} cannot be mapped again: {error}."
-                )
-        return base, functools.partial(_libc.munmap, base, size)
+        base = reserve(size)
+        try:
+            for i, address in enumerate(addresses):
+                map_again(nbytes, address, base + i * nbytes)
+        except WorkspaceError:
+            unmap(base, size)
+            raise
+        return base, functools.partial(unmap, base, size)
 
 
 def _shared_file(nbytes: int) -> int:
@@ -146,10 +94,5 @@ def _shared_file(nbytes: int) -> int:
 def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
     """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
     for rank in range(ranks):
-        _mmap(
-            reserved.base + rank * reserved.stride + offset,
-            size,
-            _PROT_NONE,
-            _RESERVED | _MAP_FIXED,
-        )
+        reserve(size, reserved.base + rank * reserved.stride + offset)
     reserved.offsets.give(offset, size)

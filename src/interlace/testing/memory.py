@@ -6,7 +6,6 @@ machine holds the true contents at any time; a view is brought up to date only w
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from interlace.comm.memory import Block, Heap
+from interlace.comm.memory_map import map_file, unmap
 from interlace.errors import WorkspaceError
 from interlace.testing.operations import Cells
 from interlace.units import MIB, format_bytes, round_up
@@ -29,36 +29,6 @@ MOST_CELLS = 1 << 18
 
 Addresses = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
-
-
-_MAP_FIXED = 0x10
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _map(nbytes: int, fd: int, address: int | None = None, offset: int = 0) -> int:
-    """Map ``nbytes`` of a file from ``offset`` on, at ``address`` if it is not None.
-
-    Raises:
-        WorkspaceError: the system refuses.
-    """
-    flags = mmap.MAP_SHARED | (0 if address is None else _MAP_FIXED)
-    mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
-    if mapped is None or mapped == ctypes.c_void_p(-1).value:
-        raise WorkspaceError(
-            f"simulated memory of {format_bytes(nbytes)} cannot be mapped: "
-            f"{os.strerror(ctypes.get_errno())}."
-        )
-    return int(mapped)
 
 
 class FinerGrain(BaseException):
@@ -133,7 +103,7 @@ class View:
         self.nbytes = ranks * PART_BYTES
         self._fd = os.memfd_create("interlace-testing")
         os.ftruncate(self._fd, self.nbytes)
-        self.base = _map(self.nbytes, self._fd)
+        self.base = map_file(self.nbytes, self._fd)
         self._aliases: list[tuple[int, int, list[int]]] = []
         self._used = 0
 
@@ -142,14 +112,14 @@ class View:
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._fd, self.nbytes)
         for base, nbytes, pieces in self._aliases:
-            _libc.munmap(base, nbytes * len(pieces))
+            unmap(base, nbytes * len(pieces))
         self._aliases.clear()
         self._used = 0
 
     def close(self) -> None:
         """Unmap the memory."""
         self.reset()
-        _libc.munmap(self.base, self.nbytes)
+        unmap(self.base, self.nbytes)
         os.close(self._fd)
 
     def take(self, nbytes: int) -> int:
@@ -172,9 +142,9 @@ class View:
     def alias(self, addresses: Sequence[int], nbytes: int) -> int:
         """Map pieces of ``nbytes`` once more, one behind the other; return the first address."""
         # Reserves a range of addresses, whose pages the pieces then replace.
-        base = _map(len(addresses) * nbytes, self._fd)
+        base = map_file(len(addresses) * nbytes, self._fd)
         for i, address in enumerate(addresses):
-            _map(nbytes, self._fd, base + i * nbytes, address - self.base)
+            map_file(nbytes, self._fd, base + i * nbytes, address - self.base)
         self._aliases.append((base, nbytes, [address - self.base for address in addresses]))
         return base
 

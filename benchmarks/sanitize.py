@@ -246,7 +246,8 @@ def _worker(options: argparse.Namespace, folder: str, rank: int) -> list[str]:
         "INTERLACE_BACKEND": options.backend,
         "INTERLACE_DEADLINE_S": str(DEADLINE_S),
         "INTERLACE_REPLAY": "0",
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # each tensor is an allocation, whose ends the sanitizer knows
+        # Each tensor is then an allocation, whose ends the sanitizer knows.
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

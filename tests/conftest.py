@@ -1,4 +1,6 @@
-"""Fixtures for all tests. Nothing here starts a process or imports torch before a test asks for it."""
+"""Fixtures for all tests. Nothing here starts a process or imports torch before a test asks
+for it.
+"""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def test_rows_that_are_not_split_evenly() -> None:
 
 
 def test_results_of_another_width_than_operands() -> None:
-    """Operands of one byte, results of two: half the operands' bytes, and what travels as before."""
+    """Operands of one byte, results of two: half the operands' bytes, and what travels as
+    before.
+    """
     narrow = SIZES | {"itemsize": 1, "output_itemsize": 2, "world_size": 4}
     operands = 8 * 4 + 6 * 4
     for operator in (gemm_all_to_all, gemm_reduce_scatter, gemm_all_reduce):

@@ -1,4 +1,6 @@
-"""The register of costs names every operator that has a cost, once, and the simulator goes by it."""
+"""The register of costs names every operator that has a cost, once, and the simulator goes by
+it.
+"""
 
 from __future__ import annotations
 

@@ -312,7 +312,9 @@ def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA checks, over a machine made up here: two GPUs, of which one cannot reach the other."""
+    """The CUDA checks, over a machine made up here: two GPUs, of which one cannot reach the
+    other.
+    """
     properties = SimpleNamespace(
         name="NVIDIA H200", total_memory=141 * 2**30, multi_processor_count=132, major=9, minor=0
     )

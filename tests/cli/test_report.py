@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def test_summary_needs_every_kind() -> None:
 
 
 def test_table_shows_every_time() -> None:
-    console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console = Console(width=140, record=True, file=io.StringIO())
     console.print(report.table("gemv_all_reduce", result()))
     text = console.export_text()
     assert "gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks" in text
@@ -137,8 +138,8 @@ def test_markdown_shows_the_fastest_of_several_implementations() -> None:
     text = report.markdown([{"machine": MACHINE, "results": [result(times=times)]}])
     assert "| Interlace us | best unfused us | Interlace is |" in text
     assert (
-        "| **11.0** (chunked) | 24.0 (cuBLAS + torch one-shot) | -54 % | 10.0 | 1.10 | 8.0 | chunked |"
-        in text
+        "| **11.0** (chunked) | 24.0 (cuBLAS + torch one-shot) | -54 % "
+        "| 10.0 | 1.10 | 8.0 | chunked |" in text
     )
 
 
@@ -238,7 +239,9 @@ def test_written_tables_are_what_tuning_reads(
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Two GPUs that are not there, and ranks that answer without them; what the ranks were asked."""
+    """Two GPUs that are not there, and ranks that answer without them; what the ranks were
+    asked.
+    """
     asked: list[tuple[Any, ...]] = []
 
     def ranks(
@@ -343,10 +346,14 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def _study(order: str, percent: int) -> dict[str, Any]:
     return {
-        "occupancy_percent": percent, "order": order, "programs": 20 * percent,
-        "median_us": 1400.0 - 5 * percent, "p10_us": 1390.0 - 5 * percent,
-        "p90_us": 1420.0 - 5 * percent, "skew_us": 12.0,
-    }  # fmt: skip
+        "occupancy_percent": percent,
+        "order": order,
+        "programs": 20 * percent,
+        "median_us": 1400.0 - 5 * percent,
+        "p10_us": 1390.0 - 5 * percent,
+        "p90_us": 1420.0 - 5 * percent,
+        "skew_us": 12.0,
+    }
 
 
 def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

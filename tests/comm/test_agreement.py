@@ -70,7 +70,9 @@ def test_answers_that_are_refused_are_not_remembered() -> None:
 def _look_up(
     call: Call, name: str, *, trains: bool = False, group: Any = None, **more: Any
 ) -> dict[str, Any]:
-    """One call on this rank: the output, and the gradients of its tables if any rank trains them."""
+    """One call on this rank: the output, and the gradients of its tables if any rank trains
+    them.
+    """
     rank = dist.get_rank(group)
     tables = [table.requires_grad_(trains) for table in call.tables(rank)]
     indices, offsets, _ = call.lookups(rank)
@@ -134,7 +136,9 @@ def _other_tables() -> Any:
 
 
 def test_other_tables_under_a_name_are_refused_at_once(ranks: Any) -> None:
-    """On the rank whose tables changed; nothing tells the other one, which waits for its deadline."""
+    """On the rank whose tables changed; nothing tells the other one, which waits for its
+    deadline.
+    """
     (_, (kind, message)), (_, (late, _)) = ranks(2).run(_other_tables)
     assert (kind, late) == ("ArgumentError", "PeerTimeoutError")
     assert message == (

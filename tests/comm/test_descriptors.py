@@ -109,7 +109,9 @@ def _open_descriptors() -> int:
 
 @pytest.mark.quick
 def test_only_one_message_of_each_peer_counts():
-    """Rank 0 in a thread; rank 1 by hand, which says it twice, after messages that are no peer's."""
+    """Rank 0 in a thread; rank 1 by hand, which says it twice, after messages that are no
+    peer's.
+    """
     before = _open_descriptors()
     with (
         descriptors.listening() as (here, listener),

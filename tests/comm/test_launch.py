@@ -1,4 +1,6 @@
-"""``interlace.launch``: results in order, failures with their traceback, and nothing left behind."""
+"""``interlace.launch``: results in order, failures with their traceback, and nothing left
+behind.
+"""
 
 import multiprocessing
 import os
@@ -102,9 +104,14 @@ def test_a_launch_ends_after_its_time(temporary):
     [
         (0, "cpu", ArgumentError, "launch: world_size must be at least 1; got 0."),
         (2, "tpu", ArgumentError, "launch: backend must be auto, cuda or cpu; got 'tpu'."),
-        (99, "cuda", BackendError, "launch: backend cuda must have a GPU; got none. Use backend='cpu'."),
+        (
+            99,
+            "cuda",
+            BackendError,
+            "launch: backend cuda must have a GPU; got none. Use backend='cpu'.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_launches_that_cannot_be(monkeypatch, world_size, backend, error, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(error) as caught:
@@ -211,7 +218,10 @@ def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
 
 def test_a_worker_of_standard_input():
     """As of a notebook: there is no file that a new process could import."""
-    source = "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, backend='cpu')\n"
+    source = (
+        "import interlace\ndef worker():\n    return 1\n"
+        "interlace.launch(worker, 1, backend='cpu')\n"
+    )
     ended = subprocess.run(
         [sys.executable], input=source, capture_output=True, text=True, timeout=300
     )
@@ -246,9 +256,13 @@ def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_her
         dist, "init_process_group", lambda backend, **settings: started.update(settings)
     )
     init_process_group(
-        "cuda", rank=3, world_size=8 if ranks_here is None else ranks_here,
-        init_method="file:///nowhere", local_rank=local_rank, ranks_here=ranks_here,
-    )  # fmt: skip
+        "cuda",
+        rank=3,
+        world_size=8 if ranks_here is None else ranks_here,
+        init_method="file:///nowhere",
+        local_rank=local_rank,
+        ranks_here=ranks_here,
+    )
     assert started["current"] == device
     assert (started["device_id"] is None) == (host is not None)
     assert os.environ["NCCL_HOSTID"] == (host or "as it was")

@@ -1,4 +1,6 @@
-"""What stays of a group that is gone: nothing, not even addresses, unless a tensor still needs it."""
+"""What stays of a group that is gone: nothing, not even addresses, unless a tensor still needs
+it.
+"""
 
 from __future__ import annotations
 

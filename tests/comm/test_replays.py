@@ -66,7 +66,7 @@ def test_cleared_graphs_have_run_and_come_again(replays: Replays, done: list[str
 
 def test_a_program_with_too_many_addresses_enqueues(
     replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """What is kept stays while it is used; the one that was not used for longest makes room."""
     monkeypatch.setattr(module, "_MAX_GRAPHS", 2)
     monkeypatch.setattr(module, "_IDLE_RUNS", 8)
@@ -139,7 +139,9 @@ _SETTINGS = {
 def test_a_graph_with_other_settings_is_another_graph(
     replays: Replays, done: list[str], name: str
 ) -> None:
-    """A graph keeps the settings of its capture. The call under new ones comes for the first time."""
+    """A graph keeps the settings of its capture. The call under new ones comes for the first
+    time.
+    """
     change, other, default = _SETTINGS[name]
     for _ in range(2):
         _call(replays, 1, done)

@@ -79,8 +79,9 @@ def test_a_global_batch_does_not_depend_on_the_ranks(
 
 def test_the_last_batch_is_filled_up_when_asked_for() -> None:
     padded = [
-        list(BatchStream(SyntheticClicks(10), 8, rows=ROWS, rank=rank, world_size=4, last="pad")) for rank in range(4)
-    ]  # fmt: skip
+        list(BatchStream(SyntheticClicks(10), 8, rows=ROWS, rank=rank, world_size=4, last="pad"))
+        for rank in range(4)
+    ]
     assert [[int(batch.valid.sum()) for batch in batches] for batches in padded] == [
         [2, 2],
         [2, 0],

@@ -80,11 +80,22 @@ def test_dialects(tmp_path: Path, separator: str, header: bool, end: str, packed
 @pytest.mark.parametrize(
     "change",
     [
-        {0: "2"}, {0: ""}, {0: "x"}, {1: "1e3"}, {2: "--1"}, {3: "1.5"}, {4: "12345678901"},
-        {13: "-"}, {14: "05db91640"}, {39: "xyz"}, {39: "-1"}, {39: "ab\tcd"}, {38: '"ab"'},
+        {0: "2"},
+        {0: ""},
+        {0: "x"},
+        {1: "1e3"},
+        {2: "--1"},
+        {3: "1.5"},
+        {4: "12345678901"},
+        {13: "-"},
+        {14: "05db91640"},
+        {39: "xyz"},
+        {39: "-1"},
+        {39: "ab\tcd"},
+        {38: '"ab"'},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_corrupt_line_is_skipped_and_counted_or_refused(
     tmp_path: Path, change: dict[int, str]
 ) -> None:
@@ -107,7 +118,9 @@ def test_a_corrupt_line_is_skipped_and_counted_or_refused(
 def test_short_lines_empty_lines_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that a block cuts in two are whole again, and line numbers go on from block to block."""
+    """Lines that a block cuts in two are whole again, and line numbers go on from block to
+    block.
+    """
     monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
     path = tmp_path / "train.csv"
     path.write_text(

@@ -88,7 +88,9 @@ def interrupted(outcomes: list[Outcome]) -> None:
 
 
 def interrupted_in_a_wait(outcomes: list[tuple[Outcome, Outcome]]) -> None:
-    """The interrupted rank's group is broken, and its peers, who come later, wait for it in vain."""
+    """The interrupted rank's group is broken, and its peers, who come later, wait for it in
+    vain.
+    """
     for rank, (first, then) in enumerate(outcomes):
         if rank == FAULTY:
             assert first.kind in ("KeyboardInterrupt", "PeerTimeoutError"), first

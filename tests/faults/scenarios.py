@@ -157,7 +157,9 @@ def late_in_time(name: str) -> Outcome:
 
 
 def too_late(name: str) -> Outcome:
-    """The faulty rank comes when the others have given up. Its own next wait for them expires, too."""
+    """The faulty rank comes when the others have given up. Its own next wait for them expires,
+    too.
+    """
     process_group, group, prepared = _own_group(CASES[name])
     interlace.set_deadline(DEADLINE_S, process_group)
     if group.rank == FAULTY:

@@ -78,17 +78,25 @@ def _silu_and_scale(x: torch.Tensor, out: torch.Tensor) -> None:
 
 PRODUCERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "mm": lambda out: torch.mm(_random(1024, 512), _random(768, 512, seed=1).T, out=out),
-    "addmm": lambda out: torch.addmm(_random(768), _random(1024, 512), _random(768, 512, seed=1).T, out=out),
-    "two halves": lambda out: [torch.mm(_random(1024, 512)[h], _random(768, 512, seed=1).T, out=out[h]) for h in
-                               (slice(0, 500), slice(500, None))],
+    "addmm": lambda out: torch.addmm(
+        _random(768), _random(1024, 512), _random(768, 512, seed=1).T, out=out
+    ),
+    "two halves": lambda out: [
+        torch.mm(_random(1024, 512)[h], _random(768, 512, seed=1).T, out=out[h])
+        for h in (slice(0, 500), slice(500, None))
+    ],
     # Four products, whatever the number of ranks.
-    "bmm": lambda out: torch.bmm(_random(4, 256, 512), _random(4, 768, 512, seed=1).mT, out=out.unflatten(0, (4, 256))),
+    "bmm": lambda out: torch.bmm(
+        _random(4, 256, 512), _random(4, 768, 512, seed=1).mT, out=out.unflatten(0, (4, 256))
+    ),
     "grouped_mm": _grouped,
     "triton": lambda out: tutorial.product(_random(1024, 512), _random(768, 512, seed=1), out=out),
-    "scaled_mm": _scaled, "attention": _attention,
+    "scaled_mm": _scaled,
+    "attention": _attention,
     "inductor": lambda out: _silu_and_scale(_random(1024, 768), out),
-    "copy": lambda out: out.copy_(_random(1024, 768)), "fbgemm": _pooled,
-}  # fmt: skip
+    "copy": lambda out: out.copy_(_random(1024, 768)),
+    "fbgemm": _pooled,
+}
 
 
 def _produce(names: list[str]) -> dict[str, bool]:
@@ -163,9 +171,11 @@ def _collectives() -> list[tuple[str, float]]:
             mine = slice(256 * rank, 256 * (rank + 1))
             expected = {
                 "all_to_all": whole[:, mine].flatten(0, 1),
-                "reduce_scatter": whole[:, mine].float().sum(0), "all_reduce": whole.float().sum(0),
-                "gather": whole if rank == 0 else whole[:0], "scatter": whole[0, mine],
-            }[name]  # fmt: skip
+                "reduce_scatter": whole[:, mine].float().sum(0),
+                "all_reduce": whole.float().sum(0),
+                "gather": whole if rank == 0 else whole[:0],
+                "scatter": whole[0, mine],
+            }[name]
             error = (
                 float((y.float() - expected.float()).norm() / expected.float().norm())
                 if expected.numel()

@@ -134,7 +134,9 @@ def _long_run(calls: list[Call], turns: int) -> int:
 
 
 def test_many_calls_with_late_ranks(ranks: Any, world_size: int, turns: Any, operator: str) -> None:
-    """Shapes, grids and implementations in turn: a stale slot, signal, epoch or ticket shows here."""
+    """Shapes, grids and implementations in turn: a stale slot, signal, epoch or ticket shows
+    here.
+    """
     rows = 128 * world_size
     for impl in AT_ONCE[operator]:
         calls = [

@@ -36,7 +36,9 @@ def _check(pool: Pool, operator: str) -> None:
 
 
 def check_all(world_size: int, backend: str) -> None:
-    """Check every operator on ranks of its own, all at the same time, and raise the first failure."""
+    """Check every operator on ranks of its own, all at the same time, and raise the first
+    failure.
+    """
     with ExitStack() as stack:
         pools = {
             operator: stack.enter_context(closing(Pool(world_size, backend)))

@@ -254,20 +254,32 @@ def _mixed() -> dict[str, Any]:
     bias = torch.zeros(COLUMNS)
     calls: dict[str, Callable[[], Any]] = {
         "gemm_all_reduce": lambda: ops.gemm_all_reduce(x, w, no, no, no, float32, name, "auto", ""),
-        "gemm_all_reduce with bias": lambda: ops.gemm_all_reduce(x, w.bfloat16(), bias, no, no, bfloat16, name, "auto", ""),
+        "gemm_all_reduce with bias": lambda: ops.gemm_all_reduce(
+            x, w.bfloat16(), bias, no, no, bfloat16, name, "auto", ""
+        ),
         "gemv_all_reduce": lambda: ops.gemv_all_reduce(x, w, no, name, "auto", ""),
-        "gemv_all_reduce with bias": lambda: ops.gemv_all_reduce(x, w.bfloat16(), bias, name, "auto", ""),
-        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(x, w, no, no, no, no, float32, name, "auto", ""),
+        "gemv_all_reduce with bias": lambda: ops.gemv_all_reduce(
+            x, w.bfloat16(), bias, name, "auto", ""
+        ),
+        "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(
+            x, w, no, no, no, no, float32, name, "auto", ""
+        ),
         "gemm_sum_reduce_scatter": lambda: ops.gemm_sum_reduce_scatter([x], [w], name),
-        "all_gather_gemm": lambda: ops.all_gather_gemm(x, w, no, no, no, no, float32, False, name, "auto", ""),
-        "gemm_all_to_all": lambda: ops.gemm_all_to_all(x, w, no, no, no, no, no, float32, name, "auto", ""),
+        "all_gather_gemm": lambda: ops.all_gather_gemm(
+            x, w, no, no, no, no, float32, False, name, "auto", ""
+        ),
+        "gemm_all_to_all": lambda: ops.gemm_all_to_all(
+            x, w, no, no, no, no, no, float32, name, "auto", ""
+        ),
         "bmm_all_to_all": lambda: ops.bmm_all_to_all(*several, name, "auto"),
         "bmm_sum_all_to_all": lambda: ops.bmm_sum_all_to_all([several[0]], [several[1]], name),
-        "all_to_all_bmm": lambda: ops.all_to_all_bmm(several[0].flatten(0, 1), several[1], name, "auto"),
+        "all_to_all_bmm": lambda: ops.all_to_all_bmm(
+            several[0].flatten(0, 1), several[1], name, "auto"
+        ),
         "mixture_of_experts": lambda: ops.mixture_of_experts(
             x, experts, weights, w_in, w_out, 2, 4, name, "auto", "", False
         ),
-    }  # fmt: skip
+    }
     for plain in (x, w):  # calls of one dtype, which must not be taken for these
         ops.gemv_all_reduce(plain, w.to(plain.dtype), no, name, "auto", "")
     return {name: error_of(call) for name, call in calls.items()}

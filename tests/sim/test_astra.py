@@ -121,7 +121,9 @@ def test_a_reduction_takes_three_memory_passes() -> None:
 
 
 def test_shared_links_wait_only_where_congestion_is_modelled() -> None:
-    """Direct all-to-all on a ring of 4: six hops of 1000 B share each node's two links, or do not."""
+    """Direct all-to-all on a ring of 4: six hops of 1000 B share each node's two links, or do
+    not.
+    """
     aware, unaware = (
         run_all(ring(4), {}, collective("all_to_all", 4000), aware).total_ns
         for aware in (True, False)
@@ -443,7 +445,8 @@ def test_truncated_and_missing_traces(tmp_path: Path) -> None:
     path.write_bytes(content[:-3])
     with pytest.raises(
         ConfigError,
-        match=r"trace.0.et must end with a whole message; the one at byte \d+ has \d+ bytes, of which \d+ are there",
+        match=r"trace.0.et must end with a whole message; the one at byte \d+ has "
+        r"\d+ bytes, of which \d+ are there",
     ):
         chakra.read_trace(path)
     path.write_bytes(b"")

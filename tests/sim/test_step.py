@@ -1,4 +1,6 @@
-"""Steps: closed forms, the mirrored fabric against every rank, fused kernels, bounds, determinism."""
+"""Steps: closed forms, the mirrored fabric against every rank, fused kernels, bounds,
+determinism.
+"""
 
 from __future__ import annotations
 
@@ -275,7 +277,9 @@ def test_what_a_producer_sends_a_consumer_gets_even_later() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_nothing_is_faster_than_physics(data: st.DataObject) -> None:
-    """Random collectives on random networks; run() itself holds each against its bound, and raises."""
+    """Random collectives on random networks; run() itself holds each against its bound, and
+    raises.
+    """
     text = data.draw(st.sampled_from([*TOPOLOGIES, "torus:8x2", "fattree:2x4/2", "switch:16"]))
     ranks = 1
     for part in text.split(":")[1].split("/")[0].split("x"):

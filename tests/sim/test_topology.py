@@ -113,7 +113,8 @@ def test_names(text: str, ranks: int, shape: tuple[int, ...]) -> None:
         (
             "torus:8x8",
             128,
-            r"topology torus:8x8 must have as many ranks as the run; got 64 for 128. Say --nodes 64",
+            r"topology torus:8x8 must have as many ranks as the run; "
+            r"got 64 for 128. Say --nodes 64",
         ),
         ("mesh", 4, r"--topology must be ring, .*; got 'mesh'"),
         ("torus:8xA", 8, r"must have sizes such as torus:8x16"),

@@ -516,7 +516,8 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
     [
         (
             {"tabels": 4},
-            r"file.yaml: tabels must be a known key; it is not. Remove it, or use one of: name, .*tables",
+            r"file.yaml: tabels must be a known key; it is not. Remove it, "
+            r"or use one of: name, .*tables",
         ),
         ({"tables": ...}, r"file.yaml: tables must be given; it is missing"),
         ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got"),
@@ -554,7 +555,8 @@ def test_model_files(tmp_path: Path, changes: dict[str, Any], message: str) -> N
         ),
         (
             {"network__links": 3},
-            r"file.yaml: network.links must be a known key; it is not. Remove it, or use one of: topology, ",
+            r"file.yaml: network.links must be a known key; it is not. "
+            r"Remove it, or use one of: topology, ",
         ),
         (
             {"network__topology": "torus:3x3"},

@@ -48,7 +48,10 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.protocol}, {self.where.split(':')[1]}: {self.mistake}, {self.which[0]} {self.which[1]}"
+        return (
+            f"{self.protocol}, {self.where.split(':')[1]}: {self.mistake}, "
+            f"{self.which[0]} {self.which[1]}"
+        )
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -161,10 +164,13 @@ def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:
 def _reuse_half(tree: ast.FunctionDef, primitive: str, number: int) -> None:
     """``epoch & 1`` becomes ``epoch & 0``, at the place of that number."""
     found = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and isinstance(node.left, ast.Name)
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.BitAnd)
+        and isinstance(node.left, ast.Name)
         and node.left.id == "epoch"
-    ]  # fmt: skip
+    ]
     sorted(found, key=lambda node: (node.lineno, node.col_offset))[number].right = ast.Constant(0)
 
 

@@ -179,8 +179,16 @@ def _bmm(x: torch.Tensor, w: torch.Tensor, impl: str) -> torch.Tensor:
 
 
 def _embedding_config(**options: Any) -> interlace.EmbeddingAllToAllConfig:
-    small = {"block_bags": 2, "max_programs": 2, "slice_blocks": 1, "push_programs": 2, "push_rows": 1, "push_blocks": 1,
-             "update_programs": 1, "block_runs": 4}  # fmt: skip
+    small = {
+        "block_bags": 2,
+        "max_programs": 2,
+        "slice_blocks": 1,
+        "push_programs": 2,
+        "push_rows": 1,
+        "push_blocks": 1,
+        "update_programs": 1,
+        "block_runs": 4,
+    }
     return interlace.EmbeddingAllToAllConfig(**small | options)
 
 
@@ -203,9 +211,14 @@ def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interl
             [table[_lookups(each, batch, turn)] for each, table in enumerate(tables)], 1
         )
         call = functools.partial(
-            interlace.embedding_all_to_all, [tables[rank.rank]], _lookups(rank.rank, batch, turn),
-            torch.arange(batch + 1), config=config, name=f"width {width}", check_indices=False,
-        )  # fmt: skip
+            interlace.embedding_all_to_all,
+            [tables[rank.rank]],
+            _lookups(rank.rank, batch, turn),
+            torch.arange(batch + 1),
+            config=config,
+            name=f"width {width}",
+            check_indices=False,
+        )
         return call, whole[rank.rank * chunk : (rank.rank + 1) * chunk]
 
     with torch.no_grad():
@@ -222,10 +235,15 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
     def forward(table: torch.Tensor | None, width: int, turn: int) -> torch.Tensor:
         tables = [] if table is None else [table]
         y = interlace.embedding_all_to_all(
-            tables, _lookups(rank.rank, batch, turn)[: len(tables) * batch],
-            torch.arange(len(tables) * batch + 1), config=config, name=f"width {width}",
-            batch_size=batch, output_dtype=torch.float32, check_indices=False,
-        )  # fmt: skip
+            tables,
+            _lookups(rank.rank, batch, turn)[: len(tables) * batch],
+            torch.arange(len(tables) * batch + 1),
+            config=config,
+            name=f"width {width}",
+            batch_size=batch,
+            output_dtype=torch.float32,
+            check_indices=False,
+        )
         scale = torch.arange(1.0, chunk + 1) + chunk * rank.rank
         return (y * scale[:, None]).sum()
 

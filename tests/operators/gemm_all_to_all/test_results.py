@@ -26,7 +26,9 @@ pytestmark = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
 
 
 def _worked_example(impl):
-    """Rank r multiplies rows [1, 2, 3] by r + 1; of three rows, rank 0 keeps one, rank 1 gives two."""
+    """Rank r multiplies rows [1, 2, 3] by r + 1; of three rows, rank 0 keeps one, rank 1 gives
+    two.
+    """
     rank = dist.get_rank()
     x, w = torch.tensor([[1.0], [2.0], [3.0]]), torch.full((1, 1), rank + 1.0)
     sent = [[1, 2], [2, 1]]
@@ -96,8 +98,13 @@ def test_gradients(ranks, world_size, impl):
 
 @st.composite
 def _calls(draw, world_size, impl):
-    sent = draw(st.lists(st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size), min_size=world_size,
-                         max_size=world_size))  # fmt: skip
+    sent = draw(
+        st.lists(
+            st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size),
+            min_size=world_size,
+            max_size=world_size,
+        )
+    )
     size = st.integers(1, 40)
     return Call(
         OPERATOR,

@@ -103,7 +103,8 @@ def test_collectives_of_fast_memory() -> None:
     """
     machine = load_t3_machine("t3-paper", {**IDEAL, "memory.bytes_per_s": 1e16})
     for network, steps in (("ring", 7), ("full", 1), ("switch", 1)):
-        _, scatter, gather = simulate(machine, SMALL, 8, "sequential", network=network).parts  # type: ignore[arg-type]
+        result = simulate(machine, SMALL, 8, "sequential", network=network)  # type: ignore[arg-type]
+        _, scatter, gather = result.parts
         expected = 7 * SMALL.output_bytes / 8 / 150 + steps * 500
         assert scatter.time_ns == pytest.approx(expected, rel=0.01)
         assert gather.time_ns == pytest.approx(expected, rel=0.01)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 import interlace
 from interlace.cli import doctor, picture
 from interlace.cli.app import app
+from interlace.cli.outputs import Outputs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -225,7 +226,7 @@ def test_demo_does_not_pass_what_is_wrong(
     assert _document()["passed"]
     document = _document(**fault)
     assert not document["passed"]
-    _show(Console(width=200), document, None)
+    _show(Console(width=200), document, Outputs())
     assert what in capsys.readouterr().out
 
 
@@ -251,7 +252,7 @@ def test_picture_as_text() -> None:
         ),
         (
             ["demo", "--plot", "no/such/folder/x.png"],
-            "Error: demo: --plot must name a file in a folder that exists",
+            "Error: no/such/folder/x.png must be a PNG, SVG or PDF file that can be written",
         ),
         (
             ["bench", "gemv_all_reduce", "--tokens", "1,x"],

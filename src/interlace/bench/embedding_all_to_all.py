@@ -31,6 +31,8 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import next_power_of_2, round_up
 
+__all__ = ["OPERATOR", "Case", "Shape", "bench", "study", "tune"]
+
 _SETS = 2  # of lookups that calls take in turn: rows in the L2 are then another call's
 _LEARNING_RATE, _EPSILON = 0.1, 1e-6
 _PROGRAMS_PER_SM = 32

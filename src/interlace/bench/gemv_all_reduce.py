@@ -23,6 +23,7 @@ from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.launch import choose, prepare
 
+OPERATOR = "gemv_all_reduce"
 _L2_MULTIPLE = 3
 
 
@@ -168,7 +169,7 @@ def bench(
     errors = [case.error(i, chosen) for i in range(3)]
     if not max(errors) <= tolerance(shape):
         raise InterlaceError(
-            f"gemv_all_reduce {shape}: relative error {errors} is above {tolerance(shape):.1e}; "
+            f"{OPERATOR} {shape}: relative error {errors} is above {tolerance(shape):.1e}; "
             "not timed."
         )
 
@@ -203,7 +204,7 @@ def bench(
         tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize
     )
     return {
-        "operator": "gemv_all_reduce",
+        "operator": OPERATOR,
         "tokens": shape.tokens,
         "rows": shape.rows,
         "columns": shape.columns,
@@ -292,8 +293,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
         ) as error:  # the compiler's errors have no common base: too much shared memory, say
             works[i] = 0
             print(
-                f"gemv_all_reduce {shape}, {configs[i]}: left out: "
-                f"{str(error).splitlines()[0][:100]}",
+                f"{OPERATOR} {shape}, {configs[i]}: left out: {str(error).splitlines()[0][:100]}",
                 flush=True,
             )
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
@@ -307,7 +307,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
             continue
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
         if not worst.item() <= tolerance(shape):
-            print(f"gemv_all_reduce {shape}, {config}: wrong by {worst.item():.1e}", flush=True)
+            print(f"{OPERATOR} {shape}, {config}: wrong by {worst.item():.1e}", flush=True)
             continue
         found.append((timed(config, 7), str(config)))
     found.sort()

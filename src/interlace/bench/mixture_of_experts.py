@@ -25,6 +25,8 @@ from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.units import NS_PER_S
 
+__all__ = ["OPERATOR", "PARTS", "ROUTINGS", "Case", "Shape", "bench", "tune"]
+
 PARTS = ("combine", "forward", "backward")
 ROUTINGS = ("balanced", "skewed")
 _FLOPS_PER_S = 989e12

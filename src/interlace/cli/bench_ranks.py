@@ -38,7 +38,7 @@ def run_rank(
             found = operator.tune(shape)
             if not found:
                 raise BackendError(
-                    f"gemv_all_reduce {shape}: some configuration must run and be right; none did "
+                    f"{operator.OPERATOR} {shape}: some configuration must run and be right; none did "
                     "on this GPU."
                 )
             config = GemvAllReduceConfig.parse(found[0][1])
@@ -107,7 +107,7 @@ def run_experts_rank(
             found = operator.tune(shape)
             if not found:
                 raise BackendError(
-                    f"mixture_of_experts {shape}: some configuration must run and be right; none "
+                    f"{operator.OPERATOR} {shape}: some configuration must run and be right; none "
                     "did on this GPU."
                 )
             config = found[0][1]

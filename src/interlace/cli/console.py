@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from interlace.errors import ArgumentError, InterlaceError
+from interlace.errors import InterlaceError
 
 
 def is_first_rank() -> bool:
@@ -39,22 +38,6 @@ def print_error(error: InterlaceError) -> None:
     console.print(f"Error: {error.line or type(error).__name__}", style="bold red", markup=False)
     if "\n" in str(error).strip():
         console.print("Run with `interlace --debug ...` for the traceback.", style="dim")
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` on the first rank.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
-    if not is_first_rank():
-        return
-    try:
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"{path} must be a file that can be written; {error.strerror}."
-        ) from error
 
 
 def now() -> str:

@@ -5,7 +5,6 @@ recommendation model that trains.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
-from interlace.cli.console import (
-    command_line,
-    is_first_rank,
-    make_console,
-    now,
-    run_ranks,
-    write_json,
-)
+from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div, format_bytes
 
@@ -49,15 +42,11 @@ slower than a GPU.
 """
 
 
-def run(
-    world_size: int, backend: str, tokens: int, json_file: Path | None, plot: Path | None
-) -> int:
-    """Run the demo; the exit code: 0 if every rank computed and sent what it should."""
+def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
+    """Run the demo and return the exit code: 0 if every rank computed and sent what it should."""
     console = make_console()
     if backend not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"demo: --backend must be auto, cpu or cuda; got {backend!r}.")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ArgumentError(f"demo: --plot must name a file in a folder that exists; got {plot}.")
     if backend == "auto":
         backend = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
     scale = CPU_SCALE if backend == "cpu" else 1
@@ -95,15 +84,15 @@ def run(
         "passed": all(model["passed"] for model in models),
         "models": models,
     }
-    _show(console, document, plot)
+    _show(console, document, outputs)
     document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)
     document["passed"] = all(
         part["passed"] for part in (document, document["mapped"], document["dlrm"])
     )
-    if json_file is not None:
-        write_json(json_file, document)
-        console.print(f"All numbers: {json_file}")
+    outputs.write_json(lambda: document)
+    if outputs.json is not None:
+        console.print(f"All numbers: {outputs.json}")
     return 0 if document["passed"] else 1
 
 
@@ -137,7 +126,7 @@ def _judge(
     }
 
 
-def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None:
+def _show(console: Console, document: dict[str, Any], outputs: Outputs) -> None:
     console.print(_cpu_table(document) if document["backend"] == "cpu" else _cuda_table(document))
     for model in document["models"]:
         for problem in _problems(model):
@@ -148,14 +137,11 @@ def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None
         console.print()
         for line in picture.timeline_text(document["models"][-1], blocks=_can_draw_blocks(console)):
             console.print(line, markup=False)
-    if plot is not None and is_first_rank():
+    if outputs.plot is not None:
         with console.status("Drawing"):
-            picture.draw(document, plot)
-        console.print(
-            f"\nWho sent what when: {plot}"
-            if document["backend"] == "cpu"
-            else f"\nPicture: {plot}"
-        )
+            outputs.write_plot(lambda file: picture.draw(document, file))
+        title = "Who sent what when" if document["backend"] == "cpu" else "Picture"
+        console.print(f"\n{title}: {outputs.plot}")
 
 
 def _cpu_table(document: dict[str, Any]) -> Table:

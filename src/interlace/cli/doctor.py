@@ -18,7 +18,8 @@ from typing import Any
 from rich.table import Table
 
 from interlace import tuning
-from interlace.cli.console import command_line, make_console, now, write_json
+from interlace.cli.console import command_line, make_console, now
+from interlace.cli.outputs import Outputs
 from interlace.errors import BackendError
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
@@ -50,8 +51,8 @@ class Row:
     action: str = ""
 
 
-def run(json_file: Path | None) -> int:
-    """Print all checks; the exit code: 0 if at least one backend is usable."""
+def run(outputs: Outputs) -> int:
+    """Print all checks; return the exit code: 0 if at least one backend is usable."""
     console = make_console()
     with console.status("Looking at packages, devices and links"):
         rows = check_all()
@@ -81,18 +82,15 @@ def run(json_file: Path | None) -> int:
         console.print(
             "No backend is usable; the rows marked missing say what to do.", style="bold red"
         )
-    if json_file is not None:
-        checks = [dataclasses.asdict(row) for row in rows]
-        write_json(
-            json_file,
-            {
-                "machine": described,
-                "command": command_line(),
-                "date": now(),
-                "usable": usable,
-                "checks": checks,
-            },
-        )
+    outputs.write_json(
+        lambda: {
+            "machine": described,
+            "command": command_line(),
+            "date": now(),
+            "usable": usable,
+            "checks": [dataclasses.asdict(row) for row in rows],
+        }
+    )
     return 0 if usable else 1
 
 
@@ -454,7 +452,7 @@ def _tables(gpu: str) -> Row:
     if fitting:
         return Row("tuned tables", OK, f"for {gpu}: {', '.join(fitting)}")
     meaning = f"none for {gpu}: default configurations are used, and impl='auto' is always fused"
-    return Row("tuned tables", ABSENT, meaning, "interlace tune gemv_all_reduce --table FILE")
+    return Row("tuned tables", ABSENT, meaning, "interlace tune OPERATOR --table FILE")
 
 
 def _importable(module: str) -> bool:

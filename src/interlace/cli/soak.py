@@ -18,7 +18,8 @@ from rich.table import Table
 
 from interlace.bench.report import machine_line
 from interlace.cli.bench import read_document
-from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
+from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError
 
 _MOST_RANKS = 8
@@ -45,7 +46,7 @@ def run(
     start: int,
     operators: Sequence[str],
     deadline_s: float | None,
-    json_file: Path | None,
+    outputs: Outputs,
 ) -> int:
     """Make calls until ``seconds`` or ``calls`` are spent; the exit code: 1 if anything was wrong.
 
@@ -89,21 +90,17 @@ def run(
         deadline_s=deadline_s or _DEADLINE_S,
     )
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
-    if json_file is not None:
-        write_json(
-            json_file, {**header, "results": []}
-        )  # it can be written, before minutes are spent
+    outputs.write_json(lambda: {**header, "results": []})
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
     with _interrupts_go_to_ranks():
         result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
     document = {**header, "results": [result]}
-    if json_file is not None:
-        write_json(json_file, document)
-    return show(console, document, json_file)
+    outputs.write_json(lambda: document)
+    return show(console, document, outputs)
 
 
-def run_add(files: Sequence[Path], json_file: Path | None) -> int:
+def run_add(files: Sequence[Path], outputs: Outputs) -> int:
     """Add up what several soaks have written; the exit code: 1 if anything was wrong in any.
 
     Raises:
@@ -133,9 +130,8 @@ def run_add(files: Sequence[Path], json_file: Path | None) -> int:
                     )
             results.append(result)
     document = {**documents[0], "command": command_line(), "results": results}
-    if json_file is not None:
-        write_json(json_file, document)
-    return show(make_console(), document, json_file)
+    outputs.write_json(lambda: document)
+    return show(make_console(), document, outputs)
 
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -145,7 +141,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return same and int(second["start"]) < int(first["start"]) + int(first["calls"])
 
 
-def show(console: Console, document: dict[str, Any], json_file: Path | None) -> int:
+def show(console: Console, document: dict[str, Any], outputs: Outputs) -> int:
     """Print the report of one or several soaks; the exit code."""
     results = document["results"]
     totals = {name: sum(result[name] for result in results) for name in _SUMMED}
@@ -168,8 +164,7 @@ def show(console: Console, document: dict[str, Any], json_file: Path | None) -> 
         if result["failures"]:
             _print_failure(console, result)
     console.print(machine_line(document["machine"], document["date"]))
-    if json_file is not None:
-        console.print(f"All numbers: {json_file}")
+    outputs.say_written(console, "All numbers")
     return 1 if any(result["failures"] for result in results) else 0
 
 

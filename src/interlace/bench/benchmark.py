@@ -116,20 +116,21 @@ class Benchmark(abc.ABC, Generic[Config]):
 
     # Right before fast
 
-    def accept(self, error: float, *details: object) -> float:
+    def accept(self, errors: Iterable[float], *details: object) -> float:
         """Return the largest of all ranks' errors.
 
         Args:
-            error: This rank's relative error.
+            errors: This rank's relative errors.
             details: What was checked, for the message.
 
         Raises:
             InterlaceError: The error is above the tolerance; on every rank.
         """
         self.owner.synchronize()
-        (worst,) = self.maxima([error], torch.float64)
-        # Not `worst > tolerance`: a NaN must not pass.
-        if not worst <= self.tolerance:
+        # A NaN would be lost in a maximum, and must not pass.
+        own = max(math.inf if math.isnan(error) else error for error in errors)
+        (worst,) = self.maxima([own], torch.float64)
+        if worst > self.tolerance:
             names = ", ".join(map(str, (self.shape, *details)))
             raise InterlaceError(
                 f"{self.operator.name} {names}: relative error {worst:.1e} is above "
@@ -176,7 +177,7 @@ class Benchmark(abc.ABC, Generic[Config]):
         times: dict[Config, float] = {}
         for change in changes:
             candidate = change(best_of(times)) if times else change(None)  # type: ignore[arg-type]
-            if candidate not in times and self.is_candidate(candidate):
+            if candidate not in times and (not times or self.is_candidate(candidate)):
                 times[candidate] = self.candidate_us(candidate)
         return times
 

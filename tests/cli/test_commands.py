@@ -349,3 +349,33 @@ def test_batches_have_four_sizes(command: str) -> None:
     done = CliRunner().invoke(app, [command, "all_to_all_bmm", "--shape", "2x3x4", *more])
     assert done.exit_code == 1
     assert "--shape must be BxMxNxK, the sizes of one rank's products; got '2x3x4'." in done.output
+
+
+def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
+    """Its declaration and its entry point are enough: nothing here names it."""
+    root = Path(__file__).resolve().parents[2]
+    metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gemm-broadcast\nVersion: 0.1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[interlace.operators]\ngemm_broadcast = gemm_broadcast\n"
+    )
+    path = f"{tmp_path}:{root / 'examples' / 'your_own_operator'}:{root / 'src'}"
+    for command, text in (("bench", "--transports"), ("tune", "--table")):
+        done = subprocess.run(
+            [sys.executable, "-m", "interlace", command, "gemm_broadcast", "--help"],
+            env={"PYTHONPATH": path, "COLUMNS": "200"},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert "GEMM + Broadcast: f" in done.stdout
+        assert text in done.stdout
+
+
+def test_transports_of_an_operator_without_them() -> None:
+    done = run("bench", "gemm_all_reduce", "--transports")
+    assert done.exit_code == 1
+    assert "--transports must be of one of gemm_all_to_all and gemm_reduce_scatter" in done.output

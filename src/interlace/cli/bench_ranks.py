@@ -155,8 +155,9 @@ def run_batch_rank(
     from interlace.bench import batches
 
     def measure(work: tuple[str, int, int, int, int]) -> list[Result]:
-        operator, count, *sizes = work
-        return [batches.bench(batches.Shape(operator, *sizes, getattr(torch, dtype), count))]
+        operator, count, rows, columns, inner = work
+        shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
+        return [batches.bench(shape)]
 
     return _measure_all(shapes, measure, folder, header, file)
 

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import interlace
-from interlace.cli import doctor, picture
+from interlace.cli import doctor, doctor_cuda, picture
 from interlace.cli.app import app
 from interlace.cli.outputs import Outputs
 
@@ -328,7 +328,7 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr("interlace.cli.machine.driver_version", lambda: "580.1")
     monkeypatch.setattr("interlace.cli.machine.nccl_version", lambda: "2.30.3")
-    monkeypatch.setattr(doctor, "_importable", lambda module: False)
+    monkeypatch.setattr(doctor_cuda, "_importable", lambda module: False)
     rows = {row.check: row for row in doctor.check_all()}
     assert rows["GPU 1"].meaning == "NVIDIA H200, 141 GiB, 132 SMs, sm_90"
     assert rows["peer access"].status == "missing"

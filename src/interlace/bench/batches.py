@@ -114,11 +114,11 @@ class Case(Benchmark[GemmConfig]):
 
     def ways(self) -> list[Way]:
         """Return every way to compute all of it."""
-        own = [
+        implementations = [
             Way(name, "ours", functools.partial(self.call, impl=name), name)
             for name in (implementation.name for implementation in self.operator.implementations)
         ]
-        return [Way("cuBLAS + NCCL", "pair", self.pair, "unfused"), *own]
+        return [Way("cuBLAS + NCCL", "pair", self.pair, "unfused"), *implementations]
 
     def parts(self) -> list[Way]:
         """Return communicating alone and computing alone."""

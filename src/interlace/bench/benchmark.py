@@ -128,8 +128,8 @@ class Benchmark(abc.ABC, Generic[Config]):
         """
         self.owner.synchronize()
         # A NaN would be lost in a maximum, and must not pass.
-        own = max(math.inf if math.isnan(error) else error for error in errors)
-        (worst,) = self.maxima([own], torch.float64)
+        worst_here = max(math.inf if math.isnan(error) else error for error in errors)
+        (worst,) = self.maxima([worst_here], torch.float64)
         if worst > self.tolerance:
             names = ", ".join(map(str, (self.shape, *details)))
             raise InterlaceError(

@@ -35,7 +35,7 @@ def carriers(case: Case, config: GemmConfig, pieces: tuple[int, ...] = (1,)) -> 
 
 
 def mapped_ways(case: Case) -> list[Way]:
-    """Return cuBLAS, unchanged, with an output that is the peers' memory; in both orders of rows."""
+    """Return unchanged cuBLAS that stores to the peers' memory, in both orders of rows."""
     shape = (case.shape.rows, case.shape.columns)
     ways = []
     for order in ORDERS:

@@ -34,8 +34,11 @@ _REGISTERS_PER_SM = 65_536
 
 def tolerance(shape: Shape) -> float:
     """Return the relative error of float32 sums in two orders, and of rounding each result."""
-    most = max(1, shape.range[1])
-    return 8 * math.sqrt(most) * torch.finfo(torch.float32).eps + 2 * torch.finfo(shape.dtype).eps
+    largest_bag = max(1, shape.range[1])
+    return (
+        8 * math.sqrt(largest_bag) * torch.finfo(torch.float32).eps
+        + 2 * torch.finfo(shape.dtype).eps
+    )
 
 
 class Case(Calls):

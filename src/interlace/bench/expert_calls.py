@@ -67,7 +67,7 @@ class _Alone(launch.Call):
 
 
 class Kept(NamedTuple):
-    """What an unfused forward pass keeps for the backward pass.
+    """The tensors that an unfused forward pass keeps for the backward pass.
 
     Attributes:
         order, positions: Slots by expert, and each slot's position in that order.

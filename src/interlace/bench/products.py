@@ -154,7 +154,7 @@ class Case(Benchmark[GemmConfig]):
         return float((y.double() - expected).norm() / expected.norm())
 
     def expected(self, i: int) -> torch.Tensor:
-        """Return the result in float64; the unfused pair's, if the collective is not a stock one."""
+        """Return the result in float64; the unfused pair's for a collective of no library."""
         x, w = self.operands(i)
         if self.operator.collective not in stock_pairs.COLLECTIVES:
             return self.call(i, "unfused").double()
@@ -178,12 +178,12 @@ class Case(Benchmark[GemmConfig]):
 
     def implementations(self, config: GemmConfig) -> list[Way]:
         """Return the implementations of the operator and the stock pairs."""
-        own = [
+        implementations = [
             Way(name, "ours", functools.partial(self.call, impl=name, config=config), name)
             for name in self.own_names()
         ]
         unfused = Way("unfused", "pair", functools.partial(self.call, impl="unfused"), "unfused")
-        return [*own, *(stock_pairs.pairs(self) or [unfused])]
+        return [*implementations, *(stock_pairs.pairs(self) or [unfused])]
 
     def own_names(self) -> list[str]:
         """Return the names of the implementations that are no pairs."""

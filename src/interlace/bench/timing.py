@@ -127,9 +127,9 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _of_all_ranks(times_us: list[float], group: dist.ProcessGroup | None) -> Timing:
-    mine = torch.tensor(times_us, device="cuda")
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group=group)
+    times = torch.tensor(times_us, device="cuda")
+    ranks = [torch.empty_like(times) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, times, group=group)
     return summarise(torch.stack(ranks).tolist())
 
 

@@ -36,13 +36,13 @@ def show(
 
 
 def write_table(
-    document: dict[str, Any], old: dict[str, Any] | None, operator: str, outputs: Outputs
+    document: dict[str, Any], old_table: dict[str, Any] | None, operator: str, outputs: Outputs
 ) -> None:
     """Put the document's results into the tuned table and print them.
 
     Args:
         document: what :func:`measure_on_gpus` returned.
-        old: the contents of the table before; None if there was none.
+        old_table: the contents of the table before; None if there was none.
         operator: the operator's name.
         outputs: the files of the command, of which ``table`` is extended.
     """
@@ -54,7 +54,7 @@ def write_table(
             f"{report.shape(result)}: {entry['impl']}; {fused}"
             f"{entry['unfused']} {entry['unfused_us']} us"
         )
-    outputs.write_table(lambda: tuned.merge(old, operator, document["machine"], entries))
+    outputs.write_table(lambda: tuned.merge(old_table, operator, document["machine"], entries))
     assert outputs.table is not None
     console.print(f"Tuned table: {outputs.table}")
     if document["machine"]["gpus"]:
@@ -105,7 +105,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 def measure_on_gpus(
     command: str,
-    what: str,
+    title: str,
     work: Sequence[Any],
     worker: Callable[..., list[dict[str, Any]]],
     more: tuple[Any, ...],
@@ -141,10 +141,9 @@ def measure_on_gpus(
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
     outputs.write_json(lambda: {**header, "results": []})
     file = None if outputs.json is None else str(outputs.json.absolute())
-    title = f"{what} on {world_size} GPUs"
     ranks = run_ranks(
         make_console(),
-        title,
+        f"{title} on {world_size} GPUs",
         len(work),
         worker,
         world_size,

@@ -55,9 +55,9 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         json_file: JsonFile = None,
     ) -> None:
         outputs = Outputs(json=json_file, table=table)
-        old = bench.read_table(outputs, operator.name)
+        old_table = bench.read_table(outputs, operator.name)
         document = _measure("tune", operator, shape, world_size, dtype, outputs)
-        bench.write_table(document, old, operator.name, outputs)
+        bench.write_table(document, old_table, operator.name, outputs)
 
 
 def _measure(

@@ -72,9 +72,9 @@ def tune_operator(
     table.
     """
     outputs = Outputs(json=json_file, table=table)
-    old = bench.read_table(outputs, OPERATOR)
+    old_table = bench.read_table(outputs, OPERATOR)
     document = _measure("tune", tokens, shape, world_size, dtype, True, outputs)
-    bench.write_table(document, old, OPERATOR, outputs)
+    bench.write_table(document, old_table, OPERATOR, outputs)
 
 
 def _measure(

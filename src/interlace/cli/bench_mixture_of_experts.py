@@ -82,7 +82,7 @@ def tune_operator(
     the tuned table.
     """
     outputs = Outputs(json=json_file, table=table)
-    old = bench.read_table(outputs, OPERATOR)
+    old_table = bench.read_table(outputs, OPERATOR)
     document = bench.measure_on_gpus(
         "tune",
         f"Tuning {OPERATOR}",
@@ -92,7 +92,7 @@ def tune_operator(
         world_size,
         outputs,
     )
-    bench.write_table(document, old, OPERATOR, outputs)
+    bench.write_table(document, old_table, OPERATOR, outputs)
 
 
 def parse_work(

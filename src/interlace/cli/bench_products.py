@@ -90,7 +90,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         json_file: JsonFile = None,
     ) -> None:
         outputs = Outputs(json=json_file, table=table)
-        old = bench.read_table(outputs, operator.name)
+        old_table = bench.read_table(outputs, operator.name)
         work = parse_work(operator.name, shape or SHAPES, dtype)
         document = bench.measure_on_gpus(
             "tune",
@@ -101,7 +101,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
             world_size,
             outputs,
         )
-        bench.write_table(document, old, operator.name, outputs)
+        bench.write_table(document, old_table, operator.name, outputs)
 
 
 def _require_transports(operator: str) -> None:

@@ -21,8 +21,9 @@ from interlace.units import ceil_div, format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A published model's down projection, ``[rows, columns]`` = [N, K] of the whole weight, as in
-    its configuration.
+    """A published model's down projection.
+
+    ``[rows, columns]`` = [N, K] are of the unsharded weight, as in the model's configuration.
     """
 
     name: str
@@ -60,7 +61,7 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
         "in one kernel "
         f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'})."
     )
-    found = run_ranks(
+    reports = run_ranks(
         console,
         f"{_ranks(world_size)} on {backend}",
         len(MODELS),
@@ -71,7 +72,7 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
         backend=backend,
     )
     models = [
-        _judge(model, scale, shape, tokens, [rank[i] for rank in found])
+        _judge(model, scale, shape, tokens, [rank[i] for rank in reports])
         for i, (model, shape) in enumerate(zip(MODELS, shapes, strict=True))
     ]
     document: dict[str, Any] = {
@@ -99,8 +100,10 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
 def _judge(
     model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One model's outcome over all ranks: every rank right, all bitwise alike, and traffic as
-    ``interlace.costs`` says.
+    """Return one model's outcome over all ranks.
+
+    It passes if every rank is right, all are bitwise alike, and ``interlace.costs`` predicts the
+    traffic.
     """
     from interlace.bench.gemv_all_reduce import Shape, tolerance
 
@@ -108,7 +111,7 @@ def _judge(
     error, allowed = max(rank["error"] for rank in ranks), tolerance(Shape(tokens, rows, columns))
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
-    same = len({rank["digest"] for rank in ranks}) == 1
+    is_equal = len({rank["digest"] for rank in ranks}) == 1
     traffic = all(rank.get("counted", rank["predicted"]) == rank["predicted"] for rank in ranks)
     return {
         "name": model.name,
@@ -119,9 +122,9 @@ def _judge(
         "columns_run_per_rank": columns,
         "error": error,
         "tolerance": allowed,
-        "same_on_every_rank": same,
+        "same_on_every_rank": is_equal,
         "traffic_as_predicted": traffic,
-        "passed": right and same and traffic,
+        "passed": right and is_equal and traffic,
         "ranks": ranks,
     }
 
@@ -222,8 +225,8 @@ def _problems(model: dict[str, Any]) -> list[str]:
 
 def _total(model: dict[str, Any], key: str) -> dict[str, int]:
     return {
-        what: sum(rank[key][what] for rank in model["ranks"])
-        for what in ("puts", "bytes", "signals")
+        unit: sum(rank[key][unit] for rank in model["ranks"])
+        for unit in ("puts", "bytes", "signals")
     }
 
 

@@ -41,7 +41,7 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
     traffic = all(rank.get("counted") == rank.get("predicted") for rank in ranks)
     # Not `difference > TOLERANCE`: a NaN must not pass.
     passed = difference <= TOLERANCE and end < start and traffic
-    found = {
+    report = {
         "sizes": {
             name: getattr(sizes, name)
             for name in ("tables", "rows", "width", "batch", "fused_steps", "steps")
@@ -54,12 +54,12 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
         "passed": passed,
         "ranks": ranks,
     }
-    _show(console, found)
-    return found
+    _show(console, report)
+    return report
 
 
-def _show(console: Console, found: dict[str, Any]) -> None:
-    sizes, ranks = found["sizes"], found["ranks"]
+def _show(console: Console, report: dict[str, Any]) -> None:
+    sizes, ranks = report["sizes"], report["ranks"]
     console.print(
         f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of "
         f"{sizes['rows']} rows and {sizes['width']} "
@@ -68,12 +68,12 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         f"back and update the tables in another."
     )
     console.print(
-        f"Loss of {sizes['steps']} steps: {found['loss'][0]:.4f} -> {found['loss'][1]:.4f} (means "
+        f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} (means "
         "of three)."
     )
     console.print(
         f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the "
-        f"losses {found['difference']:.1e}."
+        f"losses {report['difference']:.1e}."
     )
     if "counted" in ranks[0]:
         counted, predicted = (sum(rank[key] for rank in ranks) for key in ("counted", "predicted"))
@@ -88,12 +88,12 @@ def _show(console: Console, found: dict[str, Any]) -> None:
                 f"{times['compute']:.2f} ms; "
                 f"{times['exposed']:.2f} ms of communication are not hidden"
             )
-    if found["passed"]:
+    if report["passed"]:
         console.print("The loss falls, and fused and unfused learn the same.", style="green")
     else:
         console.print(
-            f"WRONG: DLRM: {found['difference']=}, {found['loss']=}, "
-            f"{found['traffic_as_predicted']=}",
+            f"WRONG: DLRM: {report['difference']=}, {report['loss']=}, "
+            f"{report['traffic_as_predicted']=}",
             style="bold red",
         )
 

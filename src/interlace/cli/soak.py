@@ -24,7 +24,8 @@ from interlace.errors import ArgumentError, BackendError
 
 _MOST_RANKS = 8
 _SECONDS = 60.0
-_DEADLINE_S = 60.0  # kernels are compiled meanwhile
+_DEADLINE_S = 60.0
+"""The default deadline: long, for kernels are compiled meanwhile."""
 _SUMMED = (
     "calls",
     "wrong",
@@ -48,7 +49,7 @@ def run(
     deadline_s: float | None,
     outputs: Outputs,
 ) -> int:
-    """Make calls until ``seconds`` or ``calls`` are spent; the exit code: 1 if anything was wrong.
+    """Make calls until ``seconds`` or ``calls`` are spent; return 1 if anything was wrong.
 
     Raises:
         ArgumentError: an operator or a start that there is not.
@@ -101,7 +102,7 @@ def run(
 
 
 def run_add(files: Sequence[Path], outputs: Outputs) -> int:
-    """Add up what several soaks have written; the exit code: 1 if anything was wrong in any.
+    """Add up the files of several soaks; return 1 if anything was wrong in any.
 
     Raises:
         ArgumentError: a file is not a soak's, the files are of several kinds of machine, or calls
@@ -121,8 +122,8 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
                     f"{file} must be a JSON file that interlace soak wrote; it is another "
                     "command's."
                 )
-            for other in results:
-                if _overlap(result, other):
+            for earlier in results:
+                if _overlap(result, earlier):
                     raise ArgumentError(
                         "soaks that are added up must make different calls; got seed "
                         f"{result['seed']} from call "
@@ -134,15 +135,17 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
     return show(make_console(), document, outputs)
 
 
-def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results contain the same calls."""
-    same = all(one[name] == other[name] for name in ("seed", "backend", "world_size", "operators"))
-    first, second = sorted((one, other), key=lambda result: int(result["start"]))
-    return same and int(second["start"]) < int(first["start"]) + int(first["calls"])
+def _overlap(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Return whether two results contain some of the same calls."""
+    is_same_plan = all(
+        left[name] == right[name] for name in ("seed", "backend", "world_size", "operators")
+    )
+    first, second = sorted((left, right), key=lambda result: int(result["start"]))
+    return is_same_plan and int(second["start"]) < int(first["start"]) + int(first["calls"])
 
 
 def show(console: Console, document: dict[str, Any], outputs: Outputs) -> int:
-    """Print the report of one or several soaks; the exit code."""
+    """Print the report of one or several soaks; return the exit code."""
     results = document["results"]
     totals = {name: sum(result[name] for result in results) for name in _SUMMED}
     console.print(_table(results))
@@ -169,7 +172,7 @@ def show(console: Console, document: dict[str, Any], outputs: Outputs) -> int:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> Table:
-    """Calls of each implementation of each operator, all results together."""
+    """Return a table of the calls of each implementation of each operator, over all results."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for result in results:
         for operator, implementations in result["by_operator"].items():
@@ -185,7 +188,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _print_failure(console: Console, result: dict[str, Any]) -> None:
-    """The first call that failed, and how to repeat it."""
+    """Print the first call that failed, and the command that repeats it."""
     first = result["failures"][0]
     console.print(
         f"First failure: call {first['call']} on rank {first['rank']}, {first['kind']}: "
@@ -198,7 +201,7 @@ def _print_failure(console: Console, result: dict[str, Any]) -> None:
 
 
 def _repeat(result: dict[str, Any], call: int) -> str:
-    """The command that makes the calls of a round up to the failing call."""
+    """Return the command that makes the calls of a round up to the failing call."""
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
     words = [

@@ -21,7 +21,7 @@ from interlace.registry import operator_named
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table's entry for one benchmark result."""
     summary, operator = summarise(result), operator_named(str(result["operator"]))
-    times, own = impl_times(result), own_impls(result)
+    times = impl_times(result)
     # The first implementation is the one that takes any operands.
     general = operator.implementations[0].name
     return {
@@ -29,7 +29,7 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
         "impl": fastest_impl(result)[0],
         "fallback": fastest_impl(result, among=(general, "unfused"))[0],
         "config": result["config"],
-        **{f"{impl}_us": times[impl] for impl in own},
+        **{f"{impl}_us": times[impl] for impl in own_impls(result)},
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }
@@ -59,27 +59,30 @@ def read(file: Path, operator: str) -> dict[str, Any] | None:
 
 
 def merge(
-    old: Mapping[str, Any] | None,
+    old_table: Mapping[str, Any] | None,
     operator: str,
     machine: Mapping[str, Any],
     entries: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a sorted table with ``entries``, and with those of ``old`` at other points.
+    """Return a sorted table with ``entries``, and with those of ``old_table`` at other points.
 
     ``machine`` is the newest measurement's.
 
     Raises:
-        ArgumentError: the old table is another GPU's.
+        ArgumentError: the old_table table is another GPU's.
     """
-    if old is not None:
-        gpus, old_gpus = set(machine.get("gpus", [])), set(old["machine"].get("gpus", []))
+    if old_table is not None:
+        gpus, old_gpus = set(machine.get("gpus", [])), set(old_table["machine"].get("gpus", []))
         if gpus and old_gpus and gpus != old_gpus:
             raise ArgumentError(
                 f"a tuned table must be of one kind of GPU; got {', '.join(sorted(gpus))} for a "
                 "table of "
                 f"{', '.join(sorted(old_gpus))}. Name another file."
             )
-    points = {_point(item, operator): item for item in [*(old["entries"] if old else []), *entries]}
+    points = {
+        _point(item, operator): item
+        for item in [*(old_table["entries"] if old_table else []), *entries]
+    }
     return {
         "machine": dict(machine),
         "operator": operator,

@@ -260,6 +260,10 @@ def test_picture_as_text() -> None:
         ),
         (["bench", "gemv_all_reduce", "--shape", "12"], "Error: --shape must be NxK"),
         (["bench", "gemv_all_reduce", "--dtype", "int8"], "Error: --dtype must be one of bfloat16"),
+        (
+            ["tune", "gemv_all_reduce", "--table", "no/such/folder/t.json"],
+            "Error: no/such/folder/t.json must be a file that can be written",
+        ),
         (["bench", "table", "no-such-file.json"], "Error: no-such-file.json must be a JSON file"),
     ],
 )

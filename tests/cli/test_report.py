@@ -173,6 +173,24 @@ def test_a_role_counts_more_than_a_name() -> None:
     assert tuned.entry(result(times=times))["fused_us"] == 12.0
 
 
+def test_an_operator_whose_collective_no_library_has() -> None:
+    """Its result has no time of the collective alone; all else can be told."""
+    named = result()["times"]
+    times = {
+        "fused": {**named["fused"], "role": "ours", "impl": "fused"},
+        "unfused": {**named["cuBLAS + NCCL"], "role": "pair", "impl": "unfused"},
+        "cuBLAS alone": {**named["cuBLAS mm alone"], "role": "compute"},
+    }
+    found = result(times=times)
+    table = report.table("gemm_broadcast", found)
+    assert table.row_count == 4
+    assert "hidden" not in str(table.caption)
+    assert "relative error 1.6e-03; configuration" in str(table.caption)
+    assert "| **12.0** | 30.0 (unfused) | -60 % |" in report.markdown(
+        [{"machine": MACHINE, "results": [found]}]
+    )
+
+
 def test_results_without_roles_are_read_by_their_names() -> None:
     expected = {
         "fused": ("ours", "fused"),

@@ -130,6 +130,7 @@ class Case(Benchmark[GemmConfig]):
     def choose(self) -> Choice[Any]:
         """Return the choice by which the pass for ``torch.compile`` goes."""
         shape = self.shape
+        # The tuned table counts the rows of all products.
         sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
         choice: Choice[Any] = self.operator.choose(
             **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.device
@@ -223,6 +224,7 @@ class Sent(Case):
 
     def pair(self, i: int) -> None:
         """Run cuBLAS, then NCCL."""
+        # NCCL sends contiguous memory, so the rows of each rank are put together first.
         self.sent.copy_(self.by_ranks(self.multiply(i)))
         self.exchange(i)
 

@@ -44,6 +44,7 @@ def mapped_ways(case: Case) -> list[Way]:
             order=order, group=case.group
         )  # fmt: skip
         sources = [x for x, _ in case.sets]
+        # In the rotated order each rank begins with the next rank's rows, so no peer is flooded.
         if order == "rotated":
             inputs = [
                 empty_rotating(

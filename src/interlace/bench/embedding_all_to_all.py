@@ -27,6 +27,7 @@ from interlace.units import round_up
 
 __all__ = ["OPERATOR", "Case", "Shape", "bench", "study", "tune"]
 
+# Limits of an SM of compute capability 9.0, which decide how many programs it holds.
 _PROGRAMS_PER_SM = 32
 _WARPS_PER_SM = 64
 _REGISTERS_PER_SM = 65_536
@@ -80,10 +81,12 @@ class Case(Calls):
     def _backward_errors(self, config: EmbeddingAllToAllConfig) -> list[float]:
         """Return the errors of the first table and its state after an update, against float64."""
         shape = self.shape
+        # float64 copies, since the update is in place.
         before, state = self.tables[0].double(), self.states[0].double()
         self.fused_update(0, config)
         received = self.exchange(self.pack()).view(shape.batch, self.own_columns)
         grad = received[:, : shape.width].double()
+        # The first table's lookups come first, bag by bag.
         lookups = self.lookups(0)
         bounds = lookups.offsets[: shape.batch + 1]
         rows = lookups.indices[: int(bounds[-1])]
@@ -236,6 +239,7 @@ def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
     """Return how many programs of the forward kernel this GPU holds, by registers and warps."""
     compiled = _prepare_forward(case, config).compile()
     compiled._init_handles()
+    # Registers are handed out to a warp in units of eight per thread.
     registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
     by_registers = _REGISTERS_PER_SM // registers
     return processors(case.owner.device) * int(
@@ -255,6 +259,7 @@ def study(
     case = Case(shape, group)
     chosen = config or case.config
     case.check(chosen)
+    # A launch has at most as many programs as there are epoch cells.
     resident = min(MAX_PROGRAMS, resident_programs(case, chosen))
     points = []
     for percent in (25, 50, 75, 100):
@@ -315,6 +320,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     case = Case(shape, group)
     forward = case.tune([constant(case.config), *_ROUNDS * changes_along(FORWARD_AXES)])
     best_forward = best_of(forward)
+    # The two directions have no setting in common, so one is tuned after the other.
     case.is_backward = True
     times = case.tune([constant(best_forward), *_ROUNDS * changes_along(BACKWARD_AXES)])
     best = best_of(times)

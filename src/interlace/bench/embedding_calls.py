@@ -31,7 +31,7 @@ class Shape:
     """One benchmarked call: ``tables`` of ``[rows, width]`` per rank, ``batch`` samples in all.
 
     Attributes:
-        lookups: Lookups of a bag: ``"20"``, or ``"0-60"`` for a number drawn uniformly from 0 to 60.
+        lookups: Lookups of a bag: ``"20"``, or ``"0-60"`` for a number drawn uniformly.
     """
 
     tables: int = 64
@@ -132,6 +132,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
     def _lookups(self, generator: torch.Generator) -> Lookups:
         """Draw the lookups of one call."""
         shape, device = self.shape, self.device
+        # The same number of lookups in every bag, or a random one.
         first, last = shape.range
         lengths = torch.randint(
             first, last + 1, (shape.tables, shape.batch), generator=generator, device=device
@@ -151,6 +152,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
             .repeat(shape.tables)
             .repeat_interleave(lengths.flatten())
         )
+        # F.embedding_bag pools bags in order, so lookups are sorted by sample, then by table.
         order = torch.argsort(sample * shape.tables + table, stable=True)
         sample_indices = (indices + table * shape.rows)[order]
         sample_offsets = F.pad(lengths.T.flatten().cumsum(0), (1, 0))
@@ -163,6 +165,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
     def call(self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False) -> launch.Call:
         """Return the i-th call; ``alone`` as a group of one makes it."""
         lookups = self.lookups(i)
+        # A group of one owns all columns of its own layout.
         layout = self.layout
         if alone:
             layout = Layout((self.layout.widths[self.rank],), self.shape.batch)
@@ -252,6 +255,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
 
     def sorted_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> backward.Sorted:
         """Return lookups sorted beforehand: that depends on no gradient, and is timed by itself."""
+        # Configurations with runs of the same length share the sorted lookups.
         if config.run_lookups not in self._sorted:
             self._sorted[config.run_lookups] = [self.sort_lookups(k, config) for k in range(SETS)]
         return self._sorted[config.run_lookups][i % SETS]

@@ -162,6 +162,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             sum(source[self.rank * self.local + expert] for source in self.counts)
             for expert in range(self.local)
         ]
+        # Every row goes to one expert, with weight 1.
         experts = torch.repeat_interleave(torch.tensor(rows)).to(self.x.device)[:, None]
         x = self.x.new_zeros(len(experts), self.shape.hidden)
         weights = torch.ones_like(experts, dtype=torch.float32)
@@ -216,6 +217,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
 
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots sorted by expert, and each slot's position in that order."""
+        # Slots of one expert stay in the order of their tokens.
         order = torch.argsort(self.experts.flatten(), stable=True)
         return order, torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
@@ -232,6 +234,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         """Multiply ``rows [M, K]``, sorted by expert, by ``weights [L, K, N]``."""
         if self.has_grouped_mm:
             return torch._grouped_mm(rows, weights, offs=self.ends)
+        # Without a grouped kernel: a product per expert.
         parts = zip(rows.split(self.rows_of), weights, strict=True)
         return torch.cat([part @ weight for part, weight in parts])
 
@@ -296,6 +299,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         arrived = self.exchange(scaled, back=False)[self.by_expert]
         gate, up = both.chunk(2, 1)
         active = self.grouped(arrived, self.out_first.transpose(1, 2))
+        # The derivative of silu(gate) * up by gate and by up.
         sigmoid = gate.sigmoid()
         silu = gate * sigmoid
         inner = torch.cat([active * up * sigmoid * (1 + gate * (1 - sigmoid)), active * silu], 1)

@@ -23,6 +23,7 @@ from interlace.registry import operator_named
 
 OPERATOR = "gemv_all_reduce"
 _L2_MULTIPLE = 3
+"""Size of all weights in L2 caches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Case(Benchmark[GemvAllReduceConfig]):
         shared = symmetric_memory.empty(size, dtype=self.shape.dtype, device=self.device)
         symmetric_memory.rendezvous(shared, name)
         shared.zero_()
+        # NCCL needs no symmetric memory.
         private = torch.zeros_like(shared)
         torch_ops = torch.ops.symm_mem
         collectives: dict[str, tuple[torch.Tensor, Step]] = {
@@ -169,6 +171,7 @@ class Case(Benchmark[GemvAllReduceConfig]):
             # A group of one has no puts and no waits, and all of the compute.
             prepare(solo, self.x, self.weight(i), None, out, config)()
 
+        # cuBLAS has a kernel of its own for a single token.
         vector = [Way("cuBLAS mv alone", "compute", multiply_vector)]
         return [
             Way("cuBLAS mm alone", "compute", multiply),
@@ -237,6 +240,7 @@ def bench(
 
 def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
     """Yield the configurations worth measuring."""
+    # A single token has no use for tensor cores: warps read rows of w as fast as they can.
     if tokens == 1:
         one_warp = [(2, 512), (4, 512), (2, 1024), (4, 1024)]
         two_warps = [(4, 512), (8, 512), (4, 1024), (2, 2048)]
@@ -251,6 +255,7 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
                             "one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0
                         )
         return
+    # Few tokens are sent at once; many are reduced by one rank each and sent again.
     if tokens <= 16:
         for block_n, (block_k, stages) in itertools.product((32, 64), ((128, 5), (256, 3))):
             yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)

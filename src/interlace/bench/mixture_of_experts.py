@@ -131,6 +131,7 @@ def bench(
 
 def _combine_ways(case: Case) -> list[Way]:
     """Return ways from the inner layer's output to y: the second product and the combine."""
+    # The last two launches of a call are the second product and the sum.
     (*_, combine, total), _ = case.prepared(case.call(False))
     (*_, alone, _), _ = case.prepared(case.alone())
     kept = case.keep()
@@ -235,6 +236,7 @@ def _work(case: Case, part: str) -> Work:
     products = costs.flops(**routed, ffn=shape.ffn)
     link = costs.floor_link_bytes(**routed, itemsize=size)
     if part == "combine":
+        # An expert has three matrices; the second product reads one of them.
         third = costs.weight_bytes(**routed, ffn=shape.ffn, itemsize=size) // 3
         rows = costs.arrivals(counts, rank)
         numbers = rows * shape.ffn + shape.hidden * (2 * sum(counts[rank]) + shape.tokens)
@@ -252,6 +254,7 @@ def _work(case: Case, part: str) -> Work:
         memory = costs.backward_memory_bytes(
             **routed, tokens=shape.tokens, ffn=shape.ffn, itemsize=size
         )
+        # Each product has two in the backward pass: for its input and for its weight.
         work = [memory, link, 2 * products]
     return Work(*case.maxima(work))
 

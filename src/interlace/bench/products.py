@@ -85,6 +85,7 @@ class Case(Benchmark[GemmConfig]):
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(declared(shape.operator), shape, group)
         ranks, device = self.owner.world_size, self.device
+        # Ranks have different operands, so rows that arrive from the wrong rank are an error.
         generator = torch.Generator(device).manual_seed(1 + self.owner.rank)
         x_rows = shape.rows // ranks if self.operator.returns_gathered else shape.rows
 
@@ -208,6 +209,7 @@ class Case(Benchmark[GemmConfig]):
             field.name: getattr(config, field.name)
             for field in dataclasses.fields(GemmReduceScatterConfig)
         }
+        # Programs begin one after another to spread their traffic; a group of one has none.
         solo_config = GemmReduceScatterConfig(**{**fields, "stagger": 0})
 
         def call(i: int) -> None:

@@ -10,6 +10,7 @@ p90_us, skew_us, the time's role and the ``impl`` that runs it; see :mod:`interl
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,14 +28,17 @@ _AS_FAST = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The figures of one result that claims are made of; times are medians of the slowest rank, in
-    microseconds.
+    """The figures of one result that claims are made of.
+
+    Times are medians of the slowest rank, in microseconds.
 
     Attributes:
-        unfused: the fastest unfused pair, and its time.
-        compute: the fastest way to compute without communication, and its time.
-        communication: the fastest way to communicate without compute, and its time.
-        floor_us: no execution is faster.
+        fused_us: Time of the fused kernel, or of the fastest implementation if there is none.
+        unfused: The fastest unfused pair, and its time.
+        compute: The fastest way to compute without communication, and its time.
+        communication: The fastest way to communicate without compute, and its time; an empty name
+            and NaN if no library has the collective.
+        floor_us: The time that no execution undercuts.
     """
 
     fused_us: float
@@ -45,7 +49,10 @@ class Summary:
 
     @property
     def hidden_percent(self) -> float:
-        """The percentage of the communication's own time that disappears behind the compute."""
+        """The percentage of the communication's own time that disappears behind the compute.
+
+        NaN if communication alone was not measured.
+        """
         return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])
 
 
@@ -62,12 +69,18 @@ def summarise(result: Result) -> Summary:
         us, name = min(_require(chosen, description, result))
         return name, us
 
+    # An operator of another package may have a collective that is in no library.
+    has_communication = any(
+        role_of(name, time)[0] == "communication" for name, time in result["times"].items()
+    )
     times, own = impl_times(result), _require(own_impls(result), "fused", result)
     return Summary(
         fused_us=times["fused"] if "fused" in times else min(times[impl] for impl in own),
         unfused=fastest("pair", "an unfused pair"),
         compute=fastest("compute", "compute alone"),
-        communication=fastest("communication", "communication alone"),
+        communication=(
+            fastest("communication", "communication alone") if has_communication else ("", math.nan)
+        ),
         floor_us=float(result["floor_us"]),
     )
 
@@ -125,6 +138,7 @@ def fastest_impl(result: Result, among: Collection[str] | None = None) -> tuple[
     names, times = names_of_impls(result), impl_times(result)
     if among is not None:
         times = {impl: us for impl, us in times.items() if impl in among}
+    # Older results have no times of the host; their implementations are equal in that.
     host = result.get("host_us", {})
     fast = [impl for impl in times if times[impl] <= _AS_FAST * min(times.values())]
     impl = min(fast, key=lambda impl: (host.get(names[impl], 0.0), times[impl]))
@@ -132,7 +146,7 @@ def fastest_impl(result: Result, among: Collection[str] | None = None) -> tuple[
 
 
 def shape(result: Result) -> str:
-    """Return a shape's name: the result's own, or tokens, rows and columns, ``"1 x 8192 x 2048"``."""
+    """Return a shape's name, or tokens, rows and columns such as ``"1 x 8192 x 2048"``."""
     return str(
         result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
     )
@@ -144,6 +158,7 @@ def title(operator: str, result: Result) -> str:
     An example is ``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``.
     """
     context = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
+    # Results of a few tokens' products have sizes only.
     if "shape" in result:
         return f"{operator}: {result['shape']}, {context}"
     tokens, rows, columns = result["tokens"], result["rows"], result["columns"]
@@ -173,6 +188,7 @@ def table(operator: str, result: Result) -> Table:
             "" if is_fused else _against(summary.fused_us, time["median_us"]),
             style="bold green" if is_fused else "bold" if name in best else None,
         )
+    # Work that depends on no gradient can run before the pass, and is no part of its time.
     for name, time in result.get("before", {}).items():
         view.add_row(
             f"{name}, not in any of these", f"{time['median_us']:.2f}", "", "", "", style="dim"
@@ -185,9 +201,10 @@ def table(operator: str, result: Result) -> Table:
         _against(summary.fused_us, summary.floor_us),
         style="dim",
     )
+    hidden = f"{summary.hidden_percent:.0f} % of the communication hidden; "
     view.caption = (
-        f"{summary.hidden_percent:.0f} % of the communication hidden; relative error "
-        f"{result['relative_error']:.1e}; "
+        ("" if math.isnan(summary.hidden_percent) else hidden)
+        + f"relative error {result['relative_error']:.1e}; "
         + (f"configuration {result['config']}; " if result["config"] else "")
         + f"impl='auto' runs {result['auto']} here"
     )
@@ -224,7 +241,7 @@ def study_table(operator: str, result: Result) -> Table:
 
 
 def transports_table(operator: str, result: Result) -> Table:
-    """Return a table of every way to carry a product to its ranks, with the kernels that it runs."""
+    """Return a table of every way to carry a product to its ranks, with its kernels."""
     from rich.table import Table
 
     view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
@@ -273,6 +290,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     ours = "Interlace" if several else "fused"
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
+        # Files of one machine share its line.
         if machine not in machines:
             machines.append(machine)
         for result in document["results"]:

@@ -1,5 +1,6 @@
-"""The commands and their options; each command's module is imported when it runs, and torch with
-it.
+"""The commands and their options.
+
+Each command's module is imported when it runs, and torch with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from interlace.errors import InterlaceError
 
 
 class _Commands(TyperGroup):
-    """Errors that Interlace raises on purpose end a command with one line, not with a traceback."""
+    """The group of all commands.
+
+    Errors that Interlace raises on purpose end a command with one line, not with a traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:

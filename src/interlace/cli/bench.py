@@ -121,6 +121,7 @@ def measure_on_gpus(
     """
     import torch
 
+    # Refuse before processes start.
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise BackendError(
@@ -139,6 +140,7 @@ def measure_on_gpus(
     from interlace.cli import machine
 
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     file = None if outputs.json is None else str(outputs.json.absolute())
     ranks = run_ranks(

@@ -129,6 +129,7 @@ def parse_work(
                 f"--lookups must be numbers or ranges separated by commas; got {count!r}. Say "
                 "--lookups 1,20,0-60."
             )
+    # Without --shape, one more point: narrow tables in half precision.
     sizes = [parse_tables(shape) for shape in shapes or _DEFAULT]
     work: list[dict[str, Any]] = [
         {**size, "lookups": count, "batch": batch} for size in sizes for count in counts

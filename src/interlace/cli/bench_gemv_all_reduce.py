@@ -88,6 +88,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Measure every shape at every number of tokens."""
     sizes = [parse_shape(shape) for shape in shapes or SHAPES]
+    # Options are refused before a minute is spent on the first shape.
     counts = parse_tokens(tokens)
     bench.require_dtype(dtype)
     work = [(count, rows, columns) for rows, columns in sizes for count in counts]

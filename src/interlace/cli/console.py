@@ -82,6 +82,7 @@ def _progress(console: Console, title: str, folder: Path, total: int) -> Iterato
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
+    # Ranks are processes: they append a byte to a file per step, and a thread counts the bytes.
     done = threading.Event()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"{title}: starting", total=total)

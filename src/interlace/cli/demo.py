@@ -91,6 +91,7 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
     document["passed"] = all(
         part["passed"] for part in (document, document["mapped"], document["dlrm"])
     )
+    # Everything has been shown by now; the document holds each rank's numbers, too.
     outputs.write_json(lambda: document)
     if outputs.json is not None:
         console.print(f"All numbers: {outputs.json}")

@@ -1,6 +1,4 @@
-"""The second half of ``interlace demo``: a recommendation model that trains with its tables shared
-out over the ranks.
-"""
+"""The second half of ``interlace demo``: a recommendation model with sharded tables trains."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ from interlace.cli.console import run_ranks
 from interlace.units import ceil_div
 
 TOLERANCE = 1e-4
-"""Relative, between losses of the fused and the unfused run: sums of float32 in another order, over
-some steps.
+"""The relative difference between losses of the fused and the unfused run that is allowed.
+
+Both sum float32, in different orders, over some steps.
 """
 
 
 def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
-    """Train on all ranks and judge; JSON-ready, with ``"passed"``."""
+    """Train on all ranks; return a report for JSON, with ``"passed"``."""
     sizes = demo_dlrm_ranks.ON_CPU if backend == "cpu" else demo_dlrm_ranks.ON_CUDA
     sizes = dataclasses.replace(sizes, batch=ceil_div(sizes.batch, world_size) * world_size)
     ranks = run_ranks(
@@ -68,8 +67,8 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         f"back and update the tables in another."
     )
     console.print(
-        f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} (means "
-        "of three)."
+        f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} "
+        "(means of three)."
     )
     console.print(
         f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the "

@@ -68,6 +68,7 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
         impl: _losses(folder, _trainer(sizes, impl), batches[: sizes.fused_steps])
         for impl in ("unfused", "fused")
     }
+    # The interpreter is slow, so on the CPU the remaining steps are unfused.
     trainer = _trainer(sizes, "fused" if group.backend == "cuda" else "unfused")
     losses = _losses(folder, trainer, batches[: sizes.steps])
     judged = trainer.evaluate(batches[sizes.steps :])

@@ -14,7 +14,7 @@ _ON_CPU, _ON_CUDA = (1024, 1024, 256), (8192, 8192, 2048)
 
 
 def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
-    """Multiply on all ranks and judge; JSON-ready, with ``"passed"``."""
+    """Multiply on all ranks; return a report for JSON, with ``"passed"``."""
     rows, columns, inner = _ON_CPU if backend == "cpu" else _ON_CUDA
     shape = round_up(rows, 128 * world_size), columns, inner
     ranks = run_ranks(

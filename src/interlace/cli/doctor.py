@@ -61,6 +61,7 @@ def check_all() -> list[Row]:
     """Return all checks; the last two rows are the verdicts on the backends."""
     rows = [*check_packages(), *check_cpu()]
     cuda = check_cuda()
+    # The interpreter needs shared memory and numpy, compiled kernels do not.
     cpu_needs = _missing(rows, ignored=())
     cuda_needs = _missing([*rows, *cuda], ignored=("shared memory", "numpy"))
     if not cuda_present(cuda):

@@ -19,7 +19,7 @@ _MOST_RANKS = 8
 """The largest group of an operator."""
 
 _RANK_BYTES = 2**31
-"""The memory of a GPU that a small rank takes: its context, torch, and the operators' workspaces."""
+"""The GPU memory of a small rank: its context, torch, and the operators' workspaces."""
 
 
 def check_cuda() -> list[Row]:
@@ -43,6 +43,7 @@ def check_cuda() -> list[Row]:
         return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
     count = torch.cuda.device_count()
     rows = [Row("driver", OK, driver or "present, version unknown")]
+    # The first GPU stands for all in the checks of triggers and tables.
     for i in range(count):
         properties = torch.cuda.get_device_properties(i)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
@@ -193,6 +194,7 @@ def _compiler() -> list[Row]:
 
 
 def _tables(gpu: str) -> Row:
+    # Tables are named by operator and GPU.
     ending = tuning.file_name("", gpu)
     folder = importlib.resources.files("interlace.tuning") / "tables"
     fitting = (

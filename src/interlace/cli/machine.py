@@ -27,6 +27,7 @@ def driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
+    # The file names the driver's version in a sentence: "... Module  580.65.06  Release ...".
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match.group(1) if match else ""
 

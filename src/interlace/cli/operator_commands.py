@@ -33,6 +33,7 @@ class OperatorCommands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name; the group's own need no operator."""
+        # `interlace bench table` needs no torch, so it is looked for first.
         command = super().get_command(ctx, cmd_name)
         return command or operator_commands(self.verb).get(cmd_name)
 
@@ -58,6 +59,7 @@ def operator_commands(verb: str) -> dict[str, Any]:
 def _all_commands() -> dict[str, dict[str, Any]]:
     from interlace.registry import operators
 
+    # Typer reads options from functions when they are added to an application.
     apps = {verb: typer.Typer(rich_markup_mode="rich") for verb in ("bench", "tune")}
     for operator in operators().values():
         module = _command_module(operator)
@@ -76,6 +78,7 @@ def _command_module(operator: Operator) -> ModuleType | None:
         name = "interlace.cli.bench_products"
     elif operator.pattern in batches.CASES:
         name = "interlace.cli.bench_batches"
+    # An operator of another kind, from another package, has no benchmark.
     elif importlib.util.find_spec(name) is None:
         return None
     return importlib.import_module(name)

@@ -81,6 +81,7 @@ def run(
             f"--start must be a multiple of {ROUND_CALLS[backend]}; got {start}. Say --start "
             f"{nearest}."
         )
+    # Two ranks are the fewest that communicate, and the CPU has no room for many.
     world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else 2)
     plan = Plan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
@@ -202,6 +203,7 @@ def _print_failure(console: Console, result: dict[str, Any]) -> None:
 
 def _repeat(result: dict[str, Any], call: int) -> str:
     """Return the command that makes the calls of a round up to the failing call."""
+    # Calls are made in rounds, so a repetition begins with the first call of a round.
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
     words = [
@@ -231,6 +233,7 @@ def _interrupts_go_to_ranks() -> Iterator[None]:
     """
 
     def forward(*_: object) -> None:
+        # The second interrupt raises KeyboardInterrupt as usual.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for process in multiprocessing.active_children():
             if process.pid is not None:

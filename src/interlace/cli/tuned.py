@@ -71,6 +71,7 @@ def merge(
     Raises:
         ArgumentError: the old_table table is another GPU's.
     """
+    # Times of different GPUs cannot be compared, so a table has entries of one kind only.
     if old_table is not None:
         gpus, old_gpus = set(machine.get("gpus", [])), set(old_table["machine"].get("gpus", []))
         if gpus and old_gpus and gpus != old_gpus:

@@ -15,8 +15,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import interlace
-from interlace.cli import doctor, picture
+from interlace.cli import doctor, doctor_cuda, picture
 from interlace.cli.app import app
+from interlace.cli.outputs import Outputs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -225,7 +226,7 @@ def test_demo_does_not_pass_what_is_wrong(
     assert _document()["passed"]
     document = _document(**fault)
     assert not document["passed"]
-    _show(Console(width=200), document, None)
+    _show(Console(width=200), document, Outputs())
     assert what in capsys.readouterr().out
 
 
@@ -251,7 +252,7 @@ def test_picture_as_text() -> None:
         ),
         (
             ["demo", "--plot", "no/such/folder/x.png"],
-            "Error: demo: --plot must name a file in a folder that exists",
+            "Error: no/such/folder/x.png must be a PNG, SVG or PDF file that can be written",
         ),
         (
             ["bench", "gemv_all_reduce", "--tokens", "1,x"],
@@ -259,6 +260,10 @@ def test_picture_as_text() -> None:
         ),
         (["bench", "gemv_all_reduce", "--shape", "12"], "Error: --shape must be NxK"),
         (["bench", "gemv_all_reduce", "--dtype", "int8"], "Error: --dtype must be one of bfloat16"),
+        (
+            ["tune", "gemv_all_reduce", "--table", "no/such/folder/t.json"],
+            "Error: no/such/folder/t.json must be a file that can be written",
+        ),
         (["bench", "table", "no-such-file.json"], "Error: no-such-file.json must be a JSON file"),
     ],
 )
@@ -329,7 +334,7 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr("interlace.cli.machine.driver_version", lambda: "580.1")
     monkeypatch.setattr("interlace.cli.machine.nccl_version", lambda: "2.30.3")
-    monkeypatch.setattr(doctor, "_importable", lambda module: False)
+    monkeypatch.setattr(doctor_cuda, "_importable", lambda module: False)
     rows = {row.check: row for row in doctor.check_all()}
     assert rows["GPU 1"].meaning == "NVIDIA H200, 141 GiB, 132 SMs, sm_90"
     assert rows["peer access"].status == "missing"
@@ -350,3 +355,33 @@ def test_batches_have_four_sizes(command: str) -> None:
     done = CliRunner().invoke(app, [command, "all_to_all_bmm", "--shape", "2x3x4", *more])
     assert done.exit_code == 1
     assert "--shape must be BxMxNxK, the sizes of one rank's products; got '2x3x4'." in done.output
+
+
+def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
+    """Its declaration and its entry point are enough: nothing here names it."""
+    root = Path(__file__).resolve().parents[2]
+    metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: gemm-broadcast\nVersion: 0.1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[interlace.operators]\ngemm_broadcast = gemm_broadcast\n"
+    )
+    path = f"{tmp_path}:{root / 'examples' / 'your_own_operator'}:{root / 'src'}"
+    for command, text in (("bench", "--transports"), ("tune", "--table")):
+        done = subprocess.run(
+            [sys.executable, "-m", "interlace", command, "gemm_broadcast", "--help"],
+            env={"PYTHONPATH": path, "COLUMNS": "200"},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert "GEMM + Broadcast: f" in done.stdout
+        assert text in done.stdout
+
+
+def test_transports_of_an_operator_without_them() -> None:
+    done = run("bench", "gemm_all_reduce", "--transports")
+    assert done.exit_code == 1
+    assert "--transports must be of one of gemm_all_to_all and gemm_reduce_scatter" in done.output

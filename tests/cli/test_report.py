@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from interlace import tuning
 from interlace.bench import report
+from interlace.bench.roles import role_of
 from interlace.cli import tuned
 from interlace.cli.app import app
 from interlace.errors import ArgumentError
@@ -151,6 +152,57 @@ def test_of_two_as_fast_the_one_that_the_host_enqueues_sooner() -> None:
     assert report.fastest_impl(result(times=times, host_us=host)) == ("fused", 12.0)
     times["chunked"]["median_us"] = 11.7
     assert report.fastest_impl(result(times=times, host_us=host)) == ("chunked", 11.7)
+
+
+def test_a_role_counts_more_than_a_name() -> None:
+    """Results carry roles since November 2026; a name is then only what tables show."""
+    roles = {
+        "fused": ("ours", "fused"),
+        "cuBLAS + NCCL": ("pair", "unfused"),
+        "NCCL alone": ("communication", ""),
+        "our GEMV alone": ("compute", ""),
+    }
+    named = result()["times"]
+    times = {
+        f"way {i}": {**named[name], "role": role, "impl": impl}
+        for i, (name, (role, impl)) in enumerate(roles.items())
+    }
+    summary = report.summarise(result(times=times))
+    assert (summary.fused_us, summary.unfused) == (12.0, ("way 1", 30.0))
+    assert (summary.compute, summary.communication) == (("way 3", 10.5), ("way 2", 19.0))
+    assert report.fastest_impl(result(times=times)) == ("fused", 12.0)
+    assert tuned.entry(result(times=times))["fused_us"] == 12.0
+
+
+def test_an_operator_whose_collective_no_library_has() -> None:
+    """Its result has no time of the collective alone; all else can be told."""
+    named = result()["times"]
+    times = {
+        "fused": {**named["fused"], "role": "ours", "impl": "fused"},
+        "unfused": {**named["cuBLAS + NCCL"], "role": "pair", "impl": "unfused"},
+        "cuBLAS alone": {**named["cuBLAS mm alone"], "role": "compute"},
+    }
+    found = result(times=times)
+    table = report.table("gemm_broadcast", found)
+    assert table.row_count == 4
+    assert "hidden" not in str(table.caption)
+    assert "relative error 1.6e-03; configuration" in str(table.caption)
+    assert "| **12.0** | 30.0 (unfused) | -60 % |" in report.markdown(
+        [{"machine": MACHINE, "results": [found]}]
+    )
+
+
+def test_results_without_roles_are_read_by_their_names() -> None:
+    expected = {
+        "fused": ("ours", "fused"),
+        "fused, product by product": ("ours", ""),
+        "unfused": ("pair", "unfused"),
+        "cuBLAS + NCCL": ("pair", "unfused"),
+        "torch async-TP (cuBLAS + copies)": ("pair", ""),
+        "both torch._grouped_mm alone": ("compute", ""),
+        "copy engines alone": ("communication", ""),
+    }
+    assert {name: role_of(name, {}) for name in expected} == expected
 
 
 def test_not_a_result_file(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import report
-from interlace.bench.report import OURS
 from interlace.cli import tuned
 from interlace.registry import operator_named
 
@@ -27,12 +26,12 @@ def _measure(step, *, period, samples=15, group=None):
 
 
 def _bench(operator):
-    from interlace.bench import products
+    from interlace.bench import products, stock_pairs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "measure", _measure)
         patch.setattr(products, "host_us", functools.partial(products.host_us, calls=1, samples=1))
-        patch.setattr(products, "_async_tensor_parallel", lambda case: {})  # CUDA's
+        patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         shape = products.Shape(operator, 8, 16, 24, torch.float32)
         group = dist.new_group()
         start = products.Case(shape, group).choice.config
@@ -51,6 +50,8 @@ def test_every_way_of_an_operator(ranks, operator):
             "cuBLAS alone",
         )
         assert result["flops"] == 2 * 8 * 16 * 24
+        assert result["times"]["fused"]["role"] == "ours"
+        assert result["times"]["cuBLAS + NCCL"]["impl"] == "unfused"
         assert best == first, "ties keep what was tried first"
         assert {"fused", "chunked", "cuBLAS + NCCL"} <= result["host_us"].keys()
         assert all(us > 0 for us in result["host_us"].values())
@@ -58,10 +59,10 @@ def test_every_way_of_an_operator(ranks, operator):
 
 
 def _bench_batch(operator):
-    from interlace.bench import batches, products
+    from interlace.bench import batches
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "measure", _measure)
+        patch.setattr(batches, "measure", _measure)
         patch.setattr(
             batches, "host_us", lambda step, **_: 1.0
         )  # fifty calls take the interpreter a while
@@ -69,7 +70,7 @@ def _bench_batch(operator):
         case = batches.case_of(shape)
         case.pair(0)
         found = case.received if operator == "bmm_all_to_all" else case.product
-        ways = [way for name, way in case.ways().items() if name.split(",")[0] in OURS]
+        ways = [way.call for way in case.ways() if way.role == "ours"]
         same = [bool(torch.allclose(way(0).view(found.shape), found, atol=1e-4)) for way in ways]
         return batches.bench(shape), same
 
@@ -97,11 +98,11 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import products, transports
+    from interlace.bench import products, stock_pairs, transports
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "measure", _measure)
-        patch.setattr(products, "_async_tensor_parallel", lambda case: {})  # CUDA's
+        patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
 
 

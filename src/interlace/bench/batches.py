@@ -1,5 +1,6 @@
-"""Benchmark of batches of products before and after an all-to-all, which the pass for
-``torch.compile`` makes of experts.
+"""Benchmark of batches of products before and after an all-to-all.
+
+The pass for ``torch.compile`` makes these operators of a mixture's experts.
 """
 
 from __future__ import annotations
@@ -7,33 +8,29 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 
-import interlace
-import interlace.operators  # registers torch.ops.interlace
 from interlace.bench import products
-from interlace.bench.products import SETS, Step, timed, tolerance
-from interlace.bench.timing import host_us
-from interlace.comm import default_name, group_of
+from interlace.bench.benchmark import Benchmark, Step, Way, Work
+from interlace.bench.products import SETS, tolerance
+from interlace.bench.timing import Timing, host_us, measure
+from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
-from interlace.costs.machine import H200_NODE
-from interlace.errors import InterlaceError
+from interlace.gemm import schema
 from interlace.gemm.choice import Choice
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape(products.Shape):
-    """``count`` products like it on every rank, rows to and from all ranks in equal parts.
-
-    Attributes:
-        operator: ``"bmm_all_to_all"`` or ``"all_to_all_bmm"``.
-    """
+    """``count`` products on every rank, with rows to and from all ranks in equal parts."""
 
     count: int = 2
 
@@ -41,19 +38,26 @@ class Shape(products.Shape):
         return f"{self.count} x {super().__str__()}"
 
 
-class Case(abc.ABC):
-    """A shape's operands on this rank, and every way to compute it: what both directions have in
-    common.
+class Case(Benchmark[GemmConfig]):
+    """A shape's operands on this rank, and every way to compute it.
+
+    Attributes:
+        default_shapes: The experts of one rank in two layers, ``BxMxNxK``, forward and backward:
+            Mixtral's 8 of 4096 x 14336 on 4 ranks, and 64 of 2048 x 1408.
+        sets: Pairs of x and w.
+        product, sent, received: The memory of the stock pair.
     """
 
+    default_shapes: ClassVar[tuple[str, ...]]
+    shape: Shape
+
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
-        self.shape, self.group, self.owner = shape, group, group_of(group)
-        generator = torch.Generator(self.owner.device).manual_seed(1 + self.owner.rank)
+        super().__init__(operator_named(shape.operator), shape, group)
+        generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
 
         def random(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(
-                shape.count, rows, columns, generator=generator, device=self.owner.device
-            ).to(shape.dtype)
+            size = shape.count, rows, columns
+            return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
 
         self.sets = [
             (random(shape.rows, shape.inner), random(shape.inner, shape.columns))
@@ -70,155 +74,215 @@ class Case(abc.ABC):
         """Rows of a product for, or from, one rank."""
         return self.shape.rows // self.owner.world_size
 
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """Columns of the rows that travel."""
+
+    def operands(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x and w of the i-th call."""
+        return self.sets[i % SETS]
+
+    def run_operator(self, x: torch.Tensor, w: torch.Tensor, impl: str) -> Any:
+        """Run the operator, which the pass for ``torch.compile`` makes."""
+        function = getattr(torch.ops.interlace, self.operator.name)
+        return function(x, w, default_name(self.group), impl)
+
+    @abc.abstractmethod
+    def call(self, i: int, impl: str) -> torch.Tensor:
+        """Run the operator on the operands of the i-th call; return the products."""
+
+    @abc.abstractmethod
+    def pair(self, i: int) -> None:
+        """Run cuBLAS and NCCL, one after the other."""
+
+    @abc.abstractmethod
+    def expected(self, i: int) -> torch.Tensor:
+        """Return the result of :meth:`call` in float64."""
+
+    @abc.abstractmethod
+    def cost(self) -> ProductCost:
+        """Return the work of one rank."""
+
     def multiply(self, i: int) -> torch.Tensor:
-        return torch.bmm(*self.sets[i % SETS], out=self.product)
+        """Multiply on this rank alone, by cuBLAS."""
+        return torch.bmm(*self.operands(i), out=self.product)
 
     def exchange(self, i: int) -> None:
+        """Exchange rows by NCCL."""
         dist.all_to_all_single(self.received, self.sent, group=self.group)
 
-    def ways(self) -> dict[str, Callable[[int], Any]]:
-        """Every way to compute all of it."""
-        return {"cuBLAS + NCCL": self.pair}
+    def ways(self) -> list[Way]:
+        """Return every way to compute all of it."""
+        implementations = [
+            Way(name, "ours", functools.partial(self.call, impl=name), name)
+            for name in (implementation.name for implementation in self.operator.implementations)
+        ]
+        return [Way("cuBLAS + NCCL", "pair", self.pair, "unfused"), *implementations]
 
-    def error(self, i: int) -> float:
-        """Largest relative difference of our ways from the same in float64, on this rank."""
-        expected = self.expected(i)
-        found = (
-            way(i).double().view(expected.shape)
-            for name, way in self.ways().items()
-            if name in operator_named(self.shape.operator).words
-        )
-        return max(float((y - expected).norm() / expected.norm()) for y in found)
+    def parts(self) -> list[Way]:
+        """Return communicating alone and computing alone."""
+        return [
+            Way("NCCL alone", "communication", self.exchange),
+            Way("cuBLAS alone", "compute", self.multiply),
+        ]
 
     def choose(self) -> Choice[Any]:
-        """What the pass for ``torch.compile`` goes by."""
+        """Return the choice by which the pass for ``torch.compile`` goes."""
         shape = self.shape
+        # The tuned table counts the rows of all products.
         sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
-        choice: Choice[Any] = operator_named(shape.operator).choose(
-            **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.owner.device
+        choice: Choice[Any] = self.operator.choose(
+            **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.device
         )
         return choice
 
     def sizes(self) -> dict[str, Any]:
-        """Of one product, as costs take them."""
+        """Return the sizes of one product, as costs take them."""
         shape = self.shape
         sizes = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
         return sizes | {"itemsize": shape.dtype.itemsize, "world_size": self.owner.world_size}
 
-    @property
-    @abc.abstractmethod
-    def width(self) -> int:
-        """Columns of what travels."""
-
-    @abc.abstractmethod
-    def call(self, i: int, impl: str) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def pair(self, i: int) -> None: ...
-
-    @abc.abstractmethod
-    def expected(self, i: int) -> torch.Tensor:
-        """What :meth:`call` returns, in float64."""
-
-    @abc.abstractmethod
-    def cost(self) -> ProductCost: ...
-
     def config(self) -> str:
-        """The fused kernel's; empty where there is none."""
-        return ""
+        """Return the fused kernel's configuration; empty if there is no fused kernel."""
+        return str(self.choose().config) if "fused" in self.operator.words else ""
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error that roundings explain."""
+        return tolerance(self.shape)
+
+    def check(self, config: GemmConfig | None = None) -> float:
+        """Return the largest error of our implementations on any rank."""
+        return self.accept([error for i in range(SETS) for error in self.errors(i)])
+
+    def errors(self, i: int) -> list[float]:
+        """Return the relative differences of our implementations from float64, on this rank."""
+        expected = self.expected(i)
+        results = [
+            cast(torch.Tensor, way.call(i)).double().view(expected.shape)
+            for way in self.ways()
+            if way.role == "ours" and way.impl
+        ]
+        return [float((y - expected).norm() / expected.norm()) for y in results]
+
+    def measure(self, step: Step, samples: int = 15) -> Timing:
+        """Time a call on all ranks at once."""
+        timing = measure(step, period=SETS, samples=samples, group=self.group)
+        # The graph is gone, and the buffers that it took may be used again.
+        self.owner.release()
+        return timing
+
+    def host_times(self, ways: Iterable[Way]) -> dict[str, float]:
+        """Return the microseconds that the host takes to enqueue each way."""
+        return {way.name: host_us(way.call, device=self.device, group=self.group) for way in ways}
 
 
 class Sent(Case):
     """A batch of products before an all-to-all."""
 
+    default_shapes = ("2x5120x4096x14336", "2x5120x4096x28672", "16x1920x2048x1408")
+
     @property
     def width(self) -> int:
+        """Columns of the products, which travel."""
         return self.shape.columns
 
     def call(self, i: int, impl: str) -> torch.Tensor:
-        x, w = self.sets[i % SETS]
-        y: torch.Tensor = torch.ops.interlace.bmm_all_to_all(x, w, default_name(self.group), impl)
+        """Run the operator; return the rows for this rank."""
+        y: torch.Tensor = self.run_operator(*self.operands(i), impl)
         return y
 
-    def each(self, i: int) -> torch.Tensor:
-        """An operator for each product, their results put together."""
-        x, w = self.sets[i % SETS]
+    @functools.cached_property
+    def single(self) -> GemmOperator:
+        """The operator of one product."""
+        return cast(GemmOperator, operator_matching("gemm", "all_to_all"))
+
+    def product_by_product(self, i: int) -> torch.Tensor:
+        """Run the operator of one product for each, and put the results together."""
+        x, w = self.operands(i)
         parts = [
-            interlace.gemm_all_to_all(*pair, group=self.group, impl="fused")
+            schema.call(
+                self.single,
+                *pair,
+                None,
+                splits=[None] * len(self.single.split_names),
+                x_scale=None,
+                w_scale=None,
+                out_dtype=None,
+                group=self.group,
+                impl="fused",
+                config=None,
+            )
             for pair in zip(x, w.mT, strict=True)
         ]
         return torch.cat([part.view(self.owner.world_size, self.share, -1) for part in parts], 1)
 
     def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[B, M, N] -> [R, B, M / R, N]``, a view."""
+        """View ``[B, M, N]`` as ``[R, B, M / R, N]``."""
         return rows.view(self.shape.count, self.owner.world_size, self.share, -1).transpose(0, 1)
 
     def pair(self, i: int) -> None:
+        """Run cuBLAS, then NCCL."""
+        # NCCL sends contiguous memory, so the rows of each rank are put together first.
         self.sent.copy_(self.by_ranks(self.multiply(i)))
         self.exchange(i)
 
-    def ways(self) -> dict[str, Callable[[int], Any]]:
-        return super().ways() | {
-            "fused": functools.partial(self.call, impl="fused"),
-            "chunked": functools.partial(self.call, impl="chunked"),
-            "fused, product by product": self.each,
-        }
+    def ways(self) -> list[Way]:
+        """Return every way to compute all of it."""
+        return [*super().ways(), Way("fused, product by product", "ours", self.product_by_product)]
 
     def expected(self, i: int) -> torch.Tensor:
-        x, w = self.sets[i % SETS]
+        """Return the rows for this rank in float64."""
+        x, w = self.operands(i)
         sent = self.by_ranks(torch.bmm(x.double(), w.double())).contiguous()
         expected = torch.empty_like(sent)
         dist.all_to_all_single(expected, sent, group=self.group)
         return expected
 
     def cost(self) -> ProductCost:
-        one = find_cost(operator_matching("gemm", "all_to_all").name).formula(**self.sizes())
+        """Return the work of one product, times their number."""
+        cost = find_cost(self.single.name).formula(**self.sizes())
         return ProductCost(
-            **{name: self.shape.count * each for name, each in dataclasses.asdict(one).items()}
+            **{name: self.shape.count * value for name, value in dataclasses.asdict(cost).items()}
         )
-
-    def config(self) -> str:
-        return str(self.choose().config)
 
 
 class Received(Case):
-    """A batch of products after an all-to-all; of x, ``[B, M, K]``, the memory is sent."""
+    """A batch of products after an all-to-all; x's memory, ``[B, M, K]``, is sent as it is."""
+
+    default_shapes = ("2x5120x28672x4096", "2x5120x14336x4096", "16x1920x2816x2048")
 
     @property
     def width(self) -> int:
+        """Columns of x, which travels."""
         return self.shape.inner
 
     def call(self, i: int, impl: str) -> torch.Tensor:
-        x, w = self.sets[i % SETS]
-        y, _ = torch.ops.interlace.all_to_all_bmm(
-            x.flatten(0, 1), w, default_name(self.group), impl
-        )
+        """Run the operator; return the products."""
+        x, w = self.operands(i)
+        y, _ = self.run_operator(x.flatten(0, 1), w, impl)
         assert isinstance(y, torch.Tensor)
         return y
 
-    def ways(self) -> dict[str, Callable[[int], Any]]:
-        return super().ways() | {
-            "chunked": functools.partial(self.call, impl="chunked"),
-            "pushed": functools.partial(self.call, impl="pushed"),
-        }
-
-    def sort(self, i: int) -> torch.Tensor:
-        """What comes, ``[B, M, K]``."""
-        dist.all_to_all_single(
-            self.received, self.sets[i % SETS][0].view(self.sent.shape), group=self.group
-        )
+    def receive(self, i: int) -> torch.Tensor:
+        """Exchange x by NCCL; return the rows for this rank, ``[B, M, K]``."""
+        x, _ = self.operands(i)
+        dist.all_to_all_single(self.received, x.view(self.sent.shape), group=self.group)
         return self.received.transpose(0, 1).flatten(1, 2)
 
     def pair(self, i: int) -> None:
-        torch.bmm(self.sort(i), self.sets[i % SETS][1], out=self.product)
+        """Run NCCL, then cuBLAS."""
+        torch.bmm(self.receive(i), self.operands(i)[1], out=self.product)
 
     def expected(self, i: int) -> torch.Tensor:
-        return torch.bmm(self.sort(i).double(), self.sets[i % SETS][1].double())
+        """Return the products in float64."""
+        return torch.bmm(self.receive(i).double(), self.operands(i)[1].double())
 
     def cost(self) -> ProductCost:
-        cost: ProductCost = find_cost(self.shape.operator).formula(
-            batch=self.shape.count, **self.sizes()
-        )
+        """Return the work of one rank."""
+        formula = find_cost(self.operator.name).formula
+        cost: ProductCost = formula(batch=self.shape.count, **self.sizes())
         return cost
 
 
@@ -238,23 +302,12 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
-        InterlaceError: the fused result is wrong; nothing is timed then.
+        InterlaceError: The fused result is wrong; nothing is timed then.
     """
     case = case_of(shape, group)
-    device = case.owner.device
-    worst = torch.tensor(max(case.error(i) for i in range(SETS)), device=device)
-    case.owner.synchronize()
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    if not worst.item() <= tolerance(shape):
-        raise InterlaceError(
-            f"{shape.operator} {shape}: relative error {worst.item():.1e} is above "
-            f"{tolerance(shape):.1e}; not timed."
-        )
-    ways: dict[str, Step] = case.ways()
-    alone: dict[str, Step] = {"NCCL alone": case.exchange, "cuBLAS alone": case.multiply}
-    times = {name: dataclasses.asdict(timed(case, step)) for name, step in (ways | alone).items()}
-    host = {name: host_us(step, device=device, group=group) for name, step in ways.items()}
-    cost = case.cost()
+    error, ways, cost = case.check(), case.ways(), case.cost()
+    times = case.time([*ways, *case.parts()])
+    work = Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
     return {
         "operator": shape.operator,
         "shape": str(shape),
@@ -262,19 +315,8 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         "rows": shape.count * shape.rows,
         "columns": shape.columns,
         "inner": shape.inner,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "world_size": case.owner.world_size,
-        "config": case.config(),
-        "auto": case.choose().impl,
-        "relative_error": worst.item(),
-        "floor_us": round(
-            H200_NODE.floor_ns(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
-            / 1e3,
-            2,
-        ),
-        "flops": cost.flops,
-        "memory_bytes": cost.memory_bytes + cost.receive_bytes,
-        "link_bytes": cost.link_bytes,
+        **case.header(case.config(), case.choose().impl, error),
+        **work.entries(),
         "times": times,
-        "host_us": host,
+        "host_us": case.host_times(ways),
     }

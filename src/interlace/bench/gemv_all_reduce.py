@@ -1,29 +1,29 @@
-"""Benchmark and tuner of ``gemv_all_reduce`` on CUDA: every figure that a claim needs, from one
-run.
-"""
+"""Benchmark and tuner of ``gemv_all_reduce`` on CUDA: every figure that a claim needs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant
 from interlace.bench.timing import Timing, measure
-from interlace.comm import group_of
-from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
-from interlace.costs.machine import H200_NODE
-from interlace.errors import InterlaceError
 from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.launch import choose, prepare
+from interlace.registry import operator_named
 
+OPERATOR = "gemv_all_reduce"
 _L2_MULTIPLE = 3
+"""Size of all weights in L2 caches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,48 +39,11 @@ class Shape:
         return f"{self.tokens} x {self.rows} x {self.columns}"
 
 
-class Case:
-    """A shape's inputs on this rank, with enough weights that none is in the cache when its turn
-    comes.
-    """
-
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
-        self.shape, self.group = shape, group
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        generator = torch.Generator(self.device).manual_seed(1 + dist.get_rank(group))
-        size = (shape.rows, shape.columns)
-        nbytes = shape.rows * shape.columns * shape.dtype.itemsize
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        copies = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
-        self.weights = [
-            torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
-            for _ in range(copies)
-        ]
-        self.x = torch.randn(
-            shape.tokens, shape.columns, generator=generator, device=self.device
-        ).to(shape.dtype)
-
-    def weight(self, i: int) -> torch.Tensor:
-        return self.weights[i % len(self.weights)]
-
-    def expected(self, i: int) -> torch.Tensor:
-        """The sum in float64."""
-        y = self.x.double() @ self.weight(i).double().T
-        dist.all_reduce(y, group=self.group)
-        return y
-
-    def error(
-        self, i: int, config: GemvAllReduceConfig | None = None, impl: str = "fused"
-    ) -> float:
-        """Relative error of one call; NaN if anything was left unwritten."""
-        y = gemv_all_reduce(self.x, self.weight(i), group=self.group, impl=impl, config=config)
-        expected = self.expected(i)
-        return float((y.double() - expected).norm() / expected.norm())
-
-
 def tolerance(shape: Shape) -> float:
-    """A rounding of the output (half a unit in the last place, uniformly: /sqrt(3)) and float32
-    sums over K.
+    """Return the relative error that roundings explain.
+
+    The output is rounded, by half a unit in the last place, uniformly (/ sqrt(3)); sums over K are
+    float32.
     """
     return (
         1.5 * torch.finfo(shape.dtype).eps / 2
@@ -88,66 +51,167 @@ def tolerance(shape: Shape) -> float:
     )
 
 
-# The unfused pairs
+class Case(Benchmark[GemvAllReduceConfig]):
+    """A shape's inputs on this rank, with so many weights that none is in the cache at its turn."""
 
+    shape: Shape
 
-def unfused_pairs(case: Case) -> dict[str, tuple[Callable[[int], object], Callable[[int], object]]]:
-    """Name -> (compute and collective, collective alone), of every way that stock torch offers."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
+    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(operator_named(OPERATOR), shape, group)
+        generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
+        nbytes = shape.rows * shape.columns * shape.dtype.itemsize
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        copies = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
 
-    shape, group = case.shape, case.group
-    process_group = group or dist.group.WORLD
-    assert process_group is not None
-    buffer = symmetric_memory.empty(
-        (shape.tokens, shape.rows), dtype=shape.dtype, device=case.device
-    )
-    symmetric_memory.rendezvous(buffer, process_group.group_name)
-    buffer.zero_()
-    plain = torch.zeros_like(buffer)
-    name = process_group.group_name
+        def random(rows: int) -> torch.Tensor:
+            size = rows, shape.columns
+            return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
 
-    def product(out: torch.Tensor) -> Callable[[int], object]:
-        if shape.tokens == 1:
-            return lambda i: torch.mv(case.weight(i), case.x[0], out=out[0])
-        return lambda i: torch.mm(case.x, case.weight(i).T, out=out)
+        self.weights = [random(shape.rows) for _ in range(copies)]
+        self.x = random(shape.tokens)
+        self.choice = choose(
+            tokens=shape.tokens,
+            rows=shape.rows,
+            columns=shape.columns,
+            dtype=shape.dtype,
+            world_size=self.owner.world_size,
+            device=self.device,
+        )
 
-    collectives: dict[str, tuple[torch.Tensor, Callable[[int], object]]] = {
-        "NCCL": (plain, lambda i: dist.all_reduce(plain, group=group)),
-        "torch one-shot": (
-            buffer,
-            lambda i: torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", name),
-        ),
-        "torch two-shot": (
-            buffer,
-            lambda i: torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name),
-        ),
-    }
+    def weight(self, i: int) -> torch.Tensor:
+        """Return the weight of the i-th call."""
+        return self.weights[i % len(self.weights)]
 
-    def pair(
-        compute: Callable[[int], object], collective: Callable[[int], object]
-    ) -> Callable[[int], object]:
-        def call(i: int) -> None:
-            compute(i)
-            collective(i)
+    def fused(self, i: int, config: GemvAllReduceConfig) -> torch.Tensor:
+        """Run the fused kernel."""
+        return gemv_all_reduce(
+            self.x, self.weight(i), group=self.group, impl="fused", config=config
+        )
 
-        return call
+    # The check
 
-    return {
-        key: (pair(product(out), collective), collective)
-        for key, (out, collective) in collectives.items()
-    }
+    @property
+    def tolerance(self) -> float:
+        """The relative error that roundings explain."""
+        return tolerance(self.shape)
 
+    def expected(self, i: int) -> torch.Tensor:
+        """Return the sum in float64."""
+        y = self.x.double() @ self.weight(i).double().T
+        dist.all_reduce(y, group=self.group)
+        return y
 
-def compute_alone(case: Case) -> dict[str, Callable[[int], object]]:
-    """Name -> the product without a collective, by torch (cuBLAS)."""
-    shape = case.shape
-    out = torch.empty((shape.tokens, shape.rows), dtype=shape.dtype, device=case.device)
-    ways: dict[str, Callable[[int], object]] = {
-        "cuBLAS mm": lambda i: torch.mm(case.x, case.weight(i).T, out=out)
-    }
-    if shape.tokens == 1:
-        ways["cuBLAS mv"] = lambda i: torch.mv(case.weight(i), case.x[0], out=out[0])
-    return ways
+    def error(self, i: int, config: GemvAllReduceConfig) -> float:
+        """Return the relative error of one call; NaN if anything was left unwritten."""
+        y, expected = self.fused(i, config), self.expected(i)
+        return float((y.double() - expected).norm() / expected.norm())
+
+    def check(self, config: GemvAllReduceConfig) -> float:
+        """Return the largest error of three calls on any rank."""
+        return self.accept([self.error(i, config) for i in range(3)], config)
+
+    # The ways
+
+    def ways(self, config: GemvAllReduceConfig) -> list[Way]:
+        """Return the fused kernel, every pair of stock torch, and each part alone."""
+        fused = Way("fused", "ours", functools.partial(self.fused, config=config), "fused")
+        return [fused, *self._pairs(), *self._compute_alone(config), self._exchange_alone(config)]
+
+    def _pairs(self) -> list[Way]:
+        """Return product and collective, and the collective alone, by every library."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        process_group = self.group or dist.group.WORLD
+        assert process_group is not None
+        name, size = process_group.group_name, (self.shape.tokens, self.shape.rows)
+        shared = symmetric_memory.empty(size, dtype=self.shape.dtype, device=self.device)
+        symmetric_memory.rendezvous(shared, name)
+        shared.zero_()
+        # NCCL needs no symmetric memory.
+        private = torch.zeros_like(shared)
+        torch_ops = torch.ops.symm_mem
+        collectives: dict[str, tuple[torch.Tensor, Step]] = {
+            "NCCL": (private, lambda i: dist.all_reduce(private, group=self.group)),
+            "torch one-shot": (
+                shared,
+                lambda i: torch_ops.one_shot_all_reduce(shared, "sum", name),
+            ),
+            "torch two-shot": (
+                shared,
+                lambda i: torch_ops.two_shot_all_reduce_(shared, "sum", name),
+            ),
+        }
+        ways = []
+        for library, (out, collective) in collectives.items():
+            pair = functools.partial(self._run_pair, out, collective)
+            impl = "unfused" if library == "NCCL" else ""
+            ways.append(Way(f"cuBLAS + {library}", "pair", pair, impl))
+            ways.append(Way(f"{library} alone", "communication", collective))
+        return ways
+
+    def _run_pair(self, out: torch.Tensor, collective: Step, i: int) -> None:
+        if self.shape.tokens == 1:
+            torch.mv(self.weight(i), self.x[0], out=out[0])
+        else:
+            torch.mm(self.x, self.weight(i).T, out=out)
+        collective(i)
+
+    def _compute_alone(self, config: GemvAllReduceConfig) -> list[Way]:
+        """Return the product without a collective, by cuBLAS and by our kernel."""
+        out = self.x.new_empty(self.shape.tokens, self.shape.rows)
+        solo = solo_group(self.device)
+
+        def multiply(i: int) -> torch.Tensor:
+            return torch.mm(self.x, self.weight(i).T, out=out)
+
+        def multiply_vector(i: int) -> torch.Tensor:
+            return torch.mv(self.weight(i), self.x[0], out=out[0])
+
+        def run_alone(i: int) -> None:
+            # A group of one has no puts and no waits, and all of the compute.
+            prepare(solo, self.x, self.weight(i), None, out, config)()
+
+        # cuBLAS has a kernel of its own for a single token.
+        vector = [Way("cuBLAS mv alone", "compute", multiply_vector)]
+        return [
+            Way("cuBLAS mm alone", "compute", multiply),
+            *(vector if self.shape.tokens == 1 else []),
+            Way("our GEMV alone", "compute", run_alone),
+        ]
+
+    def _exchange_alone(self, config: GemvAllReduceConfig) -> Way:
+        """Return the fused kernel without columns: all of the communication, of zeros."""
+        x, weights = self.x[:, :0], [weight[:, :0] for weight in self.weights]
+
+        def exchange(i: int) -> torch.Tensor:
+            w = weights[i % len(weights)]
+            return gemv_all_reduce(x, w, group=self.group, impl="fused", config=config)
+
+        return Way("our exchange alone", "communication", exchange)
+
+    # Timing and tuning
+
+    def measure(self, step: Step, samples: int = 15) -> Timing:
+        """Time a call on all ranks at once."""
+        return measure(step, period=len(self.weights), samples=samples, group=self.group)
+
+    def tuned_call(self, config: GemvAllReduceConfig) -> Step:
+        """Return the fused call."""
+        return functools.partial(self.fused, config=config)
+
+    def work(self) -> Work:
+        """Return the least work of a rank."""
+        shape, itemsize = self.shape, self.shape.dtype.itemsize
+        memory_bytes = floor_memory_bytes(
+            tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=itemsize
+        )
+        link_bytes = floor_link_bytes(
+            tokens=shape.tokens,
+            rows=shape.rows,
+            itemsize=itemsize,
+            world_size=self.owner.world_size,
+        )
+        return Work(memory_bytes, link_bytes)
 
 
 def bench(
@@ -156,87 +220,27 @@ def bench(
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
-        InterlaceError: the fused result is wrong; nothing is timed then.
+        InterlaceError: The fused result is wrong; nothing is timed then.
     """
     case = Case(shape, group)
-    owner = group_of(group)
-    choice = choose(
-        tokens=shape.tokens, rows=shape.rows, columns=shape.columns, dtype=shape.dtype,
-        world_size=owner.world_size, device=case.device,
-    )  # fmt: skip
-    chosen = config or choice.config
-    errors = [case.error(i, chosen) for i in range(3)]
-    if not max(errors) <= tolerance(shape):
-        raise InterlaceError(
-            f"gemv_all_reduce {shape}: relative error {errors} is above {tolerance(shape):.1e}; "
-            "not timed."
-        )
-
-    def fused(
-        x: torch.Tensor, weights: list[torch.Tensor], on: dist.ProcessGroup | None
-    ) -> Callable[[int], object]:
-        return lambda i: gemv_all_reduce(
-            x, weights[i % len(weights)], group=on, impl="fused", config=chosen
-        )
-
-    times: dict[str, Timing] = {
-        "fused": measure(fused(case.x, case.weights, group), period=len(case.weights), group=group)
-    }
-    for name, (both, alone) in unfused_pairs(case).items():
-        times[f"cuBLAS + {name}"] = measure(both, period=len(case.weights), group=group)
-        times[f"{name} alone"] = measure(alone, period=len(case.weights), group=group)
-    for name, call in compute_alone(case).items():
-        times[f"{name} alone"] = measure(call, period=len(case.weights), group=group)
-    times["our GEMV alone"] = measure(_solo(case, chosen), period=len(case.weights), group=group)
-    empty = case.x[:, :0], [weight[:, :0] for weight in case.weights]
-    times["our exchange alone"] = measure(
-        fused(*empty, group), period=len(case.weights), group=group
-    )
-    owner.synchronize()
-    link_bytes = floor_link_bytes(
-        tokens=shape.tokens,
-        rows=shape.rows,
-        itemsize=shape.dtype.itemsize,
-        world_size=owner.world_size,
-    )
-    memory_bytes = floor_memory_bytes(
-        tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=shape.dtype.itemsize
-    )
+    chosen = config or case.choice.config
+    error = case.check(chosen)
+    times = case.time(case.ways(chosen))
+    case.owner.synchronize()
     return {
-        "operator": "gemv_all_reduce",
+        "operator": OPERATOR,
         "tokens": shape.tokens,
         "rows": shape.rows,
         "columns": shape.columns,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "world_size": owner.world_size,
-        "config": str(chosen),
-        "auto": choice.impl,
-        "relative_error": max(errors),
-        "floor_us": round(H200_NODE.floor_ns(memory_bytes, link_bytes) / 1e3, 2),
-        "memory_bytes": memory_bytes,
-        "link_bytes": link_bytes,
-        "times": {name: dataclasses.asdict(timing) for name, timing in times.items()},
+        **case.header(chosen, case.choice.impl, error),
+        **case.work().entries(),
+        "times": times,
     }
 
 
-def _solo(case: Case, config: GemvAllReduceConfig) -> Callable[[int], object]:
-    """The same kernel in a group of one: no puts and no waits, all of the compute."""
-    from interlace.comm.group import solo_group
-
-    solo = solo_group(case.device)
-    y = case.x.new_empty(case.shape.tokens, case.shape.rows)
-
-    def call(i: int) -> None:
-        prepare(solo, case.x, case.weight(i), None, y, config)()
-
-    return call
-
-
-# The tuner
-
-
-def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
-    """Configurations worth measuring."""
+def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
+    """Yield the configurations worth measuring."""
+    # A single token has no use for tensor cores: warps read rows of w as fast as they can.
     if tokens == 1:
         one_warp = [(2, 512), (4, 512), (2, 1024), (4, 1024)]
         two_warps = [(4, 512), (8, 512), (4, 1024), (2, 2048)]
@@ -251,6 +255,7 @@ def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
                             "one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0
                         )
         return
+    # Few tokens are sent at once; many are reduced by one rank each and sent again.
     if tokens <= 16:
         for block_n, (block_k, stages) in itertools.product((32, 64), ((128, 5), (256, 3))):
             yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)
@@ -268,49 +273,26 @@ def candidates(tokens: int, rows: int) -> Iterable[GemvAllReduceConfig]:
 
 
 def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Median time of every candidate that runs and is right, fastest first. Collective."""
-    from triton.runtime.errors import OutOfResources
+    """Return the median time of every candidate that runs and is right, fastest first.
 
+    Collective; the same on every rank.
+    """
     case = Case(shape, group)
-    owner = group_of(group)
-    configs = list(candidates(shape.tokens, shape.rows))
-
-    def timed(config: GemvAllReduceConfig, samples: int) -> float:
-        return measure(
-            lambda i: gemv_all_reduce(case.x, case.weight(i), group=group, impl="fused", config=config),
-            period=len(case.weights), samples=samples, group=group,
-        ).median_us  # fmt: skip
-
+    owner, configs = case.owner, list(candidates(shape.tokens, shape.rows))
     y = case.x.new_empty(shape.tokens, shape.rows)
-    ready = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]
-    works = torch.ones(len(configs), device=case.device)
-    for i in range(owner.rank, len(configs), owner.world_size):  # ranks share out the compiling
-        try:
-            ready[i].compile()
-        except (
-            Exception
-        ) as error:  # the compiler's errors have no common base: too much shared memory, say
-            works[i] = 0
-            print(
-                f"gemv_all_reduce {shape}, {configs[i]}: left out: "
-                f"{str(error).splitlines()[0][:100]}",
-                flush=True,
-            )
-    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
-    found = []
-    for config, usable in zip(configs, works.tolist(), strict=True):
-        if not usable:
-            continue
-        try:
-            worst = torch.tensor(case.error(0, config), device=case.device)
-        except OutOfResources:  # on every rank alike, before anything was launched
-            continue
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-        if not worst.item() <= tolerance(shape):
-            print(f"gemv_all_reduce {shape}, {config}: wrong by {worst.item():.1e}", flush=True)
-            continue
-        found.append((timed(config, 7), str(config)))
-    found.sort()
-    # The fastest of many is partly the luckiest: time the best again.
-    again = [(timed(GemvAllReduceConfig.parse(text), 25), text) for _, text in found[:4]]
-    return [*sorted(again), *found[4:]]
+    launches = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]
+    # Ranks share out the compiling: there are dozens of candidates.
+    compilations = [
+        launch.compile if i % owner.world_size == owner.rank else None
+        for i, launch in enumerate(launches)
+    ]
+    compiled = case.all_compile(compilations, configs)
+    times = case.tune(
+        constant(config) for config, is_usable in zip(configs, compiled, strict=True) if is_usable
+    )
+    usable = [config for config, time_us in times.items() if math.isfinite(time_us)]
+    usable.sort(key=lambda config: (times[config], str(config)))
+    # The fastest of many is partly the luckiest: the best are timed again.
+    again = {config: case.measure(case.tuned_call(config), 25).median_us for config in usable[:4]}
+    first = sorted((time_us, str(config)) for config, time_us in again.items())
+    return [*first, *((times[config], str(config)) for config in usable[4:])]

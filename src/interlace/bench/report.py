@@ -1,54 +1,44 @@
-"""What benchmark results say, as tables. Pure functions over the JSON that ``interlace bench``
-writes; no GPU, no torch.
+"""Tables of benchmark results: pure functions over the JSON that ``interlace bench`` writes.
+
+They need no GPU and no torch.
 
 A file is ``{"machine": {...}, "command": str, "date": str, "results": [...]}``, each result as an
 operator's ``bench`` returns it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us,
-p90_us, skew_us. Names say what a time is: ``"fused"``; ``"<compute> + <collective>"``, an unfused
-pair; ``"<something> alone"``.
+p90_us, skew_us, the time's role and the ``impl`` that runs it; see :mod:`interlace.bench.roles`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from interlace.bench.roles import role_of
 from interlace.errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 Result = Mapping[str, Any]
-
-_COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
-
-_PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
-
-WHAT_UNFUSED_RUNS = {
-    **dict.fromkeys((*_PRODUCTS, "bmm_all_to_all", "all_to_all_bmm"), "cuBLAS + NCCL"),
-    "gemv_all_reduce": "cuBLAS + NCCL",
-    "embedding_all_to_all": "F.embedding_bag + NCCL + unpack",
-    "mixture_of_experts": "F.linear + NCCL + permutes + sum",  # waits for the device: never measured, never chosen
-}
-"""The pair that ``impl="unfused"`` is; other pairs are faster at times, but are not what it runs.
-"""
-
-OURS = ("fused", "remote_stores", "chunked", "pushed", "triggered")
-"""Implementations that are not stock pairs, as results name them."""
+AnyValue = TypeVar("AnyValue")
 
 _AS_FAST = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The figures of one result that claims are made of; times are medians of the slowest rank, in
-    microseconds.
+    """The figures of one result that claims are made of.
+
+    Times are medians of the slowest rank, in microseconds.
 
     Attributes:
-        unfused: the fastest unfused pair, and its time.
-        compute: the fastest way to compute without communication, and its time.
-        communication: the fastest way to communicate without compute, and its time.
-        floor_us: no execution is faster.
+        fused_us: Time of the fused kernel, or of the fastest implementation if there is none.
+        unfused: The fastest unfused pair, and its time.
+        compute: The fastest way to compute without communication, and its time.
+        communication: The fastest way to communicate without compute, and its time; an empty name
+            and NaN if no library has the collective.
+        floor_us: The time that no execution undercuts.
     """
 
     fused_us: float
@@ -59,90 +49,124 @@ class Summary:
 
     @property
     def hidden_percent(self) -> float:
-        """How much of the communication's own time disappears behind the compute."""
+        """The percentage of the communication's own time that disappears behind the compute.
+
+        NaN if communication alone was not measured.
+        """
         return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])
 
 
-def is_pair(name: str) -> bool:
-    return " + " in name or name == "unfused"
-
-
-def is_compute(name: str) -> bool:
-    return name.endswith(" alone") and any(word in name for word in _COMPUTE_WORDS)
-
-
-def is_communication(name: str) -> bool:
-    return name.endswith(" alone") and not is_compute(name)
-
-
 def summarise(result: Result) -> Summary:
-    """The summary of one result.
+    """Return the summary of one result.
 
     Raises:
-        ArgumentError: the result lacks a kind of time.
+        ArgumentError: The result lacks a kind of time.
     """
-    medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
 
-    def fastest(kind: Any, what: str) -> tuple[str, float]:
-        chosen = [(time, name) for name, time in medians.items() if kind(name)]
-        if not chosen:
-            raise ArgumentError(
-                f"a benchmark result must have {what} among its times; got {', '.join(medians)}."
-            )
-        time, name = min(chosen)
-        return name, time
+    def fastest(role: str, description: str) -> tuple[str, float]:
+        times = result["times"].items()
+        chosen = [(median_us(time), name) for name, time in times if role_of(name, time)[0] == role]
+        us, name = min(_require(chosen, description, result))
+        return name, us
 
+    # An operator of another package may have a collective that is in no library.
+    has_communication = any(
+        role_of(name, time)[0] == "communication" for name, time in result["times"].items()
+    )
+    times, own = impl_times(result), _require(own_impls(result), "fused", result)
     return Summary(
-        fused_us=medians["fused"] if "fused" in medians else fastest(OURS.__contains__, "fused")[1],
-        unfused=fastest(is_pair, "an unfused pair"),
-        compute=fastest(is_compute, "compute alone"),
-        communication=fastest(is_communication, "communication alone"),
+        fused_us=times["fused"] if "fused" in times else min(times[impl] for impl in own),
+        unfused=fastest("pair", "an unfused pair"),
+        compute=fastest("compute", "compute alone"),
+        communication=(
+            fastest("communication", "communication alone") if has_communication else ("", math.nan)
+        ),
         floor_us=float(result["floor_us"]),
     )
 
 
-def fastest_impl(result: Result, among: Collection[str] = (*OURS, "unfused")) -> tuple[str, float]:
-    """The fastest implementation of a result, which ``impl="auto"`` takes where the tuned table
-    holds it; and its microseconds.
+def _require(values: list[AnyValue], description: str, result: Result) -> list[AnyValue]:
+    """Return the values if there are any.
 
-    Of several that are as fast within 2 %, which is what machines differ by, it is the one that the
-    host enqueues soonest: outside CUDA graphs a program may be as slow as its host.
+    Raises:
+        ArgumentError: There are none.
+    """
+    if not values:
+        names = ", ".join(result["times"])
+        raise ArgumentError(
+            f"a benchmark result must have {description} among its times; got {names}."
+        )
+    return values
+
+
+def median_us(time: Mapping[str, Any]) -> float:
+    """Return the median of a time, in microseconds."""
+    return float(time["median_us"])
+
+
+def names_of_impls(result: Result) -> dict[str, str]:
+    """Return the display name of each implementation's time."""
+    named = {role_of(name, time)[1]: name for name, time in result["times"].items()}
+    return {impl: name for impl, name in named.items() if impl}
+
+
+def impl_times(result: Result) -> dict[str, float]:
+    """Return the microseconds of each implementation of the operator."""
+    return {impl: median_us(result["times"][name]) for impl, name in names_of_impls(result).items()}
+
+
+def own_impls(result: Result) -> list[str]:
+    """Return the implementations that are no pair of a compute step and a collective."""
+    times = result["times"]
+    return [
+        impl
+        for impl, name in names_of_impls(result).items()
+        if role_of(name, times[name])[0] == "ours"
+    ]
+
+
+def fastest_impl(result: Result, among: Collection[str] | None = None) -> tuple[str, float]:
+    """Return the fastest implementation of a result, and its microseconds.
+
+    ``impl="auto"`` takes it where the tuned table holds it. Of several that are as fast within 2 %,
+    which is the difference between machines, it is the one that the host enqueues soonest: outside
+    CUDA graphs a program may be as slow as its host.
 
     Args:
-        among: implementations to choose from, where they were measured.
+        among: Implementations to choose from, where they were measured; None for all.
     """
-    unfused = WHAT_UNFUSED_RUNS[str(result["operator"])]
-    ways = {**{way: way for way in OURS}, "unfused": unfused}
-    medians = {name: float(time["median_us"]) for name, time in result["times"].items()}
-    times = {
-        impl: medians[name] for impl, name in ways.items() if impl in among and name in medians
-    }
+    names, times = names_of_impls(result), impl_times(result)
+    if among is not None:
+        times = {impl: us for impl, us in times.items() if impl in among}
+    # Older results have no times of the host; their implementations are equal in that.
     host = result.get("host_us", {})
     fast = [impl for impl in times if times[impl] <= _AS_FAST * min(times.values())]
-    impl = min(fast, key=lambda each: (host.get(ways[each], 0.0), times[each]))
+    impl = min(fast, key=lambda impl: (host.get(names[impl], 0.0), times[impl]))
     return impl, times[impl]
 
 
 def shape(result: Result) -> str:
-    """``"1 x 8192 x 2048"``: tokens, rows and columns; or what the result calls its shape."""
+    """Return a shape's name, or tokens, rows and columns such as ``"1 x 8192 x 2048"``."""
     return str(
         result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
     )
 
 
 def title(operator: str, result: Result) -> str:
-    """``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``; other
-    operators' results name their shape.
+    """Return a result's title: operator, shape, dtype and ranks.
+
+    An example is ``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``.
     """
-    where = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
+    context = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
+    # Results of a few tokens' products have sizes only.
     if "shape" in result:
-        return f"{operator}: {result['shape']}, {where}"
+        return f"{operator}: {result['shape']}, {context}"
     tokens, rows, columns = result["tokens"], result["rows"], result["columns"]
-    return f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {where}"
+    return f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {context}"
 
 
 def table(operator: str, result: Result) -> Table:
-    """One result, every time of it, for a terminal."""
+    """Return a table of every time of a result, for a terminal."""
     from rich.table import Table
 
     summary = summarise(result)
@@ -151,21 +175,20 @@ def table(operator: str, result: Result) -> Table:
     for heading in ("median us", "p10 - p90 us", "skew us", "fused is"):
         view.add_column(heading, justify="right")
     times: dict[str, Any] = result["times"]
-    order = {
-        name: (name != "fused", not is_pair(name), not is_compute(name), times[name]["median_us"])
-        for name in times
-    }
+    order = {name: _order(name, time) for name, time in times.items()}
     best = {summary.unfused[0], summary.compute[0]}
     for name in sorted(times, key=order.__getitem__):
         time = times[name]
+        is_fused = role_of(name, time)[1] == "fused"
         view.add_row(
             name,
             f"{time['median_us']:.2f}",
             f"{time['p10_us']:.2f} - {time['p90_us']:.2f}",
             f"{time['skew_us']:.2f}",
-            "" if name == "fused" else _against(summary.fused_us, time["median_us"]),
-            style="bold green" if name == "fused" else "bold" if name in best else None,
+            "" if is_fused else _against(summary.fused_us, time["median_us"]),
+            style="bold green" if is_fused else "bold" if name in best else None,
         )
+    # Work that depends on no gradient can run before the pass, and is no part of its time.
     for name, time in result.get("before", {}).items():
         view.add_row(
             f"{name}, not in any of these", f"{time['median_us']:.2f}", "", "", "", style="dim"
@@ -178,9 +201,10 @@ def table(operator: str, result: Result) -> Table:
         _against(summary.fused_us, summary.floor_us),
         style="dim",
     )
+    hidden = f"{summary.hidden_percent:.0f} % of the communication hidden; "
     view.caption = (
-        f"{summary.hidden_percent:.0f} % of the communication hidden; relative error "
-        f"{result['relative_error']:.1e}; "
+        ("" if math.isnan(summary.hidden_percent) else hidden)
+        + f"relative error {result['relative_error']:.1e}; "
         + (f"configuration {result['config']}; " if result["config"] else "")
         + f"impl='auto' runs {result['auto']} here"
     )
@@ -190,8 +214,14 @@ def table(operator: str, result: Result) -> Table:
     return view
 
 
+def _order(name: str, time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
+    """Return the sort key of a time: the fused kernel, pairs, compute, the others."""
+    role, impl = role_of(name, time)
+    return impl != "fused", role != "pair", role != "compute", median_us(time)
+
+
 def study_table(operator: str, result: Result) -> Table:
-    """Time against occupancy, in both orders, for a terminal."""
+    """Return a table of time against occupancy, in each order, for a terminal."""
     from rich.table import Table
 
     view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
@@ -211,7 +241,7 @@ def study_table(operator: str, result: Result) -> Table:
 
 
 def transports_table(operator: str, result: Result) -> Table:
-    """Every way to carry a product to its ranks, with the kernels that it runs, for a terminal."""
+    """Return a table of every way to carry a product to its ranks, with its kernels."""
     from rich.table import Table
 
     view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
@@ -227,11 +257,12 @@ def transports_table(operator: str, result: Result) -> Table:
         )
     alone = result["ways"]["cuBLAS alone"]["median_us"]
     for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
+        is_part = role_of(name, way)[0] in ("compute", "communication")
         view.add_row(
             name,
             f"{way['median_us']:.1f}",
             f"{way['p10_us']:.1f} - {way['p90_us']:.1f}",
-            "" if name.endswith(" alone") else f"{way['median_us'] - alone:+.1f}",
+            "" if is_part else f"{way['median_us'] - alone:+.1f}",
             "\n".join(
                 f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, "
                 f"{kernel['each_call']:g} x {kernel['median_us']:.1f}"
@@ -243,8 +274,7 @@ def transports_table(operator: str, result: Result) -> Table:
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
-    """All results of several files as one Markdown table, with a line on each machine; for README
-    and documentation.
+    """Return all results of several files as one Markdown table, with a line on each machine.
 
     Operators with several implementations are shown by the fastest one that is not the unfused
     pair.
@@ -252,34 +282,33 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     documents = list(documents)
     lines, machines, named = [], [], False
     several = any(
-        way in result["times"]
+        impl != "fused"
         for document in documents
         for result in document["results"]
-        for way in OURS[1:]
+        for impl in own_impls(result)
     )
     ours = "Interlace" if several else "fused"
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
+        # Files of one machine share its line.
         if machine not in machines:
             machines.append(machine)
         for result in document["results"]:
-            summary, (impl, impl_us), (own, own_us) = (
-                summarise(result),
-                fastest_impl(result),
-                fastest_impl(result, OURS),
-            )
+            summary = summarise(result)
+            impl, impl_us = fastest_impl(result)
+            ours_impl, ours_us = fastest_impl(result, own_impls(result))
             named = named or "shape" in result
             cells = [
                 shape(result),
                 str(result["world_size"]),
                 str(result["dtype"]),
-                f"**{own_us:.1f}**" + (f" ({own})" if several else ""),
+                f"**{ours_us:.1f}**" + (f" ({ours_impl})" if several else ""),
                 f"{summary.unfused[1]:.1f} ({summary.unfused[0]})",
-                _against(own_us, summary.unfused[1]),
+                _against(ours_us, summary.unfused[1]),
                 f"{summary.compute[1]:.1f}",
-                f"{own_us / summary.compute[1]:.2f}",
+                f"{ours_us / summary.compute[1]:.2f}",
                 f"{summary.floor_us:.1f}",
-                impl if impl == own else f"{impl}, {impl_us:.1f}",
+                impl if impl == ours_impl else f"{impl}, {impl_us:.1f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     heading = [
@@ -292,7 +321,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
 
 
 def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
-    """One line on where results come from."""
+    """Return one line on the machine that results come from."""
     gpus = machine.get("gpus") or []
     names = sorted(set(gpus))
     parts = [f"{gpus.count(name)} x {name}" for name in names] or ["no GPU"]
@@ -308,9 +337,9 @@ def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
 
 
 def _against(fused_us: float, other_us: float) -> str:
-    """``"-41 %"``: fused time relative to another."""
+    """Return the fused time relative to another one, as ``"-41 %"``."""
     return f"{100 * (fused_us / other_us - 1):+.0f} %" if other_us else ""
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,6 +1,4 @@
-"""Timing on all ranks of a group, of calls in CUDA graphs and of steps from the host: the slowest
-rank, how far ranks are apart.
-"""
+"""Timing on all ranks of a group: of calls in CUDA graphs, and of steps from the host."""
 
 from __future__ import annotations
 
@@ -20,13 +18,14 @@ _SLEEP_CYCLES = 2_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one call in microseconds; each sample is the slowest rank's, where calls are in a
-    graph their mean.
+    """Times of one call in microseconds.
+
+    Each sample is the slowest rank's, and the mean of a graph's calls.
 
     Attributes:
-        median_us, p10_us, p90_us: over the samples.
-        skew_us: median over samples of slowest minus fastest rank.
-        samples: how many.
+        median_us, p10_us, p90_us: Median and percentiles over the samples.
+        skew_us: Median over samples of slowest minus fastest rank.
+        samples: Number of samples.
     """
 
     median_us: float
@@ -56,18 +55,20 @@ def measure(
         BackendError: ranks share a GPU.
     """
     group_of(group).require_own_gpus("a measurement")
+    # The first calls compile kernels and exchange addresses, which no graph can capture.
     for i in range(3):
         call(i)
     probe = torch.tensor(
         _elapsed_us(lambda: [call(i) for i in range(period)], group) / period, device="cuda"
     )
-    # All ranks must capture equally many calls
+    # All ranks must capture equally many calls, since calls wait for one another.
     dist.all_reduce(probe, op=dist.ReduceOp.MAX, group=group)
     calls = period * max(1, round(graph_us / max(probe.item(), 1.0) / period))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(calls):
             call(i)
+    # The first replay uploads the graph.
     graph.replay()
     return _of_all_ranks([_elapsed_us(graph.replay, group) / calls for _ in range(samples)], group)
 
@@ -75,8 +76,7 @@ def measure(
 def measure_step(
     step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None
 ) -> Timing:
-    """Time ``step()`` as a program runs it, kernel by kernel from the host, on every rank of
-    ``group`` at once.
+    """Time ``step()`` as a program runs it, kernel by kernel, on every rank of ``group`` at once.
 
     It runs ten times untimed, until memory comes again at the same addresses, and then ``samples``
     times, each of which starts as in :func:`measure`. What the host takes beyond the GPU's sleep of
@@ -86,6 +86,7 @@ def measure_step(
         BackendError: ranks share a GPU.
     """
     group_of(group).require_own_gpus("a measurement")
+    # The caching allocator and other lazy parts settle within ten steps.
     for _ in range(10):
         step()
     return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)
@@ -99,8 +100,7 @@ def host_us(
     samples: int = 5,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Microseconds that the host takes for ``call(i)``, whose kernels are enqueued and not awaited:
-    the slowest rank's median.
+    """Return the microseconds that the host takes to enqueue ``call(i)``: the slowest median.
 
     A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
 
@@ -127,18 +127,19 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _of_all_ranks(times_us: list[float], group: dist.ProcessGroup | None) -> Timing:
-    mine = torch.tensor(times_us, device="cuda")
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group=group)
+    times = torch.tensor(times_us, device="cuda")
+    ranks = [torch.empty_like(times) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, times, group=group)
     return summarise(torch.stack(ranks).tolist())
 
 
 def _elapsed_us(run: Callable[[], object], group: dist.ProcessGroup | None) -> float:
-    """Time of ``run`` on this rank's GPU."""
+    """Return the time of ``run`` on this rank's GPU, in microseconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     meeting = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     dist.barrier(group)
+    # The GPUs sleep while the hosts enqueue everything, and then meet in the all-reduce.
     torch.cuda._sleep(_SLEEP_CYCLES)
     dist.all_reduce(meeting, group=group)
     start.record()
@@ -149,7 +150,7 @@ def _elapsed_us(run: Callable[[], object], group: dist.ProcessGroup | None) -> f
 
 
 def summarise(times_us: list[list[float]]) -> Timing:
-    """``times_us[rank][sample]`` -> the slowest rank's statistics."""
+    """Return the slowest rank's statistics of ``times_us[rank][sample]``."""
     slowest = [max(sample) for sample in zip(*times_us, strict=True)]
     skew = [max(sample) - min(sample) for sample in zip(*times_us, strict=True)]
     ordered = sorted(slowest)

@@ -1,5 +1,6 @@
-"""What carries a product's rows to their ranks, way by way: its time, the kernels that run, the
-processors that they take.
+"""Comparison of everything that carries a product's rows to their ranks.
+
+Each way is timed, and its kernels are listed with the processors that they take.
 
 *SM stores* and *tile stores* are the fused kernel's own, ordinary or by copies out of shared
 memory; *mapped*, cuBLAS's ordinary stores; *copy engines*, after each part of cuBLAS's product, or
@@ -20,19 +21,10 @@ from typing import Any
 
 import torch
 
-from interlace.bench.products import (
-    Case,
-    Shape,
-    Step,
-    check,
-    check_carried,
-    collectives,
-    mapped,
-    pairs,
-    split,
-    timed,
-    triggered,
-)
+from interlace.bench import stock_pairs
+from interlace.bench.benchmark import Step, Way
+from interlace.bench.carriers import carriers
+from interlace.bench.products import Case, Shape, check_ways
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import Operands
@@ -70,28 +62,27 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     """
     case = Case(shape)
     chosen = config or case.choice.config
-    error = check(case, chosen)
-    ways: dict[str, Step] = {"fused, tile stores": lambda i: case.call(i, "fused", chosen)}
-    ours = {"fused, SM stores": _sm_stores(case, chosen)} | mapped(case) | split(case)
-    for pieces in _PIECES:
-        if shape.rows // case.owner.world_size % pieces == 0:
-            ours |= triggered(case, chosen, pieces)
-    for name, step in ours.items():
-        if not name.endswith(" alone"):
-            check_carried(case, name, step)
-    ways |= ours | pairs(case)
-    ways |= {f"{name} alone": step for name, step in collectives(case).items()}
-    ways |= {"cuBLAS alone": case.multiply, "cuBLAS beside NCCL, independent": _beside(case)}
-    # All are timed before any is profiled: a profiler, once it has been there, may slow down what
-    # comes later.
-    timings = {name: timed(case, step) for name, step in ways.items()}
-    measured = {
-        name: {
-            **dataclasses.asdict(timings[name]),
-            "kernels": [dataclasses.asdict(kernel) for kernel in _profile(case, step)],
-        }
-        for name, step in ways.items()
-    }
+    error = case.check(chosen)
+    rows = shape.rows // case.owner.world_size
+    pieces = tuple(count for count in _PIECES if rows % count == 0)
+    ours = [
+        Way("fused, SM stores", "ours", _sm_stores(case, chosen)),
+        *carriers(case, chosen, pieces),
+    ]
+    check_ways(case, ours)
+    ways = [
+        Way("fused, tile stores", "ours", lambda i: case.call(i, "fused", chosen), "fused"),
+        *ours,
+        *stock_pairs.pairs(case),
+        *stock_pairs.collectives_alone(case),
+        Way("cuBLAS alone", "compute", case.multiply),
+        Way("cuBLAS beside NCCL, independent", "pair", _beside(case)),
+    ]
+    # All are timed before any is profiled: a profiler, once it has run, may slow down later calls.
+    times = case.time(ways)
+    for way in ways:
+        kernels_of_way = _profile(case, way.call)
+        times[way.name]["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels_of_way]
     return {
         "operator": shape.operator,
         "shape": str(shape),
@@ -99,14 +90,12 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
         "world_size": case.owner.world_size,
         "config": str(chosen),
         "relative_error": error,
-        "ways": measured,
+        "ways": times,
     }
 
 
 def _sm_stores(case: Case, config: GemmConfig) -> Step:
-    """The fused kernel with ordinary stores to peers, where it would have copies out of shared
-    memory.
-    """
+    """Return the fused kernel with ordinary stores to peers instead of copies of tiles."""
     owner, shape, ranks = case.owner, case.shape, case.owner.world_size
     mark = owner.agree(shape.operator, transport="SM stores", shape=str(shape), config=str(config))
     sets = [Operands(x, w, None, None, None, shape.dtype).for_kernel() for x, w in case.sets]
@@ -114,9 +103,14 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
 
     def scatter(i: int) -> torch.Tensor:
         y = case.product.new_empty([rows, stride])
-        how = GemmReduceScatterConfig.parse(str(config)), mark
         launch = reduce_scatter.prepare(
-            owner, sets[i % len(sets)], [rows] * ranks, y, *how, tile_stores=False
+            owner,
+            sets[i % len(sets)],
+            [rows] * ranks,
+            y,
+            GemmReduceScatterConfig.parse(str(config)),
+            mark,
+            tile_stores=False,
         )
         with owner.running():
             launch()
@@ -124,15 +118,16 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
 
     def send(i: int) -> torch.Tensor:
         output = owner.outputs.take(shape.rows * stride * shape.dtype.itemsize)
-        how = (
+        launch = all_to_all.prepare(
+            owner,
+            sets[i % len(sets)],
+            [[rows] * ranks] * ranks,
             GemmAllToAllConfig.parse(str(config)),
             mark,
             output.address,
             output.buffer_bytes,
             output.index,
-        )
-        launch = all_to_all.prepare(
-            owner, sets[i % len(sets)], [[rows] * ranks] * ranks, *how, tile_stores=False
+            tile_stores=False,
         )
         with owner.running():
             launch()
@@ -143,8 +138,9 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
 
 def _beside(case: Case) -> Step:
     side = torch.cuda.Stream() if case.owner.backend == "cuda" else None
-    collective = collectives(case)["NCCL"]
-    apart = torch.empty_like(case.product)  # the collective reads and writes the case's own
+    collective = stock_pairs.collectives(case)["NCCL"]
+    # The collective reads and writes the case's memory, so the product has memory of its own.
+    independent = torch.empty_like(case.product)
 
     def call(i: int) -> None:
         x, w = case.sets[i % len(case.sets)]
@@ -154,7 +150,7 @@ def _beside(case: Case) -> Step:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 collective(i)
-        torch.mm(x, w.T, out=apart)
+        torch.mm(x, w.T, out=independent)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
 
@@ -165,8 +161,9 @@ def _beside(case: Case) -> Step:
 
 
 def _profile(case: Case, step: Step) -> list[Kernel]:
-    """The kernels of a call on this rank, those that take longest first; none on the CPU, or if the
-    profiler may not look.
+    """Return the kernels of a call on this rank, those that take longest first.
+
+    There are none on the CPU, or if the profiler may not look.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -185,17 +182,18 @@ def _profile(case: Case, step: Step) -> list[Kernel]:
 
 
 def kernels(events: Iterable[Mapping[str, Any]], calls: int) -> list[Kernel]:
-    """Kernels of a Chrome trace of ``calls`` calls, those that take longest first; copies of the
-    copy engines have no blocks.
+    """Return the kernels of a Chrome trace of ``calls`` calls, those that take longest first.
+
+    Copies by copy engines have no blocks.
     """
-    found: dict[tuple[str, int], list[float]] = {}
+    durations: dict[tuple[str, int], list[float]] = {}
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy"):
             blocks = math.prod(event.get("args", {}).get("grid", [0]))
-            found.setdefault((str(event["name"])[:60], blocks), []).append(float(event["dur"]))
+            durations.setdefault((str(event["name"])[:60], blocks), []).append(float(event["dur"]))
     listed = [
         Kernel(name, blocks, round(statistics.median(times), 2), round(len(times) / calls, 2))
-        for (name, blocks), times in found.items()
+        for (name, blocks), times in durations.items()
     ]
     return sorted(listed, key=lambda kernel: -kernel.median_us * kernel.each_call)
 

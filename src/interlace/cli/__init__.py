@@ -1,4 +1,4 @@
-"""The command line: ``interlace doctor | demo | bench | tune | sim``.
+"""The command line: ``interlace doctor | demo | soak | bench | tune | sim``.
 
 Ranks import ``interlace.cli.demo_ranks`` and ``interlace.cli.bench_ranks``: nothing here may import
 Typer or Rich by itself.

@@ -1,4 +1,4 @@
-"""``interlace bench gemv_all_reduce`` and ``interlace tune gemv_all_reduce``."""
+"""The parts that ``interlace bench`` and ``interlace tune`` share between operators."""
 
 from __future__ import annotations
 
@@ -12,95 +12,80 @@ from rich.table import Table
 from interlace import tuning
 from interlace.bench import report
 from interlace.cli import tuned
-from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
+from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError
 
-OPERATOR = "gemv_all_reduce"
-SHAPES = (
-    "8192x2048",
-    "8192x7168",
-    "8192x8192",
-    "16384x4096",
-    "12288x12288",
-    "4096x4096",
-    "5120x3456",
-)
 DTYPES = ("bfloat16", "float16", "float32")
 _MAX_RANKS = 8
-
-
-def run(
-    tokens: str,
-    shapes: list[str] | None,
-    world_size: int | None,
-    dtype: str,
-    json_file: Path | None,
-    tune: bool,
-) -> None:
-    """Measure every shape at every number of tokens; tables on the terminal, everything in
-    ``json_file``.
-    """
-    document = _measure("bench", tokens, shapes, world_size, dtype, tune, json_file)
-    show(document, OPERATOR, json_file)
 
 
 def show(
     document: dict[str, Any],
     operator: str,
-    json_file: Path | None,
+    outputs: Outputs,
     table: Callable[[str, Any], Table] = report.table,
 ) -> None:
-    """Every result as a table on the terminal."""
+    """Print every result as a table on the terminal."""
     console = make_console()
     for result in document["results"]:
         console.print(table(operator, result))
         console.print()
     console.print(report.machine_line(document["machine"], document["date"]))
-    if json_file is not None:
-        console.print(f"All numbers: {json_file}")
-
-
-def run_tune(
-    tokens: str,
-    shapes: list[str] | None,
-    world_size: int | None,
-    dtype: str,
-    table: Path,
-    json_file: Path | None,
-) -> None:
-    """Find the best configuration of every shape and put it in the tuned table; all times of these
-    in ``json_file``.
-    """
-    old = tuned.read(table, OPERATOR)  # before minutes are spent
-    document = _measure("tune", tokens, shapes, world_size, dtype, True, json_file)
-    write_table(document, old, OPERATOR, table)
+    outputs.say_written(console, "All numbers")
 
 
 def write_table(
-    document: dict[str, Any], old: dict[str, Any] | None, operator: str, table: Path
+    document: dict[str, Any], old_table: dict[str, Any] | None, operator: str, outputs: Outputs
 ) -> None:
-    """Put the document's results into the tuned table ``table``, whose contents so far are ``old``,
-    and say what they are.
+    """Put the document's results into the tuned table and print them.
+
+    Args:
+        document: what :func:`measure_on_gpus` returned.
+        old_table: the contents of the table before; None if there was none.
+        operator: the operator's name.
+        outputs: the files of the command, of which ``table`` is extended.
     """
     entries = [tuned.entry(result) for result in document["results"]]
     console = make_console()
     for entry, result in zip(entries, document["results"], strict=True):
+        fused = f"fused {entry['fused_us']} us ({entry['config']}), " if "fused_us" in entry else ""
         console.print(
-            f"{report.shape(result)}: {entry['impl']}; fused {entry['fused_us']} us "
-            f"({entry['config']}), {entry['unfused']} {entry['unfused_us']} us"
+            f"{report.shape(result)}: {entry['impl']}; {fused}"
+            f"{entry['unfused']} {entry['unfused_us']} us"
         )
-    write_json(table, tuned.merge(old, operator, document["machine"], entries))
-    console.print(f"Tuned table: {table}")
+    outputs.write_table(lambda: tuned.merge(old_table, operator, document["machine"], entries))
+    assert outputs.table is not None
+    console.print(f"Tuned table: {outputs.table}")
     if document["machine"]["gpus"]:
         name = tuning.file_name(operator, document["machine"]["gpus"][0])
-        if table.name != name:
+        if outputs.table.name != name:
             console.print(
                 f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim"
             )
 
 
+def read_table(outputs: Outputs, operator: str) -> dict[str, Any] | None:
+    """Return the tuned table that is to be extended; None if there is none yet.
+
+    Commands call it before they measure for minutes.
+    """
+    assert outputs.table is not None
+    return tuned.read(outputs.table, operator)
+
+
+def require_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
+    """Refuse a dtype that cannot be measured.
+
+    Raises:
+        ArgumentError: ``dtype`` is not known.
+    """
+    if dtype not in known:
+        raise ArgumentError(f"--dtype must be one of {', '.join(known)}; got {dtype!r}.")
+
+
 def read_document(file: Path) -> dict[str, Any]:
-    """A file that ``interlace bench --json`` wrote.
+    """Read a file that ``interlace bench --json`` wrote.
 
     Raises:
         ArgumentError: it is not one.
@@ -118,68 +103,25 @@ def read_document(file: Path) -> dict[str, Any]:
     return document
 
 
-def parse_tokens(text: str) -> list[int]:
-    """``"1,2,4"`` -> ``[1, 2, 4]``."""
-    try:
-        tokens = [int(part) for part in text.split(",")]
-    except ValueError:
-        tokens = [0]
-    if min(tokens) < 1:
-        raise ArgumentError(
-            f"--tokens must be positive numbers separated by commas; got {text!r}. Say --tokens "
-            "1,2,4."
-        )
-    return tokens
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """``"8192x2048"`` -> ``(8192, 2048)``: N and K/R, of one rank's weight."""
-    rows, _, columns = text.lower().partition("x")
-    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise ArgumentError(
-            f"--shape must be NxK, the sizes of one rank's weight; got {text!r}. Say --shape "
-            "8192x2048."
-        )
-    return int(rows), int(columns)
-
-
-def _measure(
-    command: str,
-    tokens: str,
-    shapes: list[str] | None,
-    world_size: int | None,
-    dtype: str,
-    tune: bool,
-    json_file: Path | None,
-) -> dict[str, Any]:
-    """Run the ranks; the document that ``--json`` writes, which grows shape by shape."""
-    sizes = [parse_shape(shape) for shape in shapes or SHAPES]
-    counts = parse_tokens(tokens)
-    if dtype not in DTYPES:
-        raise ArgumentError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    work = [(count, rows, columns) for rows, columns in sizes for count in counts]
-    from interlace.cli.bench_ranks import run_rank
-
-    what = f"{'Tuning' if tune else 'Measuring'} {OPERATOR}"
-    return measure_on_gpus(command, what, work, run_rank, (dtype, tune), world_size, json_file)
-
-
 def measure_on_gpus(
     command: str,
-    what: str,
+    title: str,
     work: Sequence[Any],
     worker: Callable[..., list[dict[str, Any]]],
     more: tuple[Any, ...],
     world_size: int | None,
-    json_file: Path | None,
+    outputs: Outputs,
 ) -> dict[str, Any]:
-    """Run ``worker(folder, work, *more, header, file)`` on every rank; the document of its results.
+    """Run ``worker(folder, work, *more, header, file)`` on every rank; return its results.
+
+    The returned document is what ``--json`` writes, which grows shape by shape.
 
     Raises:
         BackendError: there are no GPUs, or fewer than ranks.
     """
     import torch
 
+    # Refuse before processes start.
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise BackendError(
@@ -198,15 +140,12 @@ def measure_on_gpus(
     from interlace.cli import machine
 
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
-    if json_file is not None:
-        write_json(
-            json_file, {**header, "results": []}
-        )  # before minutes are spent: it can be written
-    file = None if json_file is None else str(json_file.absolute())
-    title = f"{what} on {world_size} GPUs"
+    # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
+    outputs.write_json(lambda: {**header, "results": []})
+    file = None if outputs.json is None else str(outputs.json.absolute())
     ranks = run_ranks(
         make_console(),
-        title,
+        f"{title} on {world_size} GPUs",
         len(work),
         worker,
         world_size,
@@ -217,6 +156,5 @@ def measure_on_gpus(
         backend="cuda",
     )
     document = {**header, "results": ranks[0]}
-    if json_file is not None:
-        write_json(json_file, document)
+    outputs.write_json(lambda: document)
     return document

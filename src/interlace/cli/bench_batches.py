@@ -1,49 +1,82 @@
-"""``interlace bench`` and ``interlace tune`` of batches of products before and after an all-to-all."""
+"""``interlace bench`` and ``interlace tune`` of batches of products with an all-to-all."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Annotated, Any
 
-from interlace.cli import bench, tuned
+import typer
+
+from interlace.bench.batches import CASES
+from interlace.cli import bench
 from interlace.cli.bench_products import parse_work
 from interlace.cli.bench_ranks import run_batch_rank
+from interlace.cli.operator_commands import title_of
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile
+from interlace.cli.outputs import Outputs
+from interlace.registry import Operator
 
-# A rank's experts of two layers, forward and backward: Mixtral's 8 of 4096 x 14336 on 4 ranks, and
-# 64 of 2048 x 1408.
-SHAPES = {
-    "bmm_all_to_all": ("2x5120x4096x14336", "2x5120x4096x28672", "16x1920x2048x1408"),
-    "all_to_all_bmm": ("2x5120x28672x4096", "2x5120x14336x4096", "16x1920x2816x2048"),
-}
-_SIZES = "BxMxNxK", "products"
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="BxMxNxK",
+        help="One rank's products, say 2x512x4096x1408; several times. \\[default: three]",
+    ),
+]
 
 
-def run(
-    operator: str,
+def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add an operator's commands."""
+    title = title_of(operator)
+
+    @bench_app.command(
+        operator.name,
+        help=f"{title}, as of experts: fused, the unfused pair, each alone, and the floor.",
+    )
+    def bench_operator(
+        shape: Shapes = None,
+        world_size: Ranks = None,
+        dtype: HalfDtype = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        outputs = Outputs(json=json_file)
+        document = _measure("bench", operator, shape, world_size, dtype, outputs)
+        bench.show(document, operator.name, outputs)
+
+    @tune_app.command(
+        operator.name,
+        help=f"{title}: measure each shape and write to the tuned table which way is the fastest.",
+    )
+    def tune_operator(
+        table: TableFile,
+        shape: Shapes = None,
+        world_size: Ranks = None,
+        dtype: HalfDtype = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        outputs = Outputs(json=json_file, table=table)
+        old_table = bench.read_table(outputs, operator.name)
+        document = _measure("tune", operator, shape, world_size, dtype, outputs)
+        bench.write_table(document, old_table, operator.name, outputs)
+
+
+def _measure(
+    command: str,
+    operator: Operator,
     shapes: list[str] | None,
     world_size: int | None,
     dtype: str,
-    json_file: Path | None,
-) -> None:
-    """Measure every shape; tables on the terminal, everything in ``json_file``."""
-    work = parse_work(operator, shapes or SHAPES[operator], dtype, *_SIZES)
-    document = bench.measure_on_gpus(
-        "bench", f"Measuring {operator}", work, run_batch_rank, (dtype,), world_size, json_file
+    outputs: Outputs,
+) -> dict[str, Any]:
+    """Measure every shape."""
+    shapes = shapes or list(CASES[operator.pattern].default_shapes)
+    work = parse_work(operator.name, shapes, dtype, "BxMxNxK", "products")
+    return bench.measure_on_gpus(
+        command,
+        f"Measuring {operator.name}",
+        work,
+        run_batch_rank,
+        (dtype,),
+        world_size,
+        outputs,
     )
-    bench.show(document, operator, json_file)
-
-
-def run_tune(
-    operator: str,
-    shapes: list[str] | None,
-    world_size: int | None,
-    dtype: str,
-    table: Path,
-    json_file: Path | None,
-) -> None:
-    """The same, and put the fastest way of each shape in the tuned table."""
-    old = tuned.read(table, operator)  # before minutes are spent
-    work = parse_work(operator, shapes or SHAPES[operator], dtype, *_SIZES)
-    document = bench.measure_on_gpus(
-        "tune", f"Measuring {operator}", work, run_batch_rank, (dtype,), world_size, json_file
-    )
-    bench.write_table(document, old, operator, table)

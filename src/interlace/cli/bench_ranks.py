@@ -1,8 +1,14 @@
-"""What each rank of ``interlace bench`` and ``interlace tune`` does."""
+"""The work of each rank of ``interlace bench`` and ``interlace tune``.
+
+Every function here is called as ``worker(folder, work, *more, header, file)`` on every rank. After
+each shape rank 0 writes ``header`` and the results so far to ``file``, so a long run that is cut
+off is not lost; every rank advances the progress bar by a step.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,112 +18,100 @@ import torch.distributed as dist
 from interlace.cli.ranks import advance
 from interlace.errors import BackendError
 
+Result = dict[str, Any]
+
 
 def run_rank(
     folder: str,
     shapes: list[tuple[int, int, int]],
     dtype: str,
     tune: bool,
-    header: dict[str, Any],
+    header: Result,
     file: str | None,
-) -> list[dict[str, Any]]:
-    """Benchmark every ``(tokens, rows, columns)``, each with its best configuration if ``tune``;
-    advances once a shape.
-
-    After each shape, rank 0 writes ``header`` and the results so far to ``file``: a long run that
-    is cut off is not lost.
-    """
+) -> list[Result]:
+    """Benchmark every ``(tokens, rows, columns)``, with its best configuration if ``tune``."""
     from interlace.bench import gemv_all_reduce as operator
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 
-    results = []
-    for tokens, rows, columns in shapes:
-        shape = operator.Shape(tokens, rows, columns, getattr(torch, dtype))
+    def measure(sizes: tuple[int, int, int]) -> list[Result]:
+        shape = operator.Shape(*sizes, getattr(torch, dtype))
         config = None
         if tune:
-            found = operator.tune(shape)
-            if not found:
-                raise BackendError(
-                    f"gemv_all_reduce {shape}: some configuration must run and be right; none did "
-                    "on this GPU."
-                )
-            config = GemvAllReduceConfig.parse(found[0][1])
-        results.append(operator.bench(shape, config))
-        _keep(results, header, file)
-        advance(folder)
-    return results
+            config = GemvAllReduceConfig.parse(
+                _best(operator.OPERATOR, shape, operator.tune(shape))
+            )
+        return [operator.bench(shape, config)]
+
+    return _measure_all(shapes, measure, folder, header, file)
 
 
 def run_embedding_rank(
     folder: str,
-    shapes: list[dict[str, Any]],
+    shapes: list[Result],
     dtype: str,
     kind: str,
-    header: dict[str, Any],
+    header: Result,
     file: str | None,
-) -> list[dict[str, Any]]:
-    """The same for ``embedding_all_to_all`` and shapes by name; ``dtype`` is that of shapes that
-    name none.
+) -> list[Result]:
+    """Benchmark pooled embeddings of every shape.
 
     Args:
+        folder: Folder in which progress is written.
+        shapes: Sizes by name; a shape may name its own dtype.
+        dtype: Dtype of the other shapes.
         kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions, in the forward's
             result) or ``"study"``.
+        header: Entries of the file besides results.
+        file: File for the results so far, on rank 0.
     """
     from interlace.bench import embedding_all_to_all as operator
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
 
-    results: list[dict[str, Any]] = []
-    for each in shapes:
-        shape = operator.Shape(**{**each, "dtype": getattr(torch, each.get("dtype", dtype))})
+    def measure(sizes: Result) -> list[Result]:
+        shape = operator.Shape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
         if kind == "study":
-            results.append(operator.study(shape))
-        elif kind == "tune":
-            ((_, config),) = operator.tune(shape)
-            results.append(operator.bench(shape, EmbeddingAllToAllConfig.parse(config)))
-        else:
-            results.append(operator.bench(shape, backwards=kind == "backward"))
-        torch.cuda.empty_cache()  # the next shape's tables fill the GPU again
-        _keep(results, header, file)
-        advance(folder)
-    return results
+            return [operator.study(shape)]
+        if kind == "tune":
+            config = _best(operator.OPERATOR, shape, operator.tune(shape))
+            return [operator.bench(shape, EmbeddingAllToAllConfig.parse(config))]
+        return [operator.bench(shape, backwards=kind == "backward")]
+
+    return _measure_all(shapes, measure, folder, header, file)
 
 
 def run_experts_rank(
     folder: str,
-    shapes: list[dict[str, Any]],
+    shapes: list[Result],
     dtype: str,
     part: str,
     config: str,
-    header: dict[str, Any],
+    header: Result,
     file: str | None,
-) -> list[dict[str, Any]]:
-    """The same for ``mixture_of_experts``, with ``config`` if it is not empty.
+) -> list[Result]:
+    """Benchmark a mixture of experts of every shape.
 
     Args:
-        part: one of ``PARTS``, ``"all"``, or ``"tune"``: then the forward part with the best
+        folder: Folder in which progress is written.
+        shapes: Sizes by name.
+        dtype: Dtype of all shapes.
+        part: A part of the layer, ``"all"``, or ``"tune"``: then the forward part with the best
             configuration.
+        config: The configuration; empty for the default one.
+        header: Entries of the file besides results.
+        file: File for the results so far, on rank 0.
     """
     from interlace.bench import mixture_of_experts as operator
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
-    results: list[dict[str, Any]] = []
-    for each in shapes:
-        shape = operator.Shape(**{**each, "dtype": getattr(torch, dtype)})
-        if part == "tune":
-            found = operator.tune(shape)
-            if not found:
-                raise BackendError(
-                    f"mixture_of_experts {shape}: some configuration must run and be right; none "
-                    "did on this GPU."
-                )
-            config = found[0][1]
-        chosen = MixtureOfExpertsConfig.parse(config) if config else None
-        parts = {"all": operator.PARTS, "tune": ("forward",)}.get(part, (part,))
-        results += operator.bench(shape, chosen, parts=parts)
-        torch.cuda.empty_cache()
-        _keep(results, header, file)
-        advance(folder)
-    return results
+    parts = {"all": operator.PARTS, "tune": ("forward",)}.get(part, (part,))
+
+    def measure(sizes: Result) -> list[Result]:
+        shape = operator.Shape(**{**sizes, "dtype": getattr(torch, dtype)})
+        text = _best(operator.OPERATOR, shape, operator.tune(shape)) if part == "tune" else config
+        chosen = MixtureOfExpertsConfig.parse(text) if text else None
+        return operator.bench(shape, chosen, parts=parts)
+
+    return _measure_all(shapes, measure, folder, header, file)
 
 
 def run_product_rank(
@@ -125,55 +119,77 @@ def run_product_rank(
     shapes: list[tuple[str, int, int, int]],
     dtype: str,
     kind: str,
-    header: dict[str, Any],
+    header: Result,
     file: str | None,
-) -> list[dict[str, Any]]:
-    """The same for the operators around a product: ``(operator, M, N, K)``.
+) -> list[Result]:
+    """Benchmark every ``(operator, M, N, K)`` of the operators around a product.
 
     Args:
+        folder: Folder in which progress is written.
+        shapes: Operators and sizes.
+        dtype: Dtype of all shapes.
         kind: ``"bench"``, ``"tune"`` (then benchmarked with the best configuration) or
             ``"transports"``.
+        header: Entries of the file besides results.
+        file: File for the results so far, on rank 0.
     """
     from interlace.bench import products, transports
 
-    results: list[dict[str, Any]] = []
-    for operator, rows, columns, inner in shapes:
-        shape = products.Shape(operator, rows, columns, inner, getattr(torch, dtype))
+    def measure(work: tuple[str, int, int, int]) -> list[Result]:
+        shape = products.Shape(*work, getattr(torch, dtype))
         if kind == "transports":
-            results.append(transports.compare(shape))
-        else:
-            results.append(products.bench(shape, products.tune(shape) if kind == "tune" else None))
-        torch.cuda.empty_cache()
-        _keep(results, header, file)
-        advance(folder)
-    return results
+            return [transports.compare(shape)]
+        return [products.bench(shape, products.tune(shape) if kind == "tune" else None)]
+
+    return _measure_all(shapes, measure, folder, header, file)
 
 
 def run_batch_rank(
     folder: str,
     shapes: list[tuple[str, int, int, int, int]],
     dtype: str,
-    header: dict[str, Any],
+    header: Result,
     file: str | None,
-) -> list[dict[str, Any]]:
-    """The same for batches of products before or after an all-to-all: ``(operator, B, M, N, K)``."""
+) -> list[Result]:
+    """Benchmark every ``(operator, B, M, N, K)`` of the operators on batches of products."""
     from interlace.bench import batches
 
-    results: list[dict[str, Any]] = []
-    for operator, count, rows, columns, inner in shapes:
-        results.append(
-            batches.bench(
-                batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
-            )
-        )
+    def measure(work: tuple[str, int, int, int, int]) -> list[Result]:
+        operator, count, rows, columns, inner = work
+        shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
+        return [batches.bench(shape)]
+
+    return _measure_all(shapes, measure, folder, header, file)
+
+
+def _measure_all(
+    work: Iterable[Any],
+    measure: Callable[[Any], list[Result]],
+    folder: str,
+    header: Result,
+    file: str | None,
+) -> list[Result]:
+    """Measure one shape after the other; return all results."""
+    results: list[Result] = []
+    for sizes in work:
+        results += measure(sizes)
+        # The next shape's operands may need all of the GPU's memory.
         torch.cuda.empty_cache()
-        _keep(results, header, file)
+        if file is not None and dist.get_rank() == 0:
+            document = {**header, "results": results}
+            Path(file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         advance(folder)
     return results
 
 
-def _keep(results: list[dict[str, Any]], header: dict[str, Any], file: str | None) -> None:
-    if file is not None and dist.get_rank() == 0:
-        Path(file).write_text(
-            json.dumps({**header, "results": results}, indent=1) + "\n", encoding="utf-8"
+def _best(operator: str, shape: object, times: list[tuple[float, str]]) -> str:
+    """Return the fastest configuration of those that were tuned.
+
+    Raises:
+        BackendError: There is none.
+    """
+    if not times:
+        raise BackendError(
+            f"{operator} {shape}: some configuration must run and be right; none did on this GPU."
         )
+    return times[0][1]

@@ -1,12 +1,9 @@
-"""What commands share in the terminal: output of the first rank only, errors, and progress of
-running ranks.
-"""
+"""Parts of the terminal that commands share: output of the first rank only, errors, progress."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import shlex
 import sys
@@ -19,62 +16,50 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from interlace.errors import ArgumentError, InterlaceError
+from interlace.errors import InterlaceError
 
 
 def is_first_rank() -> bool:
-    """False in all ranks but the first of torchrun or Slurm, which run the same command and must
-    not print it too.
+    """Return whether this rank is the first one of torchrun or Slurm.
+
+    The others run the same command and must not print it too.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def make_console() -> Console:
+    """Return a console that prints on the first rank only."""
     return Console(quiet=not is_first_rank(), highlight=False)
 
 
 def print_error(error: InterlaceError) -> None:
-    """One red line. Of a failed rank's traceback, the line that says what failed."""
+    """Print one red line; for a failed rank's traceback, the line that says what failed."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"Error: {error.line or type(error).__name__}", style="bold red", markup=False)
     if "\n" in str(error).strip():
         console.print("Run with `interlace --debug ...` for the traceback.", style="dim")
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` on the first rank.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
-    if not is_first_rank():
-        return
-    try:
-        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"{path} must be a file that can be written; {error.strerror}."
-        ) from error
-
-
 def now() -> str:
+    """Return the time in UTC, as documents record it."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def command_line() -> str:
+    """Return the command that runs, as documents record it."""
     return shlex.join(["interlace", *sys.argv[1:]])
 
 
 def run_ranks(
     console: Console,
-    what: str,
+    title: str,
     steps: int,
     worker: Callable[..., Any],
     world_size: int,
     *args: Any,
     backend: str,
 ) -> list[Any]:
-    """``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
+    """Run ``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
 
     Ranks say how far they are by :func:`interlace.cli.ranks.advance` ``(folder)``, ``steps`` times
     each.
@@ -83,13 +68,13 @@ def run_ranks(
 
     with (
         tempfile.TemporaryDirectory(prefix="interlace-") as folder,
-        _progress(console, what, Path(folder), steps * world_size),
+        _progress(console, title, Path(folder), steps * world_size),
     ):
         return launch(worker, world_size, folder, *args, backend=backend)
 
 
 @contextlib.contextmanager
-def _progress(console: Console, what: str, folder: Path, total: int) -> Iterator[None]:
+def _progress(console: Console, title: str, folder: Path, total: int) -> Iterator[None]:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -97,15 +82,16 @@ def _progress(console: Console, what: str, folder: Path, total: int) -> Iterator
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
+    # Ranks are processes: they append a byte to a file per step, and a thread counts the bytes.
     done = threading.Event()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{what}: starting", total=total)
+        task = progress.add_task(f"{title}: starting", total=total)
 
         def watch() -> None:
             while not done.wait(0.2):
                 count = sum(file.stat().st_size for file in folder.glob("rank-*"))
                 progress.update(
-                    task, completed=count, description=what if count else f"{what}: starting"
+                    task, completed=count, description=title if count else f"{title}: starting"
                 )
 
         watcher = threading.Thread(target=watch, daemon=True)

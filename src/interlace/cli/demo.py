@@ -5,7 +5,6 @@ recommendation model that trains.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
-from interlace.cli.console import (
-    command_line,
-    is_first_rank,
-    make_console,
-    now,
-    run_ranks,
-    write_json,
-)
+from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.units import ceil_div, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A published model's down projection, ``[rows, columns]`` = [N, K] of the whole weight, as in
-    its configuration.
+    """A published model's down projection.
+
+    ``[rows, columns]`` = [N, K] are of the unsharded weight, as in the model's configuration.
     """
 
     name: str
@@ -49,15 +43,11 @@ slower than a GPU.
 """
 
 
-def run(
-    world_size: int, backend: str, tokens: int, json_file: Path | None, plot: Path | None
-) -> int:
-    """Run the demo; the exit code: 0 if every rank computed and sent what it should."""
+def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
+    """Run the demo and return the exit code: 0 if every rank computed and sent what it should."""
     console = make_console()
     if backend not in ("auto", "cpu", "cuda"):
         raise ArgumentError(f"demo: --backend must be auto, cpu or cuda; got {backend!r}.")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ArgumentError(f"demo: --plot must name a file in a folder that exists; got {plot}.")
     if backend == "auto":
         backend = "cuda" if torch.cuda.device_count() >= world_size else "cpu"
     scale = CPU_SCALE if backend == "cpu" else 1
@@ -71,7 +61,7 @@ def run(
         "in one kernel "
         f"({'Triton interpreter on the CPU' if backend == 'cpu' else 'CUDA'})."
     )
-    found = run_ranks(
+    reports = run_ranks(
         console,
         f"{_ranks(world_size)} on {backend}",
         len(MODELS),
@@ -82,7 +72,7 @@ def run(
         backend=backend,
     )
     models = [
-        _judge(model, scale, shape, tokens, [rank[i] for rank in found])
+        _judge(model, scale, shape, tokens, [rank[i] for rank in reports])
         for i, (model, shape) in enumerate(zip(MODELS, shapes, strict=True))
     ]
     document: dict[str, Any] = {
@@ -95,23 +85,26 @@ def run(
         "passed": all(model["passed"] for model in models),
         "models": models,
     }
-    _show(console, document, plot)
+    _show(console, document, outputs)
     document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)
     document["passed"] = all(
         part["passed"] for part in (document, document["mapped"], document["dlrm"])
     )
-    if json_file is not None:
-        write_json(json_file, document)
-        console.print(f"All numbers: {json_file}")
+    # Everything has been shown by now; the document holds each rank's numbers, too.
+    outputs.write_json(lambda: document)
+    if outputs.json is not None:
+        console.print(f"All numbers: {outputs.json}")
     return 0 if document["passed"] else 1
 
 
 def _judge(
     model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One model's outcome over all ranks: every rank right, all bitwise alike, and traffic as
-    ``interlace.costs`` says.
+    """Return one model's outcome over all ranks.
+
+    It passes if every rank is right, all are bitwise alike, and ``interlace.costs`` predicts the
+    traffic.
     """
     from interlace.bench.gemv_all_reduce import Shape, tolerance
 
@@ -119,7 +112,7 @@ def _judge(
     error, allowed = max(rank["error"] for rank in ranks), tolerance(Shape(tokens, rows, columns))
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
-    same = len({rank["digest"] for rank in ranks}) == 1
+    is_equal = len({rank["digest"] for rank in ranks}) == 1
     traffic = all(rank.get("counted", rank["predicted"]) == rank["predicted"] for rank in ranks)
     return {
         "name": model.name,
@@ -130,14 +123,14 @@ def _judge(
         "columns_run_per_rank": columns,
         "error": error,
         "tolerance": allowed,
-        "same_on_every_rank": same,
+        "same_on_every_rank": is_equal,
         "traffic_as_predicted": traffic,
-        "passed": right and same and traffic,
+        "passed": right and is_equal and traffic,
         "ranks": ranks,
     }
 
 
-def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None:
+def _show(console: Console, document: dict[str, Any], outputs: Outputs) -> None:
     console.print(_cpu_table(document) if document["backend"] == "cpu" else _cuda_table(document))
     for model in document["models"]:
         for problem in _problems(model):
@@ -148,14 +141,11 @@ def _show(console: Console, document: dict[str, Any], plot: Path | None) -> None
         console.print()
         for line in picture.timeline_text(document["models"][-1], blocks=_can_draw_blocks(console)):
             console.print(line, markup=False)
-    if plot is not None and is_first_rank():
+    if outputs.plot is not None:
         with console.status("Drawing"):
-            picture.draw(document, plot)
-        console.print(
-            f"\nWho sent what when: {plot}"
-            if document["backend"] == "cpu"
-            else f"\nPicture: {plot}"
-        )
+            outputs.write_plot(lambda file: picture.draw(document, file))
+        title = "Who sent what when" if document["backend"] == "cpu" else "Picture"
+        console.print(f"\n{title}: {outputs.plot}")
 
 
 def _cpu_table(document: dict[str, Any]) -> Table:
@@ -236,8 +226,8 @@ def _problems(model: dict[str, Any]) -> list[str]:
 
 def _total(model: dict[str, Any], key: str) -> dict[str, int]:
     return {
-        what: sum(rank[key][what] for rank in model["ranks"])
-        for what in ("puts", "bytes", "signals")
+        unit: sum(rank[key][unit] for rank in model["ranks"])
+        for unit in ("puts", "bytes", "signals")
     }
 
 

@@ -1,6 +1,4 @@
-"""The second half of ``interlace demo``: a recommendation model that trains with its tables shared
-out over the ranks.
-"""
+"""The second half of ``interlace demo``: a recommendation model with sharded tables trains."""
 
 from __future__ import annotations
 
@@ -14,13 +12,14 @@ from interlace.cli.console import run_ranks
 from interlace.units import ceil_div
 
 TOLERANCE = 1e-4
-"""Relative, between losses of the fused and the unfused run: sums of float32 in another order, over
-some steps.
+"""The relative difference between losses of the fused and the unfused run that is allowed.
+
+Both sum float32, in different orders, over some steps.
 """
 
 
 def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
-    """Train on all ranks and judge; JSON-ready, with ``"passed"``."""
+    """Train on all ranks; return a report for JSON, with ``"passed"``."""
     sizes = demo_dlrm_ranks.ON_CPU if backend == "cpu" else demo_dlrm_ranks.ON_CUDA
     sizes = dataclasses.replace(sizes, batch=ceil_div(sizes.batch, world_size) * world_size)
     ranks = run_ranks(
@@ -41,7 +40,7 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
     traffic = all(rank.get("counted") == rank.get("predicted") for rank in ranks)
     # Not `difference > TOLERANCE`: a NaN must not pass.
     passed = difference <= TOLERANCE and end < start and traffic
-    found = {
+    report = {
         "sizes": {
             name: getattr(sizes, name)
             for name in ("tables", "rows", "width", "batch", "fused_steps", "steps")
@@ -54,12 +53,12 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
         "passed": passed,
         "ranks": ranks,
     }
-    _show(console, found)
-    return found
+    _show(console, report)
+    return report
 
 
-def _show(console: Console, found: dict[str, Any]) -> None:
-    sizes, ranks = found["sizes"], found["ranks"]
+def _show(console: Console, report: dict[str, Any]) -> None:
+    sizes, ranks = report["sizes"], report["ranks"]
     console.print(
         f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of "
         f"{sizes['rows']} rows and {sizes['width']} "
@@ -68,12 +67,12 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         f"back and update the tables in another."
     )
     console.print(
-        f"Loss of {sizes['steps']} steps: {found['loss'][0]:.4f} -> {found['loss'][1]:.4f} (means "
-        "of three)."
+        f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} "
+        "(means of three)."
     )
     console.print(
         f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the "
-        f"losses {found['difference']:.1e}."
+        f"losses {report['difference']:.1e}."
     )
     if "counted" in ranks[0]:
         counted, predicted = (sum(rank[key] for rank in ranks) for key in ("counted", "predicted"))
@@ -88,12 +87,12 @@ def _show(console: Console, found: dict[str, Any]) -> None:
                 f"{times['compute']:.2f} ms; "
                 f"{times['exposed']:.2f} ms of communication are not hidden"
             )
-    if found["passed"]:
+    if report["passed"]:
         console.print("The loss falls, and fused and unfused learn the same.", style="green")
     else:
         console.print(
-            f"WRONG: DLRM: {found['difference']=}, {found['loss']=}, "
-            f"{found['traffic_as_predicted']=}",
+            f"WRONG: DLRM: {report['difference']=}, {report['loss']=}, "
+            f"{report['traffic_as_predicted']=}",
             style="bold red",
         )
 

@@ -1,4 +1,4 @@
-"""What each rank of ``interlace demo`` does in its second half: it trains a recommendation model."""
+"""The work of each rank in the second half of ``interlace demo``: it trains a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from interlace.nn import EmbeddingTable
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the demo's model and data, for all ranks together."""
+    """Sizes of the demo's model and data, for all ranks together."""
 
     tables: int
     rows: int
@@ -49,7 +49,10 @@ ON_CUDA = Sizes(
 
 
 def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
-    """Train some steps unfused, the same ones fused, and go on; advances once a step. JSON-ready."""
+    """Train some steps unfused, repeat them fused, and go on; return a report for JSON.
+
+    The progress bar advances once per step.
+    """
     group = group_of()
     stream = BatchStream(
         SyntheticClicks(None, cardinality=sizes.cardinality),
@@ -65,10 +68,11 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
         impl: _losses(folder, _trainer(sizes, impl), batches[: sizes.fused_steps])
         for impl in ("unfused", "fused")
     }
+    # The interpreter is slow, so on the CPU the remaining steps are unfused.
     trainer = _trainer(sizes, "fused" if group.backend == "cuda" else "unfused")
     losses = _losses(folder, trainer, batches[: sizes.steps])
     judged = trainer.evaluate(batches[sizes.steps :])
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "rank": group.rank,
         "fused_losses": first["fused"],
         "unfused_losses": first["unfused"],
@@ -76,20 +80,20 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
         "held_out": dataclasses.asdict(judged),
     }
     if group.backend == "cpu":
-        found |= {
+        report |= {
             "counted": _counted_bytes(group, trainer, batches[0]),
             "predicted": _predicted_bytes(group, trainer, sizes.batch),
         }
     else:
-        found["times_ms"] = {
+        report["times_ms"] = {
             impl: _times(trainer, batches[0], impl) for impl in ("fused", "unfused")
         }
     advance(folder)
-    return found
+    return report
 
 
 def steps_of(sizes: Sizes) -> int:
-    """How often a rank advances."""
+    """Return how often a rank advances."""
     return 2 * sizes.fused_steps + sizes.steps + 1
 
 

@@ -14,7 +14,7 @@ _ON_CPU, _ON_CUDA = (1024, 1024, 256), (8192, 8192, 2048)
 
 
 def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
-    """Multiply on all ranks and judge; JSON-ready, with ``"passed"``."""
+    """Multiply on all ranks; return a report for JSON, with ``"passed"``."""
     rows, columns, inner = _ON_CPU if backend == "cpu" else _ON_CUDA
     shape = round_up(rows, 128 * world_size), columns, inner
     ranks = run_ranks(
@@ -27,7 +27,7 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
         backend=backend,
     )
     times = {name: max(rank["times_ms"][name] for rank in ranks) for name in ranks[0]["times_ms"]}
-    found = {
+    report = {
         "shape": shape,
         "times_ms": times,
         "passed": all(rank["same"] for rank in ranks),
@@ -46,7 +46,7 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
         f"{times['mapped']:.2f} ms; torch.mm and "
         f"all_to_all_single {times['unfused']:.2f} ms. Host's clock, slowest rank, median."
     )
-    if found["passed"]:
+    if report["passed"]:
         console.print(
             "Every rank holds what torch.mm and all_to_all_single give, bit by bit.", style="green"
         )
@@ -56,4 +56,4 @@ def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
             "all_to_all_single give.",
             style="bold red",
         )
-    return found
+    return report

@@ -1,6 +1,4 @@
-"""What each rank of ``interlace demo`` does with a mapped output: plain ``torch.mm`` that writes to
-its peers.
-"""
+"""The work of each rank in a step of ``interlace demo``: ``torch.mm`` writes to its peers."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ _REPEATS = 15
 
 
 def run_rank(folder: str, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Multiply into the peers' memory and, for comparison, into memory of this rank, then
-    all-to-all. JSON-ready.
+    """Multiply into the peers' memory; return a report for JSON.
+
+    For comparison, multiply into memory of this rank and then run an all-to-all.
     """
     group = group_of()
     rows, columns, inner = shape
@@ -52,18 +51,19 @@ def run_rank(folder: str, shape: tuple[int, int, int]) -> dict[str, Any]:
         """The producer of one epoch, over and over, without the exchange."""
         return torch.mm(x, w.T, out=target)
 
-    same = bool(torch.equal(mapped(), unfused()))
+    is_equal = bool(torch.equal(mapped(), unfused()))
     times = {
         "mapped": _time(group, mapped),
         "unfused": _time(group, unfused),
         "compute alone": _time(group, alone),
     }
+    # The producer alone is timed without the exchange, so it stores to one epoch over and over.
     target = out.begin()
     times["producer"] = _time(group, stores)
     out.exchange()
     advance(folder)
-    others = (group.world_size - 1) * (rows // group.world_size) * columns * dtype.itemsize
-    return {"rank": group.rank, "same": same, "times_ms": times, "bytes": others}
+    sent_bytes = (group.world_size - 1) * (rows // group.world_size) * columns * dtype.itemsize
+    return {"rank": group.rank, "same": is_equal, "times_ms": times, "bytes": sent_bytes}
 
 
 def _time(group: Group, step: Callable[[], torch.Tensor]) -> float:

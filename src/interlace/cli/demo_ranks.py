@@ -1,4 +1,4 @@
-"""What each rank of ``interlace demo`` does."""
+"""The work of each rank of ``interlace demo``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from interlace.operators.gemv_all_reduce.launch import choose, prepare
 
 
 def run_rank(folder: str, shapes: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
-    """Run every ``(rows, columns a rank)`` and return what this rank found, JSON-ready; advances
-    once a shape.
+    """Run every ``(rows, columns per rank)``; return a report of each for JSON.
 
-    On the CPU the last shape is also recorded: when its puts left, fused and unfused.
+    The progress bar advances once per shape. On the CPU the times are recorded at which the last
+    shape's puts left, fused and unfused.
     """
     group = group_of()
     # Imports and compiles what must be, before anything is recorded
@@ -50,6 +50,7 @@ def _one_shape(
     started = _meet(group)
     y = _run(group, x, w, config)
     ended = time.monotonic()
+    # The sum in float64, of the same bfloat16 operands.
     expected = x.double() @ w.double().T
     dist.all_reduce(expected)
     cost = fused(
@@ -63,7 +64,7 @@ def _one_shape(
         block_n=config.block_n,
         block_tokens=block_tokens(tokens),
     )
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "rank": group.rank,
         "error": float((y.double() - expected).norm() / expected.norm()),
         "digest": hashlib.sha256(y.cpu().view(torch.uint8).numpy().tobytes()).hexdigest(),
@@ -72,25 +73,25 @@ def _one_shape(
     }
     if group.backend == "cpu":
         traffic = group.traffic
-        found["counted"] = {
+        report["counted"] = {
             "puts": traffic.messages,
             "bytes": traffic.message_bytes,
             "signals": traffic.signals,
         }
         if record:
-            found["fused"] = {"start": started, "end": ended, "puts": traffic.events}
-            found["unfused"] = _record_unfused(group, x, w, config)
+            report["fused"] = {"start": started, "end": ended, "puts": traffic.events}
+            report["unfused"] = _record_unfused(group, x, w, config)
     else:
-        found["times_us"] = _time(x, w, config)
+        report["times_us"] = _time(x, w, config)
     group.traffic.events = None
     advance(folder)
-    return found
+    return report
 
 
 def _inputs(
     group: Group, rows: int, columns: int, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's x ``[tokens, columns]`` and w ``[rows, columns]``, bfloat16 as models have them."""
+    """Return x ``[tokens, columns]`` and w ``[rows, columns]``, bfloat16 as models have them."""
     generator = torch.Generator(group.device).manual_seed(1 + group.rank)
     x = torch.randn(tokens, columns, generator=generator, device=group.device)
     w = torch.randn(rows, columns, generator=generator, device=group.device)
@@ -106,7 +107,7 @@ def _run(
 
 
 def _meet(group: Group) -> float:
-    """When this rank left a barrier."""
+    """Meet the other ranks in a barrier; return the time of leaving it."""
     if group.world_size > 1:
         dist.barrier()
     return time.monotonic()
@@ -115,11 +116,13 @@ def _meet(group: Group) -> float:
 def _record_unfused(
     group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig
 ) -> dict[str, Any]:
-    """The same kernel taken apart: all of its compute, in a group of one, and then all of its
-    communication.
+    """Record the kernel taken apart: all of its compute, and then all of its communication.
+
+    The compute is the kernel in a group of one.
     """
     from interlace.comm.group import solo_group
 
+    # A group of one has no puts and no waits; no columns have no products.
     solo = solo_group(x.device)
     compute = prepare(solo, x, w, None, x.new_empty(x.shape[0], w.shape[0]), config)
     traffic = group.traffic
@@ -134,8 +137,9 @@ def _record_unfused(
 
 
 def _time(x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig) -> dict[str, float]:
-    """Medians of the slowest rank in microseconds; weights are rotated, so that none is in the
-    cache.
+    """Return the slowest rank's medians in microseconds.
+
+    Calls take weights in turn, so that none is in the cache.
     """
     from torch.nn.functional import linear
 

@@ -14,7 +14,7 @@ from interlace import __version__
 
 
 def package_version(name: str) -> str:
-    """The installed version of a package; empty if there is none."""
+    """Return the installed version of a package; empty if there is none."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -22,23 +22,25 @@ def package_version(name: str) -> str:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA kernel driver; empty without one."""
+    """Return the version of the NVIDIA kernel driver; empty without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
+    # The file names the driver's version in a sentence: "... Module  580.65.06  Release ...".
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match.group(1) if match else ""
 
 
 def nccl_version() -> str:
+    """Return the version of NCCL; empty without a GPU."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def describe() -> dict[str, Any]:
-    """Versions, and the names of the GPUs."""
+    """Return versions, and the names of the GPUs."""
     return {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "driver": driver_version(),

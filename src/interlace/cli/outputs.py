@@ -28,10 +28,11 @@ class Outputs:
         csv: file for a table.
         plot: file for a picture: PNG, SVG or PDF.
         trace: file for a trace that Perfetto shows, as JSON.
+        table: file for a tuned table.
         folder: folder that is created for files of :meth:`write`, under names of the command's own.
 
     Attributes:
-        json, csv, plot, trace, folder: the arguments.
+        json, csv, plot, trace, table, folder: the arguments.
         written: files that were written, in order.
 
     Raises:
@@ -51,10 +52,11 @@ class Outputs:
         csv: Path | None = None,
         plot: Path | None = None,
         trace: Path | None = None,
+        table: Path | None = None,
         folder: Path | None = None,
     ) -> None:
         self.json, self.csv, self.plot, self.trace = json, csv, plot, trace
-        self.folder = folder
+        self.table, self.folder = table, folder
         self.written: list[Path] = []
         # Peers of the first rank write nothing, and may run on nodes without the folder.
         if not is_first_rank():
@@ -63,7 +65,7 @@ class Outputs:
             _create_folder(folder)
         # A simulation or benchmark may run for minutes, so a path that cannot be written is refused
         # before it starts.
-        for file in (json, csv, trace):
+        for file in (json, csv, trace, table):
             if file is not None and (reason := _obstacle(file)):
                 raise ArgumentError(
                     f"{file} must be a file that can be written; {reason.strerror}."
@@ -84,6 +86,10 @@ class Outputs:
     def write_trace(self, document: Callable[[], object]) -> None:
         """Write the trace to ``--trace``."""
         self._write(self.trace, lambda file: _write_text(file, to_json(document())))
+
+    def write_table(self, document: Callable[[], object]) -> None:
+        """Write the tuned table to ``--table``."""
+        self._write(self.table, lambda file: _write_text(file, to_json(document())))
 
     def write_plot(self, draw: Callable[[Path], Any], name: str = "") -> None:
         """Draw a picture to ``--plot``.

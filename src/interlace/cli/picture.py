@@ -8,10 +8,13 @@ from typing import Any
 
 from interlace.errors import ArgumentError
 
-# Okabe and Ito's colours, told apart by everyone: one a rank.
+# Okabe and Ito's colours, one per rank: colour-blind readers can tell them apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
 _COMPUTE, _EXCHANGE = "#9AA5B1", "#E4E8EC"
-_CAVEAT = "Recorded in Triton's interpreter on the CPU: the order of events is real, the durations say nothing about speed."
+_CAVEAT = (
+    "Recorded in Triton's interpreter on the CPU: the order of events is real, the durations say "
+    "nothing about speed."
+)
 _TITLES = (
     "Fused: one kernel. A tile's sums leave while other tiles are still being multiplied.",
     "Unfused: the same work in two steps. Nothing leaves before everything is multiplied.",
@@ -37,8 +40,7 @@ def draw(document: dict[str, Any], file: Path) -> None:
 
 
 def draw_study(document: dict[str, Any], file: Path) -> None:
-    """Draw ``interlace bench embedding_all_to_all --study`` as a PNG: a panel a shape, a line an
-    order.
+    """Draw a study of occupancy and order as a PNG: a panel per shape, a line per order.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -59,8 +61,8 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for place, result in enumerate(results):
-        row, column = divmod(place, columns)
+    for panel, result in enumerate(results):
+        row, column = divmod(panel, columns)
         above, below = grid[2 * row][column], grid[2 * row + 1][column]
         for colour, order in zip(
             _COLOURS, dict.fromkeys(point["order"] for point in result["points"]), strict=False
@@ -100,7 +102,7 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
 
 
 def _timeline(document: dict[str, Any]) -> Any:
-    """Two panels, one lane a rank: the fused kernel, and the same kernel taken apart."""
+    """Draw two panels, one lane per rank: the fused kernel, and the kernel taken apart."""
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -154,10 +156,18 @@ def _timeline(document: dict[str, Any]) -> Any:
             Patch(facecolor=_EXCHANGE, label="sends and waits"),
         ]
         handles += [
-            Line2D([], [], color=_COLOURS[rank["rank"]], linestyle="", marker="|", markersize=11, markeredgewidth=2.5,
-                   label=f"put to rank {rank['rank']}")
+            Line2D(
+                [],
+                [],
+                color=_COLOURS[rank["rank"]],
+                linestyle="",
+                marker="|",
+                markersize=11,
+                markeredgewidth=2.5,
+                label=f"put to rank {rank['rank']}",
+            )
             for rank in ranks
-        ]  # fmt: skip
+        ]
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -171,18 +181,18 @@ def _timeline(document: dict[str, Any]) -> Any:
 def _span(
     axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False
 ) -> None:
-    how = (
+    style = (
         {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
         if hatched
         else {"color": colour}
     )
-    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **how)
+    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **style)
 
 
 def _puts(
     axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int
 ) -> None:
-    """A mark a put, each destination in a row of its own within the sender's lane."""
+    """Draw a mark per put, and a row per destination within the sender's lane."""
     rows = [peer for peer in range(world_size) if peer != lane]
     room = 0.8 / max(1, len(rows))
     for row, peer in enumerate(rows):
@@ -210,13 +220,16 @@ def _lanes(axes: Any, world_size: int) -> None:
 
 
 def _bars(document: dict[str, Any]) -> Any:
-    """Fused, unfused and compute alone, side by side for every model."""
+    """Draw fused, unfused and compute alone, side by side for every model."""
     from matplotlib import pyplot
 
     models = document["models"]
     figure, axes = pyplot.subplots(figsize=(9, 4.8), layout="constrained")
-    kinds = (("unfused", "#D55E00", "unfused: F.linear, then NCCL"), ("fused", "#0072B2", "fused: one kernel"),
-             ("compute alone", _COMPUTE, "F.linear alone"))  # fmt: skip
+    kinds = (
+        ("unfused", "#D55E00", "unfused: F.linear, then NCCL"),
+        ("fused", "#0072B2", "fused: one kernel"),
+        ("compute alone", _COMPUTE, "F.linear alone"),
+    )
     for offset, (kind, colour, label) in zip((-0.27, 0.0, 0.27), kinds, strict=True):
         values = [model["ranks"][0]["times_us"][kind] for model in models]
         bars = axes.bar(
@@ -241,8 +254,9 @@ def _bars(document: dict[str, Any]) -> Any:
 
 
 def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True) -> list[str]:
-    """The same picture for a terminal: a line a rank, how high a cell is says how many puts left in
-    that time.
+    """Return the picture as text for a terminal: a line per rank.
+
+    The height of a cell says how many puts left in that time.
     """
     ranks = model["ranks"]
     if len(ranks) == 1:
@@ -256,6 +270,7 @@ def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True
         length = max(rank[kind]["end"] for rank in ranks) - start
         for rank in ranks:
             span = rank[kind]
+            # Each cell counts the puts of its part of the time.
             cells = [0] * width
             for time, _, _ in span["puts"]:
                 cells[min(width - 1, int((time - start) / length * width))] += 1
@@ -269,7 +284,7 @@ def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True
 
 
 def _cells(counts: list[int], end: float, blocks: bool) -> str:
-    """``[0, 1, 8]`` -> ``"·▁█"``: a dot where the kernel runs and nothing leaves."""
+    """Write ``[0, 1, 8]`` as ``"·▁█"``: a dot where the kernel runs and nothing leaves."""
     marks, idle = (_BLOCKS, "·") if blocks else (_ASCII, "_")
     top = max(*counts, 1)
     return "".join(
@@ -278,5 +293,5 @@ def _cells(counts: list[int], end: float, blocks: bool) -> str:
     )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""How ranks tell the command that started them how far they are."""
+"""Progress of ranks, for the command that started them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch.distributed as dist
 
 
 def advance(folder: str) -> None:
-    """One more step is done on this rank."""
+    """Record that one more step is done on this rank."""
     with (Path(folder) / f"rank-{dist.get_rank()}").open("ab") as file:
         file.write(b".")

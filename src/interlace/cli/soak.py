@@ -18,12 +18,14 @@ from rich.table import Table
 
 from interlace.bench.report import machine_line
 from interlace.cli.bench import read_document
-from interlace.cli.console import command_line, make_console, now, run_ranks, write_json
+from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError
 
 _MOST_RANKS = 8
 _SECONDS = 60.0
-_DEADLINE_S = 60.0  # kernels are compiled meanwhile
+_DEADLINE_S = 60.0
+"""The default deadline: long, for kernels are compiled meanwhile."""
 _SUMMED = (
     "calls",
     "wrong",
@@ -45,9 +47,9 @@ def run(
     start: int,
     operators: Sequence[str],
     deadline_s: float | None,
-    json_file: Path | None,
+    outputs: Outputs,
 ) -> int:
-    """Make calls until ``seconds`` or ``calls`` are spent; the exit code: 1 if anything was wrong.
+    """Make calls until ``seconds`` or ``calls`` are spent; return 1 if anything was wrong.
 
     Raises:
         ArgumentError: an operator or a start that there is not.
@@ -79,6 +81,7 @@ def run(
             f"--start must be a multiple of {ROUND_CALLS[backend]}; got {start}. Say --start "
             f"{nearest}."
         )
+    # Two ranks are the fewest that communicate, and the CPU has no room for many.
     world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else 2)
     plan = Plan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
@@ -89,22 +92,18 @@ def run(
         deadline_s=deadline_s or _DEADLINE_S,
     )
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
-    if json_file is not None:
-        write_json(
-            json_file, {**header, "results": []}
-        )  # it can be written, before minutes are spent
+    outputs.write_json(lambda: {**header, "results": []})
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
     with _interrupts_go_to_ranks():
         result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
     document = {**header, "results": [result]}
-    if json_file is not None:
-        write_json(json_file, document)
-    return show(console, document, json_file)
+    outputs.write_json(lambda: document)
+    return show(console, document, outputs)
 
 
-def run_add(files: Sequence[Path], json_file: Path | None) -> int:
-    """Add up what several soaks have written; the exit code: 1 if anything was wrong in any.
+def run_add(files: Sequence[Path], outputs: Outputs) -> int:
+    """Add up the files of several soaks; return 1 if anything was wrong in any.
 
     Raises:
         ArgumentError: a file is not a soak's, the files are of several kinds of machine, or calls
@@ -124,8 +123,8 @@ def run_add(files: Sequence[Path], json_file: Path | None) -> int:
                     f"{file} must be a JSON file that interlace soak wrote; it is another "
                     "command's."
                 )
-            for other in results:
-                if _overlap(result, other):
+            for earlier in results:
+                if _overlap(result, earlier):
                     raise ArgumentError(
                         "soaks that are added up must make different calls; got seed "
                         f"{result['seed']} from call "
@@ -133,20 +132,21 @@ def run_add(files: Sequence[Path], json_file: Path | None) -> int:
                     )
             results.append(result)
     document = {**documents[0], "command": command_line(), "results": results}
-    if json_file is not None:
-        write_json(json_file, document)
-    return show(make_console(), document, json_file)
+    outputs.write_json(lambda: document)
+    return show(make_console(), document, outputs)
 
 
-def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results contain the same calls."""
-    same = all(one[name] == other[name] for name in ("seed", "backend", "world_size", "operators"))
-    first, second = sorted((one, other), key=lambda result: int(result["start"]))
-    return same and int(second["start"]) < int(first["start"]) + int(first["calls"])
+def _overlap(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Return whether two results contain some of the same calls."""
+    is_same_plan = all(
+        left[name] == right[name] for name in ("seed", "backend", "world_size", "operators")
+    )
+    first, second = sorted((left, right), key=lambda result: int(result["start"]))
+    return is_same_plan and int(second["start"]) < int(first["start"]) + int(first["calls"])
 
 
-def show(console: Console, document: dict[str, Any], json_file: Path | None) -> int:
-    """Print the report of one or several soaks; the exit code."""
+def show(console: Console, document: dict[str, Any], outputs: Outputs) -> int:
+    """Print the report of one or several soaks; return the exit code."""
     results = document["results"]
     totals = {name: sum(result[name] for result in results) for name in _SUMMED}
     console.print(_table(results))
@@ -168,13 +168,12 @@ def show(console: Console, document: dict[str, Any], json_file: Path | None) -> 
         if result["failures"]:
             _print_failure(console, result)
     console.print(machine_line(document["machine"], document["date"]))
-    if json_file is not None:
-        console.print(f"All numbers: {json_file}")
+    outputs.say_written(console, "All numbers")
     return 1 if any(result["failures"] for result in results) else 0
 
 
 def _table(results: Sequence[dict[str, Any]]) -> Table:
-    """Calls of each implementation of each operator, all results together."""
+    """Return a table of the calls of each implementation of each operator, over all results."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for result in results:
         for operator, implementations in result["by_operator"].items():
@@ -190,7 +189,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def _print_failure(console: Console, result: dict[str, Any]) -> None:
-    """The first call that failed, and how to repeat it."""
+    """Print the first call that failed, and the command that repeats it."""
     first = result["failures"][0]
     console.print(
         f"First failure: call {first['call']} on rank {first['rank']}, {first['kind']}: "
@@ -203,7 +202,8 @@ def _print_failure(console: Console, result: dict[str, Any]) -> None:
 
 
 def _repeat(result: dict[str, Any], call: int) -> str:
-    """The command that makes the calls of a round up to the failing call."""
+    """Return the command that makes the calls of a round up to the failing call."""
+    # Calls are made in rounds, so a repetition begins with the first call of a round.
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
     words = [
@@ -233,6 +233,7 @@ def _interrupts_go_to_ranks() -> Iterator[None]:
     """
 
     def forward(*_: object) -> None:
+        # The second interrupt raises KeyboardInterrupt as usual.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for process in multiprocessing.active_children():
             if process.pid is not None:

@@ -13,34 +13,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.report import OURS, fastest_impl, summarise
+from interlace.bench.report import fastest_impl, impl_times, own_impls, summarise
 from interlace.errors import ArgumentError
 from interlace.registry import operator_named
 
 
 def entry(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The table's entry for one benchmark result."""
-    summary, sizes = summarise(result), operator_named(str(result["operator"])).sizes
+    """Return the table's entry for one benchmark result."""
+    summary, operator = summarise(result), operator_named(str(result["operator"]))
+    times = impl_times(result)
+    # The first implementation is the one that takes any operands.
+    general = operator.implementations[0].name
     return {
-        **{name: result[name] for name in ("world_size", "dtype", *sizes)},
+        **{name: result[name] for name in ("world_size", "dtype", *operator.sizes)},
         "impl": fastest_impl(result)[0],
-        "fallback": fastest_impl(result, among=(_first(result), "unfused"))[0],
+        "fallback": fastest_impl(result, among=(general, "unfused"))[0],
         "config": result["config"],
-        **{
-            f"{way}_us": result["times"][way]["median_us"] for way in OURS if way in result["times"]
-        },
+        **{f"{impl}_us": times[impl] for impl in own_impls(result)},
         "unfused_us": summary.unfused[1],
         "unfused": summary.unfused[0],
     }
 
 
-def _first(result: Mapping[str, Any]) -> str:
-    """The implementation that takes any operands: the fused kernel, or products in chunks."""
-    return "fused" if "fused" in result["times"] else "chunked"
-
-
 def read(file: Path, operator: str) -> dict[str, Any] | None:
-    """The table in ``file``; None if there is no such file.
+    """Read the table in ``file``; return None if there is no such file.
 
     Raises:
         ArgumentError: the file is not a tuned table of this operator.
@@ -63,26 +59,31 @@ def read(file: Path, operator: str) -> dict[str, Any] | None:
 
 
 def merge(
-    old: Mapping[str, Any] | None,
+    old_table: Mapping[str, Any] | None,
     operator: str,
     machine: Mapping[str, Any],
     entries: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """A table with ``entries``, and with those of ``old`` at other points; sorted. ``machine`` is
-    the newest measurement's.
+    """Return a sorted table with ``entries``, and with those of ``old_table`` at other points.
+
+    ``machine`` is the newest measurement's.
 
     Raises:
-        ArgumentError: the old table is another GPU's.
+        ArgumentError: the old_table table is another GPU's.
     """
-    if old is not None:
-        here, there = set(machine.get("gpus", [])), set(old["machine"].get("gpus", []))
-        if here and there and here != there:
+    # Times of different GPUs cannot be compared, so a table has entries of one kind only.
+    if old_table is not None:
+        gpus, old_gpus = set(machine.get("gpus", [])), set(old_table["machine"].get("gpus", []))
+        if gpus and old_gpus and gpus != old_gpus:
             raise ArgumentError(
-                f"a tuned table must be of one kind of GPU; got {', '.join(sorted(here))} for a "
+                f"a tuned table must be of one kind of GPU; got {', '.join(sorted(gpus))} for a "
                 "table of "
-                f"{', '.join(sorted(there))}. Name another file."
+                f"{', '.join(sorted(old_gpus))}. Name another file."
             )
-    points = {_point(item, operator): item for item in [*(old["entries"] if old else []), *entries]}
+    points = {
+        _point(item, operator): item
+        for item in [*(old_table["entries"] if old_table else []), *entries]
+    }
     return {
         "machine": dict(machine),
         "operator": operator,

@@ -1,0 +1,310 @@
+"""The operands of the benchmark of ``mixture_of_experts``, and its fused and unfused steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from interlace.bench.benchmark import Benchmark
+from interlace.comm import Group
+from interlace.comm.group import solo_group
+from interlace.comm.kernels import Launch
+from interlace.errors import ArgumentError
+from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.registry import operator_named
+
+ROUTINGS = ("balanced", "skewed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One benchmarked layer: ``tokens`` per rank, each to ``top_k`` of all ranks' ``experts``.
+
+    An expert's size is ``hidden x ffn``.
+
+    Attributes:
+        routing: ``"balanced"`` if each token's experts are drawn evenly; ``"skewed"`` if an order
+            of experts, common to all tokens, gives the i-th one the weight 1 / i.
+    """
+
+    tokens: int = 4096
+    hidden: int = 4096
+    ffn: int = 14336
+    experts: int = 8
+    top_k: int = 2
+    routing: str = "balanced"
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTINGS:
+            raise ArgumentError(
+                f"routing must be one of {', '.join(ROUTINGS)}; got {self.routing!r}."
+            )
+        if not 1 <= self.top_k <= min(8, self.experts):
+            raise ArgumentError(
+                f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}."
+            )
+
+    def __str__(self) -> str:
+        experts = f"{self.experts} x {self.hidden} x {self.ffn}"
+        return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone(launch.Call):
+    """A call of this rank without its peers, whatever the group is."""
+
+    @functools.cached_property
+    def group(self) -> Group:
+        """Return the group of this rank alone."""
+        return solo_group(self.x.device)
+
+
+class Kept(NamedTuple):
+    """The tensors that an unfused forward pass keeps for the backward pass.
+
+    Attributes:
+        order, positions: Slots by expert, and each slot's position in that order.
+        rows: The rows that this rank's experts received, by expert.
+        both: Gate and up, side by side.
+        returned: The results that came back, by slot.
+    """
+
+    order: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    both: torch.Tensor
+    returned: torch.Tensor
+
+
+class Calls(Benchmark[MixtureOfExpertsConfig]):
+    """A shape's inputs and weights on this rank, the calls on them, and the unfused steps.
+
+    The unfused steps know beforehand how many rows go to which rank. That is more than they could
+    know in a model without waiting for the device.
+    """
+
+    shape: Shape
+
+    def __init__(
+        self,
+        shape: Shape,
+        config: MixtureOfExpertsConfig | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(operator_named(OPERATOR), shape, group)
+        self.rank, self.ranks, device = self.owner.rank, self.owner.world_size, self.device
+        if shape.experts % self.ranks:
+            raise ArgumentError(
+                f"experts must divide evenly over {self.ranks} ranks; got {shape.experts}."
+            )
+        self.local = shape.experts // self.ranks
+        generator = torch.Generator(device).manual_seed(1 + self.rank)
+
+        def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device).mul_(scale).to(shape.dtype)
+
+        self.x, self.grad = random(shape.tokens, shape.hidden), random(shape.tokens, shape.hidden)
+        self.w_in = random(self.local, shape.ffn, 2, shape.hidden, scale=shape.hidden**-0.5)
+        self.w_out = random(self.local, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
+        self.experts, self.weights = self._route(generator)
+        choice = launch.choose(
+            tokens=shape.tokens, hidden=shape.hidden, ffn=shape.ffn, experts=shape.experts,
+            top_k=shape.top_k, dtype=shape.dtype, world_size=self.ranks, device=device,
+        )  # fmt: skip
+        self.config, self.auto = config or choice.config, choice.impl
+        self._plan_unfused()
+
+    def _route(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[T, k]`` distinct experts per token, and weights that add up to 1."""
+        shape, device = self.shape, self.x.device
+        # All ranks must prefer the same experts.
+        order = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)).to(device)
+        popularity = torch.zeros(shape.experts, device=device)
+        if shape.routing == "skewed":
+            popularity[order] = -torch.arange(1, shape.experts + 1, device=device).float().log()
+        uniform = torch.rand(shape.tokens, shape.experts, generator=generator, device=device).clamp(
+            1e-7, 1 - 1e-7
+        )
+        # With Gumbel noise, the k highest scores are a draw without replacement.
+        scores = popularity - (-uniform.log()).log()
+        chosen, experts = scores.topk(shape.top_k)
+        return experts, torch.softmax(chosen, -1)
+
+    # Fused
+
+    def call(self, keeps: bool) -> launch.Call:
+        """Return a call; ``keeps`` if its backward pass will run."""
+        name = "" if self.group is None else self.group.group_name
+        capacity = max(1, self.shape.tokens)
+        return launch.Call(
+            self.x,
+            self.experts,
+            self.weights,
+            self.w_in,
+            self.w_out,
+            capacity,
+            name,
+            "fused",
+            str(self.config),
+            keeps,
+        )
+
+    def alone(self) -> launch.Call:
+        """Return a call of this rank's part of the work, in which nothing is sent."""
+        rows = [
+            sum(source[self.rank * self.local + expert] for source in self.counts)
+            for expert in range(self.local)
+        ]
+        # Every row goes to one expert, with weight 1.
+        experts = torch.repeat_interleave(torch.tensor(rows)).to(self.x.device)[:, None]
+        x = self.x.new_zeros(len(experts), self.shape.hidden)
+        weights = torch.ones_like(experts, dtype=torch.float32)
+        return _Alone(
+            x,
+            experts,
+            weights,
+            self.w_in,
+            self.w_out,
+            max(1, len(experts)),
+            "",
+            "fused",
+            str(self.config),
+            False,
+        )
+
+    def prepared(self, call: launch.Call) -> tuple[list[Launch], torch.Tensor]:
+        """Run a call once; return its launches, of which the last two may be repeated."""
+        launches, y, _, _ = launch.prepare_forward(call, call.agree(OPERATOR))
+        with call.group.running():
+            for step in launches:
+                step()
+        return launches, y
+
+    def forward(self, keeps: bool) -> tuple[torch.Tensor, launch.Saved]:
+        """Run the layer."""
+        return launch.run(self.call(keeps))
+
+    # Unfused
+
+    def _plan_unfused(self) -> None:
+        """Exchange the counts, and find the orders in which rows go through the unfused steps."""
+        shape, device = self.shape, self.x.device
+        flat = self.experts.flatten()
+        counts = torch.bincount(flat, minlength=shape.experts)
+        gathered = [torch.empty_like(counts) for _ in range(self.ranks)]
+        dist.all_gather(gathered, counts, group=self.group)
+        self.counts: list[list[int]] = [row.tolist() for row in gathered]
+        first, last = self.rank * self.local, (self.rank + 1) * self.local
+        local_counts = [row[first:last] for row in self.counts]
+        self.sent = counts.view(self.ranks, self.local).sum(1).tolist()
+        self.arriving = [sum(row) for row in local_counts]
+        labels = torch.cat([torch.repeat_interleave(torch.tensor(row)) for row in local_counts])
+        # Rows arrive by source, and are multiplied by expert.
+        self.by_expert = torch.argsort(labels, stable=True).to(device)
+        self.by_source = torch.argsort(self.by_expert)
+        self.rows_of = [sum(row[expert] for row in local_counts) for expert in range(self.local)]
+        self.ends = torch.tensor(self.rows_of, device=device).cumsum(0).to(torch.int32)
+        # All gates, then all ups, in place of one of each in turn.
+        gate_up = self.w_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn, shape.hidden)
+        self.in_first, self.out_first = gate_up.transpose(1, 2), self.w_out.transpose(1, 2)
+
+    def order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots sorted by expert, and each slot's position in that order."""
+        # Slots of one expert stay in the order of their tokens.
+        order = torch.argsort(self.experts.flatten(), stable=True)
+        return order, torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+
+    def exchange(self, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
+        """Send rows to their experts by NCCL, or back."""
+        out, into = (self.arriving, self.sent) if back else (self.sent, self.arriving)
+        received = rows.new_empty(sum(into), rows.shape[1])
+        dist.all_to_all_single(received, rows, into, out, group=self.group)
+        return received
+
+    def grouped(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows [M, K]``, sorted by expert, by ``weights [L, K, N]``."""
+        if self.has_grouped_mm:
+            return torch._grouped_mm(rows, weights, offs=self.ends)
+        # Without a grouped kernel: a product per expert.
+        parts = zip(rows.split(self.rows_of), weights, strict=True)
+        return torch.cat([part @ weight for part, weight in parts])
+
+    def grouped_gradient(self, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+        """Return ``grads.T @ rows`` of each expert, ``[L, N, K]``."""
+        if self.has_grouped_mm:
+            return torch._grouped_mm(grads.T, rows, offs=self.ends)
+        parts = zip(grads.split(self.rows_of), rows.split(self.rows_of), strict=True)
+        return torch.stack([grad.T @ part for grad, part in parts])
+
+    @property
+    def has_grouped_mm(self) -> bool:
+        """Return whether torch has a grouped product for these operands."""
+        return (
+            hasattr(torch, "_grouped_mm")
+            and self.x.device.type == "cuda"
+            and self.shape.dtype == torch.bfloat16
+        )
+
+    @property
+    def product(self) -> str:
+        """The name of the grouped product, as tables show it."""
+        return "torch._grouped_mm" if self.has_grouped_mm else "grouped F.linear"
+
+    def swiglu(self, both: torch.Tensor) -> torch.Tensor:
+        """Apply the activation to gate and up, side by side."""
+        gate, up = both.chunk(2, 1)
+        return F.silu(gate) * up
+
+    def weighted_sum(self, returned: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Add each token's results with its router's weights."""
+        rows = returned[positions].view(*self.experts.shape, -1)
+        return torch.bmm(self.weights[:, None].to(rows.dtype), rows)[:, 0]
+
+    def unfused_combine(self, active: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run the second product and the combine as a program without Interlace would."""
+        results = self.grouped(active, self.out_first)[self.by_source]
+        return self.weighted_sum(self.exchange(results, back=True), positions)
+
+    def unfused_forward(self) -> torch.Tensor:
+        """Run the layer as a program without Interlace would."""
+        order, positions = self.order()
+        rows = self.exchange(self.x[order // self.shape.top_k], back=False)[self.by_expert]
+        return self.unfused_combine(self.swiglu(self.grouped(rows, self.in_first)), positions)
+
+    def keep(self) -> Kept:
+        """Run an unfused forward pass and return what it keeps for the backward pass."""
+        order, positions = self.order()
+        rows = self.exchange(self.x[order // self.shape.top_k], back=False)[self.by_expert]
+        both = self.grouped(rows, self.in_first)
+        results = self.grouped(self.swiglu(both), self.out_first)[self.by_source]
+        return Kept(order, positions, rows, both, self.exchange(results, back=True))
+
+    def unfused_backward(self, kept: Kept) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of x, the router's weights, w_in and w_out."""
+        order, positions, rows, both, returned = kept
+        upstream = self.grad[order // self.shape.top_k]
+        weight_grads = (
+            (upstream * returned).sum(-1, dtype=torch.float32)[positions].view_as(self.weights)
+        )
+        scaled = upstream * self.weights.flatten()[order, None].to(upstream.dtype)
+        arrived = self.exchange(scaled, back=False)[self.by_expert]
+        gate, up = both.chunk(2, 1)
+        active = self.grouped(arrived, self.out_first.transpose(1, 2))
+        # The derivative of silu(gate) * up by gate and by up.
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        inner = torch.cat([active * up * sigmoid * (1 + gate * (1 - sigmoid)), active * silu], 1)
+        w_out_grad = self.grouped_gradient(silu * up, arrived)
+        w_in_grad = self.grouped_gradient(rows, inner)
+        back = self.grouped(inner, self.in_first.transpose(1, 2))[self.by_source]
+        x_grad = self.exchange(back, back=True)[positions].view(*self.experts.shape, -1).sum(1)
+        return x_grad, weight_grads, w_in_grad, w_out_grad

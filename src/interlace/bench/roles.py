@@ -1,0 +1,43 @@
+"""The roles of the times in a benchmark result; no GPU, no torch.
+
+A time's role says which claims it counts for. Results carry it as ``"role"``, and as ``"impl"`` the
+value of ``impl`` by which the operator runs what was timed, if there is one. Results measured
+before November 2026 have neither, only the time's display name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Role = Literal["ours", "pair", "compute", "communication"]
+"""An implementation of the operator; a compute step and a collective that a program without
+Interlace would run; compute without communication; communication without compute.
+"""
+
+_COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
+_FORMER_IMPLS = {
+    **{name: name for name in ("fused", "remote_stores", "chunked", "pushed", "triggered")},
+    "unfused": "unfused",
+    "cuBLAS + NCCL": "unfused",
+    "F.embedding_bag + NCCL + unpack": "unfused",
+}
+"""Display name of a time in a result without roles -> the value of ``impl`` that it measured."""
+
+
+def role_of(name: str, time: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the role of a time and the value of ``impl`` that runs it; empty if none does.
+
+    Args:
+        name: the time's display name.
+        time: its entry in the result.
+    """
+    if "role" in time:
+        return str(time["role"]), str(time.get("impl", ""))
+    impl = _FORMER_IMPLS.get(name, "")
+    if " + " in name or name == "unfused":
+        return "pair", impl
+    if not name.endswith(" alone"):
+        return "ours", impl
+    is_compute = any(word in name for word in _COMPUTE_WORDS)
+    return "compute" if is_compute else "communication", ""

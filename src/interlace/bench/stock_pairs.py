@@ -1,0 +1,130 @@
+"""The ways of stock PyTorch to run an operator around a matrix product: collectives, and pairs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from interlace.bench.benchmark import Step, Way
+
+if TYPE_CHECKING:
+    from interlace.bench.products import Case
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+"""Collectives whose stock pairs are measured; an operator with another one is measured beside its
+own ``impl="unfused"``."""
+
+_ONE_SHOT_BYTES = 1 << 24
+"""Largest result of which torch's one-shot all-reduce is timed; beyond, it is never the fastest."""
+
+
+def gather(result: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather all ranks' x in ``result``."""
+    # Named all_gather_single since torch 2.13, which warns of the older name.
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(result, x, group=group)
+
+
+def scatter(result: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Add all ranks' parts and store this rank's rows of the sum in ``result``."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(result, parts, group=group)
+
+
+def collectives(case: Case) -> dict[str, Step]:
+    """Return the collective alone, by every library that has it, on the memory of the pair."""
+    group, parts = case.group, case.product
+    shard = parts[: case.shape.rows // case.owner.world_size]
+    match case.operator.collective:
+        case "all_to_all":
+            return {"NCCL": lambda i: dist.all_to_all_single(case.received, parts, group=group)}
+        case "reduce_scatter":
+            return {"NCCL": lambda i: scatter(shard, case.received, group)}
+        case "all_gather":
+            return {"NCCL": lambda i: gather(case.gathered, case.operands(i)[0], group)}
+        case "all_reduce":
+            return _all_reduces(case)
+    return {}
+
+
+def _all_reduces(case: Case) -> dict[str, Step]:
+    """Return the all-reduces of NCCL and of torch's symmetric memory."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group, product = case.group, case.product
+    process_group = group or dist.group.WORLD
+    assert process_group is not None
+    name = process_group.group_name
+    case.product = symmetric_memory.empty(
+        tuple(product.shape), dtype=product.dtype, device=product.device
+    )
+    symmetric_memory.rendezvous(case.product, name)
+    case.product.zero_()
+    steps: dict[str, Step] = {
+        "NCCL": lambda i: dist.all_reduce(case.product, group=group),
+        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(
+            case.product, "sum", name
+        ),
+    }
+    if product.nbytes <= _ONE_SHOT_BYTES:
+        steps["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(
+            case.product, "sum", name
+        )
+    return steps
+
+
+def collectives_alone(case: Case) -> list[Way]:
+    """Return the collectives as ways."""
+    steps = collectives(case).items()
+    return [Way(f"{name} alone", "communication", step) for name, step in steps]
+
+
+def pairs(case: Case) -> list[Way]:
+    """Return the product and the collective, one after the other, by every library."""
+
+    def pair(collective: Step) -> Step:
+        if case.operator.returns_gathered:
+            return lambda i: (collective(i), case.multiply(i))
+        if case.operator.collective == "reduce_scatter":
+            # What reduce-scatter reads is the product, so the product goes where it reads.
+            return lambda i: (case.multiply(i, case.received), collective(i))
+        return lambda i: (case.multiply(i), collective(i))
+
+    ways = [
+        Way(f"cuBLAS + {name}", "pair", pair(step), "unfused" if name == "NCCL" else "")
+        for name, step in collectives(case).items()
+    ]
+    return [*ways, *async_tensor_parallel(case)]
+
+
+def async_tensor_parallel(case: Case) -> list[Way]:
+    """Return torch's own overlap of the product with copies, where it has one."""
+    # Importing it defines the operators, too.
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    process_group = case.group or dist.group.WORLD
+    assert process_group is not None
+    name = process_group.group_name
+
+    def multiply_and_scatter(i: int) -> object:
+        x, w = case.operands(i)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name)
+
+    def gather_and_multiply(i: int) -> object:
+        x, w = case.operands(i)
+        return torch.ops.symm_mem.fused_all_gather_matmul(x, [w.T], 0, name, return_A=False)
+
+    if case.operator.collective == "reduce_scatter":
+        ways = [Way("torch async-TP (cuBLAS + copies)", "pair", multiply_and_scatter)]
+    elif case.operator.returns_gathered:
+        ways = [Way("torch async-TP (copies + cuBLAS)", "pair", gather_and_multiply)]
+    else:
+        return []
+    with warnings.catch_warnings():
+        # Needed until torch 2.10, deprecated since.
+        warnings.simplefilter("ignore", FutureWarning)
+        symmetric_memory.enable_symm_mem_for_group(name)
+    return ways

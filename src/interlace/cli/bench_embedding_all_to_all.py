@@ -1,0 +1,149 @@
+"""``interlace bench`` and ``interlace tune`` of pooled embeddings and their all-to-all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from interlace.bench.embedding_all_to_all import OPERATOR
+from interlace.bench.report import study_table
+from interlace.cli import bench
+from interlace.cli.bench_ranks import run_embedding_rank
+from interlace.cli.console import make_console
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.outputs import Outputs
+from interlace.errors import ArgumentError
+from interlace.registry import Operator
+
+_DEFAULT = ("64x200000x256",)
+_HALF = {"tables": 64, "rows": 200_000, "width": 128, "lookups": "32", "dtype": "float16"}
+
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="TxNxD",
+        help="Tables, rows and width of each rank, say 64x200000x256; several times.",
+    ),
+]
+Lookups = Annotated[
+    str, typer.Option(help="Lookups of a bag, separated by commas; 0-60 draws from 0 to 60.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Samples of all ranks together.")]
+
+
+def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add the operator's commands."""
+    bench_app.command(operator.name)(bench_operator)
+    tune_app.command(operator.name)(tune_operator)
+
+
+def bench_operator(
+    shape: Shapes = None,
+    lookups: Lookups = "1,8,20,64,0-60",
+    batch: Batch = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="The backward pass with row-wise Adagrad instead.")
+    ] = False,
+    study: Annotated[
+        bool, typer.Option("--study", help="Time against occupancy and order instead.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --study: draw it as a PNG.")
+    ] = None,
+) -> None:
+    """Embedding + All-to-All: fused, every unfused pair, pooling alone, communication alone, and
+    the physical floor.
+
+    Without --shape: 64 tables of 200,000 x 256 a rank, and 128 wide in float16 with 32 lookups.
+    """
+    if study and backward:
+        raise ArgumentError(
+            "--study must stand without --backward: it is of the forward pass. Leave one out."
+        )
+    if plot is not None and not study:
+        raise ArgumentError("--plot must go with --study; got it alone.")
+    outputs = Outputs(json=json_file, plot=plot)
+    kind = "study" if study else "backward" if backward else "forward"
+    work = parse_work(shape, lookups, batch, dtype)
+    title = f"{'Studying' if study else 'Measuring'} {OPERATOR}"
+    document = bench.measure_on_gpus(
+        "bench", title, work, run_embedding_rank, (dtype, kind), world_size, outputs
+    )
+    if not study:
+        bench.show(document, OPERATOR, outputs)
+        return
+    for result in document["results"]:
+        make_console().print(study_table(OPERATOR, result))
+    from interlace.cli.picture import draw_study
+
+    outputs.write_plot(lambda file: draw_study(document, file))
+
+
+def tune_operator(
+    table: TableFile,
+    shape: Shapes = None,
+    lookups: Lookups = "1,8,20,64,0-60",
+    batch: Batch = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Embedding + All-to-All: find good configurations, both directions, and write each shape's to
+    the tuned table.
+    """
+    outputs = Outputs(json=json_file, table=table)
+    old_table = bench.read_table(outputs, OPERATOR)
+    work = parse_work(shape, lookups, batch, dtype)
+    document = bench.measure_on_gpus(
+        "tune",
+        f"Tuning {OPERATOR}",
+        work,
+        run_embedding_rank,
+        (dtype, "tune"),
+        world_size,
+        outputs,
+    )
+    bench.write_table(document, old_table, OPERATOR, outputs)
+
+
+def parse_work(
+    shapes: list[str] | None, lookups: str, batch: int, dtype: str
+) -> list[dict[str, Any]]:
+    """Return the sizes of every shape with every number of lookups."""
+    bench.require_dtype(dtype)
+    counts = lookups.split(",")
+    for count in counts:
+        ends = count.split("-")
+        if (
+            len(ends) > 2
+            or not all(end.isdecimal() for end in ends)
+            or int(ends[0]) > int(ends[-1])
+        ):
+            raise ArgumentError(
+                f"--lookups must be numbers or ranges separated by commas; got {count!r}. Say "
+                "--lookups 1,20,0-60."
+            )
+    # Without --shape, one more point: narrow tables in half precision.
+    sizes = [parse_tables(shape) for shape in shapes or _DEFAULT]
+    work: list[dict[str, Any]] = [
+        {**size, "lookups": count, "batch": batch} for size in sizes for count in counts
+    ]
+    return work if shapes else [*work, {**_HALF, "batch": batch}]
+
+
+def parse_tables(text: str) -> dict[str, int]:
+    """Parse ``"64x200000x256"`` as tables, rows and width of each rank."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentError(
+            f"--shape must be TxNxD: tables, rows and width; got {text!r}. Say --shape "
+            "64x200000x256."
+        )
+    tables, rows, width = map(int, parts)
+    return {"tables": tables, "rows": rows, "width": width}

@@ -1,0 +1,123 @@
+"""``interlace bench`` and ``interlace tune`` of a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
+from interlace.cli import bench
+from interlace.cli.bench_ranks import run_experts_rank
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.outputs import Outputs
+from interlace.errors import ArgumentError
+from interlace.registry import Operator
+
+SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
+"""Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
+
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        metavar="ExHxFxK",
+        help="Experts of all ranks, hidden, FFN and experts a token; several times. "
+        "\\[default: two]",
+    ),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
+
+
+def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add the operator's commands."""
+    bench_app.command(operator.name)(bench_operator)
+    tune_app.command(operator.name)(tune_operator)
+
+
+def bench_operator(
+    shape: Shapes = None,
+    tokens: Tokens = 4096,
+    routing: Annotated[
+        str, typer.Option(help="balanced, skewed, or both with a comma.")
+    ] = "balanced,skewed",
+    part: Annotated[str, typer.Option(help="combine, forward, backward, or all.")] = "all",
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+    config: Annotated[
+        str, typer.Option(help="The fused kernels' configuration, as results show it.")
+    ] = "",
+) -> None:
+    """Mixture of experts: second product and combine, the layer, its backward pass; fused, unfused,
+    and the physical floor.
+
+    Without --shape: Mixtral's 8 experts of 4096 x 14336, top 2, and 64 experts of 2048 x 1408, top
+    6.
+    """
+    if part not in ("all", *PARTS):
+        raise ArgumentError(f"--part must be one of {', '.join(('all', *PARTS))}; got {part!r}.")
+    outputs = Outputs(json=json_file)
+    document = bench.measure_on_gpus(
+        "bench",
+        f"Measuring {OPERATOR}",
+        parse_work(shape, tokens, routing, dtype),
+        run_experts_rank,
+        (dtype, part, config),
+        world_size,
+        outputs,
+    )
+    bench.show(document, OPERATOR, outputs)
+
+
+def tune_operator(
+    table: TableFile,
+    shape: Shapes = None,
+    tokens: Tokens = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+) -> None:
+    """Mixture of experts: find a good configuration of each layer, both directions, and write it to
+    the tuned table.
+    """
+    outputs = Outputs(json=json_file, table=table)
+    old_table = bench.read_table(outputs, OPERATOR)
+    document = bench.measure_on_gpus(
+        "tune",
+        f"Tuning {OPERATOR}",
+        parse_work(shape, tokens, "balanced", dtype),
+        run_experts_rank,
+        (dtype, "tune", ""),
+        world_size,
+        outputs,
+    )
+    bench.write_table(document, old_table, OPERATOR, outputs)
+
+
+def parse_work(
+    shapes: list[str] | None, tokens: int, routing: str, dtype: str
+) -> list[dict[str, Any]]:
+    """Return the sizes of every shape with every routing."""
+    bench.require_dtype(dtype)
+    routings = routing.split(",")
+    for name in routings:
+        if name not in ROUTINGS:
+            raise ArgumentError(
+                f"--routing must be {' or '.join(ROUTINGS)}, or both with a comma; got {name!r}."
+            )
+    sizes = [parse_layer(shape) for shape in shapes or SHAPES]
+    return [{**size, "tokens": tokens, "routing": name} for size in sizes for name in routings]
+
+
+def parse_layer(text: str) -> dict[str, int]:
+    """Parse ``"8x4096x14336x2"`` as experts, hidden, ffn and top_k."""
+    parts = text.lower().split("x")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentError(
+            "--shape must be ExHxFxK: experts of all ranks, hidden, FFN and experts a token; got "
+            f"{text!r}. "
+            f"Say --shape 8x4096x14336x2."
+        )
+    experts, hidden, ffn, top_k = map(int, parts)
+    return {"experts": experts, "hidden": hidden, "ffn": ffn, "top_k": top_k}

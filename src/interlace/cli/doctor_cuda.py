@@ -1,0 +1,215 @@
+"""The checks of ``interlace doctor`` for the CUDA backend: devices, links, memory and compiler."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.resources
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from interlace import tuning
+from interlace.cli.doctor_host import ABSENT, MISSING, OK, Row, first_line
+
+_MOST_RANKS = 8
+"""The largest group of an operator."""
+
+_RANK_BYTES = 2**31
+"""The GPU memory of a small rank: its context, torch, and the operators' workspaces."""
+
+
+def check_cuda() -> list[Row]:
+    """Check everything that ranks on GPUs need besides packages."""
+    try:
+        import torch
+    # A missing torch is a row of its own already.
+    except Exception:
+        return [Row("GPUs", ABSENT, "unknown without torch")]
+    from interlace.cli.machine import driver_version, nccl_version
+
+    driver = driver_version()
+    if not torch.cuda.is_available():
+        if not driver:
+            return [Row("GPUs", ABSENT, "no NVIDIA driver here; the cpu backend needs none")]
+        action = (
+            "install a CUDA build of torch"
+            if not torch.version.cuda
+            else "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        )
+        return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
+    count = torch.cuda.device_count()
+    rows = [Row("driver", OK, driver or "present, version unknown")]
+    # The first GPU stands for all in the checks of triggers and tables.
+    for i in range(count):
+        properties = torch.cuda.get_device_properties(i)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        architecture = f"sm_{properties.major}{properties.minor}"
+        processors = f"{properties.multi_processor_count} SMs"
+        meaning = f"{properties.name}, {memory}, {processors}, {architecture}"
+        rows.append(Row(f"GPU {i}", OK, meaning))
+    rows += _links(torch, count)
+    rows.append(_sharing(torch, count))
+    rows.append(
+        Row("cuda-bindings", OK, "maps the GPUs' memory side by side")
+        if _importable("cuda.bindings.driver")
+        else Row(
+            "cuda-bindings",
+            MISSING,
+            "maps the GPUs' memory side by side",
+            "pip install cuda-bindings",
+        )
+    )
+    rows.append(_triggers(torch.device("cuda", 0)))
+    rows += _compiler()
+    nccl = nccl_version()
+    rows.append(
+        Row("NCCL", OK, f"{nccl}; process groups, and what unfused calls use")
+        if nccl
+        else Row(
+            "NCCL", MISSING, "process groups of GPU ranks", "install a stock CUDA build of torch"
+        )
+    )
+    rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
+    rows.append(_tables(torch.cuda.get_device_name(0)))
+    return rows
+
+
+def _triggers(device: Any) -> Row:
+    """Check that copies can wait for a kernel's counter.
+
+    That cannot be looked at without cuda-bindings, which is a row of its own.
+    """
+    check = "stream memory operations"
+    if not _importable("cuda.bindings.driver"):
+        return Row(check, ABSENT, "not looked at: cuda-bindings is not installed")
+    from interlace.comm.copies import supports_triggers
+
+    if supports_triggers(device):
+        return Row(check, OK, "copies can wait for a kernel's counters (triggered transfers)")
+    return Row(
+        check,
+        ABSENT,
+        (
+            "this driver has none: no copy can wait for a kernel's counters; impl='triggered' is "
+            "refused"
+        ),
+    )
+
+
+def _links(torch: Any, count: int) -> list[Row]:
+    if count == 1:
+        return [Row("peer access", ABSENT, "one GPU: ranks share it")]
+    reach = [
+        [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)]
+        for i in range(count)
+    ]
+    matrix = "\n".join(
+        f"{i}: " + " ".join("x" if ok else "-" for ok in line) for i, line in enumerate(reach)
+    )
+    if all(all(line) for line in reach):
+        rows = [Row("peer access", OK, f"every GPU reaches every other's memory\n{matrix}")]
+    else:
+        action = (
+            "form groups of GPUs that reach each other; in a virtual machine, ask for peer-to-peer "
+            "access"
+        )
+        rows = [
+            Row("peer access", MISSING, f"some GPUs cannot reach others' memory\n{matrix}", action)
+        ]
+    rows.append(_nvlink(count))
+    return rows
+
+
+def _sharing(torch: Any, count: int) -> Row:
+    """Return how many ranks the GPUs hold by time slices, each with a context and memory."""
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    held = [min(max(1, nbytes // _RANK_BYTES), _MOST_RANKS) for nbytes in memory]
+    meaning = (
+        f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time "
+        "slices, so one GPU is enough to write "
+        f"and test a fused kernel. Times mean nothing then"
+    )
+    return Row("ranks per GPU", OK, meaning, "interlace.launch(worker, n, backend='cuda')")
+
+
+def _nvlink(count: int) -> Row:
+    """Count the active NVLinks of each GPU, by NVML if its Python package is installed."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ImportError:
+        return Row(
+            "NVLink",
+            ABSENT,
+            "not looked at: NVML's Python package is not installed",
+            "optional: pip install nvidia-ml-py",
+        )
+    try:
+        pynvml.nvmlInit()
+        active = []
+        for i in range(count):
+            handle, links = pynvml.nvmlDeviceGetHandleByIndex(i), 0
+            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+                try:
+                    links += pynvml.nvmlDeviceGetNvLinkState(handle, link)
+                except pynvml.NVMLError:
+                    break
+            active.append(links)
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return Row("NVLink", ABSENT, f"not looked at: {first_line(error)}")
+    if not any(active):
+        return Row("NVLink", ABSENT, "none: peers are reached over PCIe, which works, slower")
+    return Row("NVLink", OK, "active links by GPU: " + ", ".join(str(links) for links in active))
+
+
+def _compiler() -> list[Row]:
+    """Triton compiles a small C stub for every kernel that it launches."""
+    compiler = shutil.which(os.environ.get("CC", "")) or next(
+        filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None
+    )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return [
+        Row("C compiler", OK, f"{Path(compiler).name}, for Triton's launch stubs")
+        if compiler
+        else Row(
+            "C compiler",
+            MISSING,
+            "Triton compiles a launch stub for every kernel",
+            "install gcc or clang, or set CC",
+        ),
+        Row("Python headers", OK, "for Triton's launch stubs")
+        if header.is_file()
+        else Row(
+            "Python headers",
+            MISSING,
+            "Triton's launch stubs include Python.h",
+            f"install python{version}-dev",
+        ),
+    ]
+
+
+def _tables(gpu: str) -> Row:
+    # Tables are named by operator and GPU.
+    ending = tuning.file_name("", gpu)
+    folder = importlib.resources.files("interlace.tuning") / "tables"
+    fitting = (
+        sorted(file.name.split(".")[0] for file in folder.iterdir() if file.name.endswith(ending))
+        if folder.is_dir()
+        else []
+    )
+    if fitting:
+        return Row("tuned tables", OK, f"for {gpu}: {', '.join(fitting)}")
+    meaning = f"none for {gpu}: default configurations are used, and impl='auto' is always fused"
+    return Row("tuned tables", ABSENT, meaning, "interlace tune OPERATOR --table FILE")
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False

@@ -35,7 +35,7 @@ def send_back(
     output_splits: Sequence[int] | None,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """The transpose of the all-to-all: every row to the rank that it came from."""
+    """Transpose the all-to-all: send every row to the rank that it came from."""
     if input_splits is None or output_splits is None:
         ranks = 1 if is_alone(group) else dist.get_world_size(group)
         input_splits = output_splits = [len(grad) // ranks] * ranks

@@ -216,7 +216,7 @@ class KernelCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[Case]:
-    """One small call; these have no gradient."""
+    """Return one small call; mapped outputs have no gradient."""
     return (
         [KernelCase(operator, impl)]
         if operator == KERNEL
@@ -225,7 +225,7 @@ def every(operator: str, impl: str, ranks: int) -> list[Case]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> Case:
-    """A random call."""
+    """Return a random call."""
     if operator == KERNEL:
         return KernelCase(operator, impl)
     rows, columns, inner, dtype = source.choice(_KINDS)

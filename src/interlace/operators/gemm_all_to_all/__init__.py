@@ -79,6 +79,7 @@ class GemmAllToAll(GemmOperator):
             check_even(rows, ranks)
             sent = ((rows // ranks,) * ranks,) * ranks
         else:
+            # All ranks check all lists, so that all of them raise the same error or none does.
             answers = group.exchange(f"{self.name} (splits)", [rows, list(sends), list(receives)])
             sent = self._check_lists(answers, ranks)
         # The choice goes by the rank that has most rows, so it is the same on every rank.

@@ -99,6 +99,7 @@ class GemmReduceScatter(GemmOperator):
         x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
         # The gradient's operator has no product whose output could be the peers' memory.
         ctx.impl = impl if impl in ("auto", "fused", "chunked", "unfused") else "auto"
+        # The all-gather of the backward pass needs the rows of every rank, as they were divided.
         ranks = rank_in(ctx.group_name)[1]
         ctx.splits = balanced(x.shape[0], ranks) if splits is None else splits
         ctx.has_bias = bias is not None
@@ -112,6 +113,7 @@ class GemmReduceScatter(GemmOperator):
         (grad,) = grads
         assert grad is not None
         x, w = ctx.saved_tensors
+        # The rows are gathered anyway; returning them costs a copy, which only w and bias need.
         needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
         gather = x is not None or needs_bias
         grad_x, rows = torch.ops.interlace.all_gather_gemm(

@@ -111,7 +111,7 @@ class Case(abc.ABC):
         """
         inputs = [_in_float64(self.tensors(peer, ranks, seed)) for peer in range(ranks)]
         exact = self.results(inputs)[rank]
-        # The same with absolute values bounds every intermediate sum, in whatever order it is made.
+        # The result of absolute values bounds every intermediate sum, in any order of additions.
         bounds = self.results([_absolute(tensors) for tensors in inputs])[rank]
         eps = torch.finfo(self.result_dtype).eps
         allowed = []
@@ -185,6 +185,7 @@ class Prepared:
                     f"{list(expected.shape)}; "
                     f"got {result.dtype} {list(result.shape)}."
                 )
+            # NaN compares as unequal and as not within any bound, so both forms count it as wrong.
             differs = result != expected if not allowed else ~((result - expected).abs() <= allowed)
             torch.sum(differs, dtype=torch.int64, dim=tuple(range(differs.dim())), out=wrong[i])
 

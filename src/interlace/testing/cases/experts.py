@@ -137,9 +137,8 @@ class ExpertsCase(Case):
             )
             shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
             chosen = torch.where(self._kept(call["experts"], len(w_in)), call["experts"], len(w_in))
-            shares = shares.scatter_add(
-                1, chosen, leaf["weights"]
-            )  # dropped slots in a column of their own
+            # Dropped slots are added to an extra column, which is not used.
+            shares = shares.scatter_add(1, chosen, leaf["weights"])
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
         if not self.backward:
             return [[output] for output in outputs]

@@ -147,9 +147,11 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
                 padding = (padded_columns(call.inner, dtype) - call.inner) * dtype.itemsize
                 besides = -padding * call.rows_of(rank) * (world_size - 1)
             expected = _cost(call, rank, world_size).link_bytes + besides
-            fetched = sum(answer[i][2].get(rank, 0) for answer in answers)
+            fetched_bytes = sum(answer[i][2].get(rank, 0) for answer in answers)
             fetches = operator == "all_gather_gemm" and impl != "pushed"
-            assert (sum(put.values()), fetched) == ((0, expected) if fetches else (expected, 0)), (
+            assert (sum(put.values()), fetched_bytes) == (
+                (0, expected) if fetches else (expected, 0)
+            ), (
                 rank,
                 call,
             )

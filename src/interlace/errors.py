@@ -64,7 +64,10 @@ class RankMismatchError(InterlaceError):
 
 
 class GroupError(InterlaceError):
-    """The process group cannot be used: too large, not on one machine, or not joined by this rank."""
+    """The process group cannot be used.
+
+    It is too large, not on one machine, or not joined by this rank.
+    """
 
 
 class BackendError(InterlaceError):

@@ -66,7 +66,7 @@ def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
     """Sharded by PyTorch's own plans."""
     torch.manual_seed(3)
     device = default_device_type()
-    whole = Block(bias).to(device)
+    block = Block(bias).to(device)
     columns = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {
         f"feed_forward.w{n}": ColwiseParallel() for n in "13"
     }
@@ -82,7 +82,7 @@ def parallel_block(sequence_parallel: bool, bias: bool) -> Block:
             "attention": gather,
             "feed_forward": gather,
         }
-    return parallelize_module(whole, init_device_mesh(device, (dist.get_world_size(),)), plan)
+    return parallelize_module(block, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
 class Experts(nn.Module):

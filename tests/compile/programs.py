@@ -32,12 +32,12 @@ def group() -> str:
     return dist.group.WORLD.group_name
 
 
-def all_reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    return wait(c10d.all_reduce(x, how, group()))
+def all_reduce(x: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+    return wait(c10d.all_reduce(x, reduction, group()))
 
 
-def reduce_scatter(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    return wait(c10d.reduce_scatter_tensor(x, how, 2, group()))
+def reduce_scatter(x: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+    return wait(c10d.reduce_scatter_tensor(x, reduction, 2, group()))
 
 
 def all_gather(x: torch.Tensor) -> torch.Tensor:

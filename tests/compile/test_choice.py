@@ -90,9 +90,9 @@ def test_what_was_measured_to_be_faster() -> None:
     ],
 )
 def test_what_was_not(operator: str, rows: int, dtype: torch.dtype, reason: str) -> None:
-    with pytest.raises(LeftAlone) as why:
+    with pytest.raises(LeftAlone) as refusal:
         choose(operator, _product(rows, 8192, 7168, dtype), rows, 4)
-    assert str(why.value).startswith(reason)
+    assert str(refusal.value).startswith(reason)
 
 
 def test_mapped_outputs_are_taken_where_they_can_be() -> None:
@@ -100,12 +100,14 @@ def test_mapped_outputs_are_taken_where_they_can_be() -> None:
     assert " remote_stores " in choose("gemm_reduce_scatter", product, 256, 4)
     with pytest.raises(
         LeftAlone,
-        match=r"^gemm_reduce_scatter would be faster by impl='remote_stores', which must have no bias$",
+        match=r"^gemm_reduce_scatter would be faster by impl='remote_stores', which must have "
+        r"no bias$",
     ):
         choose("gemm_reduce_scatter", dataclasses.replace(product, bias=product.x), 256, 4)
     with pytest.raises(
         LeftAlone,
-        match=r"^gemm_all_reduce would be faster by impl='remote_stores', which must have rows that are split evenly$",
+        match=r"^gemm_all_reduce would be faster by impl='remote_stores', which must have rows "
+        r"that are split evenly$",
     ):
         choose("gemm_all_reduce", _product(250, 8192, 7168), 250, 4)
 
@@ -120,7 +122,8 @@ def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(
         LeftAlone,
-        match=r"^it is a sum of products, and gemm_reduce_scatter of them is not faster: measured on",
+        match=r"^it is a sum of products, and gemm_reduce_scatter of them is not faster: "
+        r"measured on",
     ):
         scatter([_product(256, 8192, 2048)] * 3, 256, 4)
     with pytest.raises(

@@ -34,12 +34,12 @@ def _compare(model: nn.Module, x: torch.Tensor) -> tuple[list[Finding], dict[str
     """Findings, and relative errors against eager execution."""
     compiled = torch.compile(model, backend=interlace.compile.eager_backend, fullgraph=True)
     with recording() as report:
-        found = _step(compiled, model, x)
-    wanted = _step(model, model, x)
+        actual = _step(compiled, model, x)
+    expected = _step(model, model, x)
     # Keys' biases have no gradient but rounding: softmax does not see them.
     return report, {
-        name: float((found[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1))
-        for name in wanted
+        name: float((actual[name] - expected[name]).norm() / expected[name].norm().clamp(min=1))
+        for name in expected
     }
 
 
@@ -105,9 +105,9 @@ def test_experts(ranks: Any, experts: int, separate: bool) -> None:
         assert lines[0].startswith(
             f"forward: {rows} (all_to_all_single) fused by all_to_all_bmm: the cpu backend"
         )
-        why = "a batch of 2: the cpu backend" if experts == 2 else "the cpu backend"
+        reason = "a batch of 2: the cpu backend" if experts == 2 else "the cpu backend"
         assert lines[1].startswith(
-            f"forward: {rows} (all_to_all_single_1) fused by {operator}: {why}"
+            f"forward: {rows} (all_to_all_single_1) fused by {operator}: {reason}"
         )
 
 
@@ -126,10 +126,10 @@ def _inductor() -> tuple[dict[str, float], list[str]]:
     from torch._inductor.utils import run_and_get_code
 
     x, model, codes = tensors((6, K))[0], _RowParallel(), []
-    wanted, found = model(x), {}
+    expected, outputs = model(x), {}
     with config.patch(force_disable_caches=True):
         torch.compiler.reset()
-        found["backend"], code = run_and_get_code(
+        outputs["backend"], code = run_and_get_code(
             torch.compile(
                 model,
                 backend=interlace.compile.backend,
@@ -141,10 +141,12 @@ def _inductor() -> tuple[dict[str, float], list[str]]:
         codes += code
         torch.compiler.reset()
         with installed(), torch.no_grad():
-            found["installed"], code = run_and_get_code(torch.compile(model, fullgraph=True), x)
+            outputs["installed"], code = run_and_get_code(torch.compile(model, fullgraph=True), x)
         codes += code
     torch.compiler.reset()
-    return {name: float((y - wanted).norm() / wanted.norm()) for name, y in found.items()}, codes
+    return {
+        name: float((y - expected).norm() / expected.norm()) for name, y in outputs.items()
+    }, codes
 
 
 def test_inductor(ranks: Any) -> None:
@@ -184,9 +186,9 @@ def test_passes_that_were_there_run_first() -> None:
     from torch._inductor import config
 
     graph = torch.fx.Graph()
-    for given in (lambda ran: ran.append, lambda ran: [ran.append]):
+    for slot_of in (lambda ran: ran.append, lambda ran: [ran.append]):
         ran: list[torch.fx.Graph] = []
-        with config.patch(post_grad_custom_pre_pass=given(ran)), installed():
+        with config.patch(post_grad_custom_pre_pass=slot_of(ran)), installed():
             config.post_grad_custom_pre_pass(graph)
         assert ran == [graph]
     assert not isinstance(config.post_grad_custom_pre_pass, InductorPass)

@@ -125,7 +125,9 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["gemm_all_reduce"],
     ),
     "all-reduces added, of which one is used": (
-        lambda x, w, u: (lambda one: (one + all_reduce(x @ u), one.exp()))(all_reduce(x @ w.t())),
+        lambda x, w, u: (lambda total: (total + all_reduce(x @ u), total.exp()))(
+            all_reduce(x @ w.t())
+        ),
         [(M, 4), (N, 4), (4, N)],
         ["gemm_all_reduce"] * 2,
     ),
@@ -140,7 +142,7 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["gemm_all_reduce"] * 2,
     ),
     "an all-reduce added to itself": (
-        lambda x, w: (lambda one: one + one)(all_reduce(x @ w.t())),
+        lambda x, w: (lambda total: total + total)(all_reduce(x @ w.t())),
         [(M, 4), (N, 4)],
         ["gemm_all_reduce"],
     ),
@@ -283,25 +285,25 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
 
 
 def _all_fused() -> dict[str, Any]:
-    found = {}
-    for name, (program, shapes, wanted) in FUSED.items():
+    outcomes = {}
+    for name, (program, shapes, replacements) in FUSED.items():
         arguments = tensors(*shapes)
         names, findings, error = fused(traced(program, arguments), arguments)
-        assert {finding.operator for finding in findings} == {*wanted}, (name, findings)
-        found[name] = names, error
+        assert {finding.operator for finding in findings} == {*replacements}, (name, findings)
+        outcomes[name] = names, error
     arguments = tensors((2, FEW, K), (N, K))
     flat = with_linear(
         traced(lambda x, w: reduce_scatter((x.view(-1, K) @ w.t()).view(2, FEW, N)), arguments)
     )
-    found["linear"] = fused(flat, arguments)[::2]
-    return found
+    outcomes["linear"] = fused(flat, arguments)[::2]
+    return outcomes
 
 
 def test_pairs_become_operators_with_the_same_results(ranks: Any) -> None:
-    wanted = {name: case[2] for name, case in FUSED.items()} | {"linear": ["gemm_reduce_scatter"]}
-    for found in ranks(2).run(_all_fused):
-        assert {name: names for name, (names, _) in found.items()} == wanted
-        assert {name: error for name, (_, error) in found.items() if error > 1e-6} == {}
+    expected = {name: case[2] for name, case in FUSED.items()} | {"linear": ["gemm_reduce_scatter"]}
+    for outcomes in ranks(2).run(_all_fused):
+        assert {name: names for name, (names, _) in outcomes.items()} == expected
+        assert {name: error for name, (_, error) in outcomes.items() if error > 1e-6} == {}
 
 
 def _of_dtype(dtype: torch.dtype) -> list[float]:
@@ -327,28 +329,28 @@ def _shared_memory() -> list[tuple[bool, float]]:
     error.
     """
 
-    def returning_a_copy(came: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        copy = came.clone()
-        return copy @ w.t(), came, copy
+    def returning_a_copy(received: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copy = received.clone()
+        return copy @ w.t(), received, copy
 
     programs = (
         lambda x, w: returning_a_copy(all_gather(x), w),
         lambda x, w: returning_a_copy(all_to_all(x), w),
     )
-    found = []
+    outcomes = []
     for program in programs:
         arguments = tensors((FEW, K), (N, K))
         module = traced(program, arguments)
         _, _, error = fused(module, arguments)
-        _, one, other = module(*arguments)
-        found.append((one.data_ptr() == other.data_ptr(), error))
-    return found
+        _, source, copy = module(*arguments)
+        outcomes.append((source.data_ptr() == copy.data_ptr(), error))
+    return outcomes
 
 
 def test_copies_do_not_become_views(ranks: Any) -> None:
-    for found in ranks(2).run(_shared_memory):
-        assert [shared for shared, _ in found] == [False, False]
-        assert max(error for _, error in found) < 1e-6
+    for outcomes in ranks(2).run(_shared_memory):
+        assert [shared for shared, _ in outcomes] == [False, False]
+        assert max(error for _, error in outcomes) < 1e-6
 
 
 def _gather_flags() -> list[bool]:
@@ -458,8 +460,8 @@ def test_dynamic_rows(ranks: Any) -> None:
 
 def _overlapped(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
     sent = c10d.all_reduce(x @ w.t(), "sum", group())
-    other = x @ v.t()
-    return wait(sent), other
+    product = x @ v.t()
+    return wait(sent), product
 
 
 def _changed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -700,8 +702,8 @@ def _all_left() -> dict[str, tuple[str, str, str]]:
 
 
 def test_others_are_left_alone_and_say_why(ranks: Any) -> None:
-    for found in ranks(2).run(_all_left):
-        for name, (reason, before, after) in found.items():
+    for reasons in ranks(2).run(_all_left):
+        for name, (reason, before, after) in reasons.items():
             assert LEFT[name][2] in reason, (name, reason)
             assert before == after, name
 

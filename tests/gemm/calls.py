@@ -1,4 +1,4 @@
-"""Calls of the operators around a product that ranks can make, and what must come out, in float64."""
+"""Calls of the operators around a product, and their exact results, computed in float64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import interlace
 from interlace.gemm.splits import balanced
 
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
     "float8": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 
 IMPLS = {
     "gemm_all_to_all": ["unfused", "fused"],
@@ -83,21 +85,21 @@ class Call:
         shared = torch.Generator().manual_seed(1000 * self.seed + 999)
         summed = self.operator in ("gemm_reduce_scatter", "gemm_all_reduce")
         rows = self.rows_of(rank)
-        found = {
+        tensors = {
             "x": torch.randn(rows, self.inner, generator=generator).to(DTYPES[self.dtype]),
             "w": torch.randn(self.columns, self.inner, generator=generator).to(DTYPES[self.dtype]),
         }
         if self.w_along == "N":
-            found["w"] = found["w"].T.contiguous().T
+            tensors["w"] = tensors["w"].T.contiguous().T
         if self.bias:
-            found["bias"] = torch.randn(self.columns, generator=shared if summed else generator).to(
-                self.result_dtype
-            )
+            tensors["bias"] = torch.randn(
+                self.columns, generator=shared if summed else generator
+            ).to(self.result_dtype)
         if self.dtype == "float8":
             shapes = ([rows, 1], [1, self.columns]) if self.scale == "row" else ([], [1])
             for name, shape in zip(("x_scale", "w_scale"), shapes, strict=True):
-                found[name] = torch.rand(shape, generator=generator) + 0.5
-        return found
+                tensors[name] = torch.rand(shape, generator=generator) + 0.5
+        return tensors
 
     def make(self, group: dist.ProcessGroup | None = None, **more: Any) -> Any:
         """On a rank: make the call on its device; ``more`` replaces arguments, all tensors where it
@@ -118,36 +120,37 @@ class Call:
 
     def options(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         rank = dist.get_rank(group)
-        found: dict[str, Any] = {"group": group, "impl": self.impl, "config": self.config}
+        options: dict[str, Any] = {"group": group, "impl": self.impl, "config": self.config}
         if self.out_dtype is not None:
-            found["out_dtype"] = DTYPES[self.out_dtype]
+            options["out_dtype"] = DTYPES[self.out_dtype]
         if self.splits is not None and self.operator == "gemm_all_to_all":
-            found["input_splits"] = list(self.splits[rank])
-            found["output_splits"] = [sent[rank] for sent in self.splits]
+            options["input_splits"] = list(self.splits[rank])
+            options["output_splits"] = [sent[rank] for sent in self.splits]
         elif self.splits is not None:
-            found["splits"] = list(self.splits)
-        return found
+            options["splits"] = list(self.splits)
+        return options
 
     # In float64
 
     def exact(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's x, w and bias, dequantised."""
-        found = {name: tensor.double() for name, tensor in self.inputs(rank).items()}
+        tensors = {name: tensor.double() for name, tensor in self.inputs(rank).items()}
         if self.dtype == "float8":
-            found["x"] = found["x"] * found.pop("x_scale").reshape(-1, 1)
-            found["w"] = found["w"] * found.pop("w_scale").reshape(-1, 1)
-        return found
+            tensors["x"] = tensors["x"] * tensors.pop("x_scale").reshape(-1, 1)
+            tensors["w"] = tensors["w"] * tensors.pop("w_scale").reshape(-1, 1)
+        return tensors
 
-    def whole(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def results(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Every rank's result from every rank's inputs."""
         ranks = len(inputs)
         biases = [
-            each.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for each in inputs
+            tensors.get("bias", torch.zeros(self.columns, dtype=torch.float64))
+            for tensors in inputs
         ]
         if self.operator == "all_gather_gemm":
-            x = torch.cat([each["x"] for each in inputs])
-            return [x @ each["w"].T + bias for each, bias in zip(inputs, biases, strict=True)]
-        parts = [each["x"] @ each["w"].T for each in inputs]
+            x = torch.cat([tensors["x"] for tensors in inputs])
+            return [x @ tensors["w"].T + bias for tensors, bias in zip(inputs, biases, strict=True)]
+        parts = [tensors["x"] @ tensors["w"].T for tensors in inputs]
         if self.operator == "gemm_all_to_all":
             sent = self.splits or [[self.rows // ranks] * ranks] * ranks
             pieces = [
@@ -170,21 +173,21 @@ class Call:
         """
         ranks = len(results)
         inputs = [self.exact(rank) for rank in range(ranks)]
-        expected = self.whole(inputs)
-        sizes = self.whole(
-            [{name: tensor.abs() for name, tensor in each.items()} for each in inputs]
+        expected = self.results(inputs)
+        sizes = self.results(
+            [{name: tensor.abs() for name, tensor in tensors.items()} for tensors in inputs]
         )
         u = torch.finfo(torch.float32).eps / 2
         out = torch.finfo(self.result_dtype)
         unit = out.eps if self.result_dtype == torch.bfloat16 else out.eps / 2
         roundings = 2 if self.impl == "fused" else ranks + 2
-        for rank, (y, wanted, size) in enumerate(zip(results, expected, sizes, strict=True)):
+        for rank, (y, exact, size) in enumerate(zip(results, expected, sizes, strict=True)):
             assert y.dtype == self.result_dtype
-            assert y.shape == wanted.shape, self
+            assert y.shape == exact.shape, self
             bound = (
                 (self.inner + ranks + 4) * u + roundings * unit
             ) * size + out.smallest_normal * out.eps
-            error = (y.double() - wanted).abs()
+            error = (y.double() - exact).abs()
             assert (error <= bound).all(), (
                 f"{self}: rank {rank} is wrong by {(error / bound).max():.3g} times the bound"
             )
@@ -209,27 +212,29 @@ def differentiate(call: Call) -> dict[str, torch.Tensor]:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs = [
-        {name: tensor.requires_grad_() for name, tensor in call.exact(each).items()}
-        for each in range(ranks)
+        {name: tensor.requires_grad_() for name, tensor in call.exact(peer).items()}
+        for peer in range(ranks)
     ]
-    expected = call.whole(inputs)
+    expected = call.results(inputs)
     targets = [
         torch.randn(y.shape, generator=torch.Generator().manual_seed(77)).to(call.result_dtype)
         for y in expected
     ]
-    same = call.operator == "gemm_all_reduce"
+    is_replicated = call.operator == "gemm_all_reduce"
     losses = [(y * target).sum() for y, target in zip(expected, targets, strict=True)]
-    (losses[0] if same else torch.stack(losses).sum()).backward()
-    mine = call.placed()
-    for tensor in mine.values():
+    (losses[0] if is_replicated else torch.stack(losses).sum()).backward()
+    placed = call.placed()
+    for tensor in placed.values():
         tensor.requires_grad_()
-    y = call.make(**mine)
+    y = call.make(**placed)
     y.backward(targets[rank].to(y.device))
-    found = {name: tensor.grad.cpu() for name, tensor in mine.items()}
+    actual = {name: tensor.grad.cpu() for name, tensor in placed.items()}
     # The bias of a sum is one parameter, of which rank 0's copy was used.
     summed = call.operator in ("gemm_reduce_scatter", "gemm_all_reduce")
-    wanted = {name: inputs[0 if summed and name == "bias" else rank][name].grad for name in mine}
-    return {name: torch.stack([found[name].double(), wanted[name]]) for name in mine}
+    expected_grads = {
+        name: inputs[0 if summed and name == "bias" else rank][name].grad for name in placed
+    }
+    return {name: torch.stack([actual[name].double(), expected_grads[name]]) for name in placed}
 
 
 def check_gradients(
@@ -242,8 +247,8 @@ def check_gradients(
         torch.finfo(dtype).eps for dtype in (call.result_dtype, DTYPES[call.dtype])
     )
     for rank, outcome in enumerate(outcomes):
-        for name, (found, wanted) in outcome.items():
-            error, size = (found - wanted).norm(), wanted.norm()  # 0 for a rank without rows
+        for name, (actual, exact) in outcome.items():
+            error, size = (actual - exact).norm(), exact.norm()  # 0 for a rank without rows
             assert error <= tolerance * size, (
                 f"{call}: the gradient of {name} on rank {rank} is wrong by {error:.2g} of "
                 f"{size:.2g}"

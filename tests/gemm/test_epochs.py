@@ -58,7 +58,7 @@ def _reduce_scatter(rows, inner, columns, rank):
     return lambda factor: interlace.gemm_reduce_scatter(factor * x, w, impl="fused")
 
 
-def _after_many_calls(first, then, again):
+def _after_many_calls(first, second, again):
     """A large call at an epoch, and another, ``again``, when the same number, or one near it, has
     come again.
 
@@ -68,13 +68,13 @@ def _after_many_calls(first, then, again):
     rank, group = dist.get_rank(), group_of()
     group.release()  # signals of other tests may be of the same numbers
     sizes = {"tiny": (2, 16, 16), "a": (64, 16, 64), "b": (64, 32, 64)}
-    calls = {name: _reduce_scatter(*each, rank) for name, each in sizes.items()}
+    calls = {name: _reduce_scatter(*sizes_, rank) for name, sizes_ in sizes.items()}
     expected = {name: call(2) for name, call in calls.items()}
     _jump(group, first)
     calls["a"](1)
     _jump(group, _CLEARING)
     calls["tiny"](1)
-    _jump(group, then)
+    _jump(group, second)
     calls["tiny"](1)
     with interlace.inject(Faults(seed=rank, max_delay_s=0.1 if rank == 1 else 0.0)):
         y = calls[again](2)
@@ -83,7 +83,7 @@ def _after_many_calls(first, then, again):
 
 
 @pytest.mark.parametrize(
-    ("then", "again"),
+    ("second", "again"),
     [
         (5000, "a"),
         (4997, "a"),
@@ -93,11 +93,11 @@ def _after_many_calls(first, then, again):
         (2**31 - 2, "a"),
     ],
 )
-def test_a_signal_of_long_ago_does_not_pass_for_a_new_one(ranks, then, again):
+def test_a_signal_of_long_ago_does_not_pass_for_a_new_one(ranks, second, again):
     """The same mark and number after all numbers have been used; another mark; cells that never
     wrapped, as they once did.
     """
-    assert ranks(2).run(_after_many_calls, 5001, then, again) == [True, True]
+    assert ranks(2).run(_after_many_calls, 5001, second, again) == [True, True]
 
 
 def _operators(rank):
@@ -171,7 +171,7 @@ def _left_behind(epoch):
     """For each operator: how many signals and words a large call at ``epoch`` leaves to a small
     one, and after clearing.
     """
-    found = {}
+    left_over = {}
     for name, call in _operators(dist.get_rank()).items():
         group = group_of()
         group.release()
@@ -193,14 +193,14 @@ def _left_behind(epoch):
                 count += sum(word & (_EPOCHS - 1) == epoch for word in words)
             counts.append(count)
             dist.barrier()
-        found[name] = counts
+        left_over[name] = counts
     group_of().release()
-    return found
+    return left_over
 
 
 def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
-    for found in ranks(2).run(_left_behind, 70001, timeout_s=120):
-        for name, (at_once, later, cleared) in found.items():
+    for left_over in ranks(2).run(_left_behind, 70001, timeout_s=120):
+        for name, (at_once, later, cleared) in left_over.items():
             assert at_once > 0, name
             assert cleared == 0, (
                 f"{name}: {cleared} signals of an old call are left, of {later} before"
@@ -213,8 +213,8 @@ def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
 def _cells(group):
     """The numbers of every workspace's next call and of its next launch beside a kernel."""
     return {
-        name: (int(each.epochs[0]), int(each.side_epochs[0]))
-        for name, each in group._workspaces.items()
+        name: (int(cells.epochs[0]), int(cells.side_epochs[0]))
+        for name, cells in group._workspaces.items()
     }
 
 
@@ -227,21 +227,21 @@ def _move(group, used, epoch):
     """
     group.synchronize()
     dist.barrier()  # no rank has a call under way
-    for name, beside in used.items():
+    for name, has_side_stream in used.items():
         workspace = group._workspaces[name]
         first = epoch - ((epoch ^ int(workspace.epochs[0])) & 1)
         workspace.epochs.fill_(first)
-        if beside:
+        if has_side_stream:
             workspace.side_epochs.fill_(first)
         workspace.notes[0] = first - 1
         signals = _signals(group, workspace.signals, gemm_layout.GRANTS)
-        for place in range(gemm_layout.DONE, gemm_layout.GRANTS):
-            if 0 < signals[place] < _EPOCHS:
-                signals[place] = first - 1
+        for index in range(gemm_layout.DONE, gemm_layout.GRANTS):
+            if 0 < signals[index] < _EPOCHS:
+                signals[index] = first - 1
     dist.barrier()  # no rank is in a call before the other one has the same numbers
 
 
-def _call_until(group, prepared, used, last, when):
+def _call_until(group, prepared, used, last, moment):
     """What went wrong in calls until every workspace has had the call of number ``last``.
 
     The first case is called at 1 and 2 and every seventh number from there on, the others in
@@ -249,19 +249,25 @@ def _call_until(group, prepared, used, last, when):
     case has left at 1 and 2 from its calls at 1 and 2. Ranks take turns in being late: each passes
     a number both before the other one and after it.
     """
-    first, *others = prepared
+    first, *other_cases = prepared
     wrong, calls, number = [], 0, _cells(group)[next(iter(used))][0]
     while any((_cells(group)[name][0] - last) % _EPOCHS not in range(1, 64) for name in used):
-        assert calls < 40, f"{when}: {_cells(group)}"
-        case = first if number % 7 in (1, 2) or not others else others[number // 2 % len(others)]
+        assert calls < 40, f"{moment}: {_cells(group)}"
+        case = (
+            first
+            if number % 7 in (1, 2) or not other_cases
+            else other_cases[number // 2 % len(other_cases)]
+        )
         if number % 2 == group.rank:
             time.sleep(0.02)
         before = _cells(group)
         counts = case.check(calls % 3)
         if any(counts):
-            numbers = {name: each for name, each in before.items() if each != _cells(group)[name]}
+            numbers = {
+                name: value for name, value in before.items() if value != _cells(group)[name]
+            }
             wrong.append(
-                f"{when}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; "
+                f"{moment}, rank {group.rank}, {case.case.label}: {counts} elements are wrong; "
                 f"numbers {numbers}"
             )
         calls, number = calls + 1, 1 if number == _EPOCHS - 2 else number + 1
@@ -278,9 +284,9 @@ def _fill_counters(group, used):
     for name in used:
         workspace = group._workspaces[name]
         signals = _signals(group, workspace.signals, workspace.signal_count)
-        for place in range(layout.FINISHED, workspace.signal_count):
-            if 0 < signals[place] < _EPOCHS and signals[place] % MAX_PROGRAMS == 0:
-                signals[place] = 2**31 - MAX_PROGRAMS
+        for index in range(layout.FINISHED, workspace.signal_count):
+            if 0 < signals[index] < _EPOCHS and signals[index] % MAX_PROGRAMS == 0:
+                signals[index] = 2**31 - MAX_PROGRAMS
                 filled += 1
     return filled
 
@@ -294,7 +300,9 @@ def _where_numbers_begin_again(operator, impl):
     prepared = [case.prepare(seeds=(0, 1, 2)) for case in reversed(cases)]
     for case in prepared:  # memory grows before numbers are set
         case.run()
-    used = {name: beside > 1 for name, (number, beside) in _cells(group).items() if number > 1}
+    used = {
+        name: side_number > 1 for name, (number, side_number) in _cells(group).items() if number > 1
+    }
     group.synchronize()
     dist.barrier()  # no rank has a call under way
     for name in used:

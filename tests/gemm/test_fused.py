@@ -46,7 +46,10 @@ OWNED = [7, 0, 19, 6]
 
 
 def _config(operator, **more):
-    """Several tiles a rank, several programs, a turn of destinations that does not divide anything."""
+    """Return a configuration with several tiles per rank and several programs.
+
+    ``interleave`` does not divide the number of tiles.
+    """
     sizes = {
         "block_m": 16,
         "block_n": 16,
@@ -72,19 +75,19 @@ def _call(operator, rows, columns, inner, dtype="float32", splits=None, impl="fu
 
 
 def _calls(operator, impl):
-    """Even, and uneven where the operator takes splits; float8, whose scales travel where rows do."""
-    found = [
+    """Return calls with even rows, float8, and uneven rows if the operator takes splits."""
+    calls = [
         _call(operator, 36, 40, 20, impl=impl),
         _call(operator, 64, 33, 24, "float8", impl=impl, max_programs=1),
     ]
     if operator != "gemm_all_reduce":
         splits = SENT if operator == "gemm_all_to_all" else OWNED
-        found.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits, impl))
-    return [call for call in found if call.can_run]
+        calls.append(_call(operator, sum(OWNED), 40, 20, "bfloat16", splits, impl))
+    return [call for call in calls if call.can_run]
 
 
 def _with_traffic(calls):
-    """Each call's result, what its kernel sent to each rank, and what its copies fetched from each."""
+    """Return each call's result, and the bytes sent to each rank and fetched from each rank."""
     traffic = interlace.group_of().traffic
     answers = []
     for call in calls:
@@ -96,12 +99,15 @@ def _with_traffic(calls):
 def _cost(call, rank, world_size):
     cost = find_cost(call.operator).formula
     sizes = {
-        "rows": call.rows_of(rank), "columns": call.columns, "inner": call.inner,
-        "itemsize": DTYPES[call.dtype].itemsize, "world_size": world_size,
+        "rows": call.rows_of(rank),
+        "columns": call.columns,
+        "inner": call.inner,
+        "itemsize": DTYPES[call.dtype].itemsize,
+        "world_size": world_size,
         "output_itemsize": call.result_dtype.itemsize,
-    }  # fmt: skip
+    }
     if call.operator == "all_gather_gemm":
-        sizes["rows"] = sum(call.rows_of(each) for each in range(world_size))
+        sizes["rows"] = sum(call.rows_of(peer) for peer in range(world_size))
     if call.splits is None:
         return cost(**sizes)
     if call.operator == "gemm_all_to_all":
@@ -141,9 +147,11 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
                 padding = (padded_columns(call.inner, dtype) - call.inner) * dtype.itemsize
                 besides = -padding * call.rows_of(rank) * (world_size - 1)
             expected = _cost(call, rank, world_size).link_bytes + besides
-            taken = sum(other[i][2].get(rank, 0) for other in answers)
+            fetched_bytes = sum(answer[i][2].get(rank, 0) for answer in answers)
             fetches = operator == "all_gather_gemm" and impl != "pushed"
-            assert (sum(put.values()), taken) == ((0, expected) if fetches else (expected, 0)), (
+            assert (sum(put.values()), fetched_bytes) == (
+                (0, expected) if fetches else (expected, 0)
+            ), (
                 rank,
                 call,
             )
@@ -217,7 +225,7 @@ def _kept(call):
 def test_results_stay_as_they_are(ranks, operator):
     call = _call(operator, 36, 40, 20)
     outcomes = ranks(2).run(_kept, call)
-    assert all(same for same, _ in outcomes)
+    assert all(unchanged for unchanged, _ in outcomes)
     call.check([y for _, y in outcomes])
 
 
@@ -246,21 +254,19 @@ def _without_rows(inner):
     other work on its GPU.
     """
     generator = torch.Generator().manual_seed(dist.get_rank())
-    operands = [[torch.randn(32, each, generator=generator) for _ in range(2)] for each in inner]
+    operands = [[torch.randn(32, size, generator=generator) for _ in range(2)] for size in inner]
 
     def call(x, w):
         return interlace.gemm_reduce_scatter(x, w, splits=[32, 0], impl="fused")
 
-    expected = [call(*each) for each in operands]
+    expected = [call(*pair) for pair in operands]
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
-        found = [call(*each) for each in operands]
+        actual = [call(*pair) for pair in operands]
     dist.barrier()
-    return [
-        torch.allclose(one, other, atol=1e-4) for one, other in zip(found, expected, strict=True)
-    ]
+    return [torch.allclose(y, exact, atol=1e-4) for y, exact in zip(actual, expected, strict=True)]
 
 
 def _held_up(look):
@@ -287,13 +293,13 @@ def _left_by_an_absent_peer(call):
     call(process_group.group_name)
     interlace.set_deadline(0.5, process_group)
     dist.barrier()
-    found = None
+    outcomes = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "check", lambda: None)
         if dist.get_rank() == 0:
-            found = [bool(each.isnan().all()) for each in call(process_group.group_name)]
+            outcomes = [bool(result.isnan().all()) for result in call(process_group.group_name)]
     dist.barrier()
-    return found, group.broken
+    return outcomes, group.broken
 
 
 def _gathered_rows(name, impl, dtype):
@@ -331,10 +337,10 @@ def _padding_that_libraries_see(call, module, product):
     """Whether rows are padded where a library multiplies them, and what is in the padding, in all
     calls.
     """
-    found = []
+    padding = []
     multiply = getattr(module, product)
 
-    def watched(first, second, *rest, **more):
+    def watched(first, second, *extra, **more):
         for operand in (first, second):
             if (
                 isinstance(operand, torch.Tensor)
@@ -342,15 +348,15 @@ def _padding_that_libraries_see(call, module, product):
                 and operand.stride(-2) > operand.shape[-1] > 1
             ):
                 wide = operand.stride(-2)
-                whole = operand.as_strided((*operand.shape[:-1], wide), operand.stride())
-                found.append(bool((whole[..., operand.shape[-1] :] == 0).all()))
-        return multiply(first, second, *rest, **more)
+                padded = operand.as_strided((*operand.shape[:-1], wide), operand.stride())
+                padding.append(bool((padded[..., operand.shape[-1] :] == 0).all()))
+        return multiply(first, second, *extra, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, product, watched)
         for _ in range(2):
             call("")
-    return found
+    return padding
 
 
 def _padded_gather(name, impl):
@@ -366,8 +372,8 @@ def _padded_gather(name, impl):
 
 def _padded_batch(name, impl):
     for inner in (13, 5):
-        ones = torch.ones(16, inner).bfloat16(), torch.ones(2, inner, 3).bfloat16()
-        y, _ = torch.ops.interlace.all_to_all_bmm(*ones, name, impl)
+        operands = torch.ones(16, inner).bfloat16(), torch.ones(2, inner, 3).bfloat16()
+        y, _ = torch.ops.interlace.all_to_all_bmm(*operands, name, impl)
         assert torch.equal(y, torch.full_like(y, inner))
 
 
@@ -389,6 +395,6 @@ def test_padding_beside_what_a_library_reads_is_zero(ranks, kind, impl):
     """A product of bfloat16 may multiply it by zero (AMX does), which turns memory that nobody
     wrote into NaN.
     """
-    for found in ranks(4).run(_padding, kind, impl):
-        assert found
-        assert all(found)
+    for outcomes in ranks(4).run(_padding, kind, impl):
+        assert outcomes
+        assert all(outcomes)

@@ -36,28 +36,35 @@ SCALES = "must be [] or [1], or"
         (_t(2, 3), _t(5, 4), {}, "x and w must have the same last dimension, K; got 3 and 4."),
         (_t(2, 4, dtype=f64), _t(5, 4, dtype=f64), {},
             "x must be float16, bfloat16, float32 or float8_e4m3fn; got torch.float64."),
-        (_t(2, 4), _t(5, 4, dtype=bf16), {}, "w must have the dtype of x, torch.float32; got torch.bfloat16."),
+        (_t(2, 4), _t(5, 4, dtype=bf16), {},
+            "w must have the dtype of x, torch.float32; got torch.bfloat16."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=torch.float8_e5m2), ONE,
             "w must have the dtype of x, torch.float8_e4m3fn; got torch.float8_e5m2."),
         (_t(2, 4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
-        (_t(2, 4), _t(5, 8)[:, ::2], {}, "w must be contiguous along K or along N; got strides [8, 2]. Keep w as nn.Linear does, "
+        (_t(2, 4), _t(5, 8)[:, ::2], {},
+            "w must be contiguous along K or along N; got strides [8, 2]. Keep w as nn.Linear "
+            "does, "
             "[N, K], pass .T of a contiguous [K, N], or call .contiguous() once."),
-        (_t(2, 4), _t(5, 4), {"out_dtype": f8}, "out_dtype must be float16, bfloat16 or float32; got torch.float8_e4m3fn."),
+        (_t(2, 4), _t(5, 4), {"out_dtype": f8},
+            "out_dtype must be float16, bfloat16 or float32; got torch.float8_e4m3fn."),
         (_t(2, 4), _t(5, 4), {"bias": _t(4)}, "bias must be [N] with N = 5; got shape [4]."),
         (_t(2, 4), _t(5, 4), {"bias": _t(5), "out_dtype": bf16},
             "bias must be torch.bfloat16, like the output, on cpu; got torch.float32 on cpu."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), {"bias": _t(5)} | ONE,
             "bias must be torch.bfloat16, like the output, on cpu; got torch.float32 on cpu."),
-        (_t(2, 4), _t(5, 4), {"x_scale": _t(1)}, "x_scale must be given for float8 only; x is torch.float32."),
+        (_t(2, 4), _t(5, 4), {"x_scale": _t(1)},
+            "x_scale must be given for float8 only; x is torch.float32."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), {"x_scale": _t(1)},
-            "w_scale must be given, as w is float8; got none. Pass torch.ones(1) if there is none."),
+            "w_scale must be given, as w is float8; got none. Pass torch.ones(1) if there is "
+            "none."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(4)},
             f"x_scale {SCALES} [M] or [2, 1] with M = 2; got shape [4]."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"w_scale": _t(5, 1)},
             f"w_scale {SCALES} [N] or [1, 5] with N = 5; got shape [5, 1]."),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), ONE | {"x_scale": _t(2, dtype=bf16)},
             "x_scale must be float32 on cpu, like x; got torch.bfloat16 on cpu."),
-        (_t(2, 4, dtype=f8).requires_grad_(), _t(5, 4, dtype=f8), ONE, "float8 operands must not require gradients; got one that "
+        (_t(2, 4, dtype=f8).requires_grad_(), _t(5, 4, dtype=f8), ONE,
+            "float8 operands must not require gradients; got one that "
             "does. Detach them or use torch.no_grad(); to train, multiply in bfloat16."),
     ],
 )  # fmt: skip
@@ -90,7 +97,11 @@ def test_former_words_are_refused_with_the_new_ones(operator):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_stock_pairs_refuse_the_cpu_by_name(operator):
     declaration = operator_named(operator)
-    stock = [each.name for each in declaration.implementations if each.is_stock]
+    stock = [
+        implementation.name
+        for implementation in declaration.implementations
+        if implementation.is_stock
+    ]
     assert "nccl" in stock
     for name in stock:
         with pytest.raises(ArgumentError, match=f"impl='{name}' must have a GPU"):
@@ -99,11 +110,11 @@ def test_stock_pairs_refuse_the_cpu_by_name(operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_configuration_is_another_operators(operator):
-    other = interlace.GemvAllReduceConfig()
+    config = interlace.GemvAllReduceConfig()
     with pytest.raises(
         ArgumentError, match=rf"^{operator}: config must be a \w+Config; got GemvAllReduceConfig\.$"
     ):
-        getattr(interlace, operator)(_t(2, 4), _t(5, 4), config=other)
+        getattr(interlace, operator)(_t(2, 4), _t(5, 4), config=config)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +251,8 @@ SAME = "a result of the dtype of x"
         ("gemm_reduce_scatter", 4, {"out_dtype": bf16}, SAME),
         ("gemm_reduce_scatter", 4, {"splits": [1, 3]}, EVEN),
         ("gemm_reduce_scatter", 4, {"splits": [2, 2]}, ""),
-        ("gemm_reduce_scatter", 5, {"bias": _t(5, dtype=bf16), "out_dtype": bf16}, f"{EVEN} and {SAME} and no bias"),
+        ("gemm_reduce_scatter", 5, {"bias": _t(5, dtype=bf16), "out_dtype": bf16},
+            f"{EVEN} and {SAME} and no bias"),
         ("gemm_all_reduce", 5, {}, EVEN), ("gemm_all_reduce", 4, {"out_dtype": f32}, ""),
         ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [2, 2]}, ""),
         ("gemm_all_to_all", 4, {"input_splits": [2, 2], "output_splits": [3, 1]}, EVEN),
@@ -303,11 +315,16 @@ def test_a_call_runs_what_explain_says(monkeypatch, operator, options):
 @pytest.mark.parametrize(
     ("operator", "options", "message"),
     [
-        ("gemm_all_reduce", {"splits": [2]}, "explain: arguments of gemm_all_reduce must be x, w, bias, out_dtype; got splits."),
-        ("gemv_all_reduce", {"out_dtype": bf16}, "explain: arguments of gemv_all_reduce must be x, w, bias; got out_dtype."),
-        ("gemm_reduce_scatter", {"splits": [1]}, "gemm_reduce_scatter: splits must sum to 2, the rows of x; got [1], which is 1."),
-        ("gemm_reduce_scatter", {"bias": _t(4)}, "gemm_reduce_scatter: bias must be [N] with N = 5; got shape [4]."),
-        ("gemm_all_to_all", {"input_splits": [2]}, "gemm_all_to_all: input_splits and output_splits must be given together; "
+        ("gemm_all_reduce", {"splits": [2]},
+            "explain: arguments of gemm_all_reduce must be x, w, bias, out_dtype; got splits."),
+        ("gemv_all_reduce", {"out_dtype": bf16},
+            "explain: arguments of gemv_all_reduce must be x, w, bias; got out_dtype."),
+        ("gemm_reduce_scatter", {"splits": [1]},
+            "gemm_reduce_scatter: splits must sum to 2, the rows of x; got [1], which is 1."),
+        ("gemm_reduce_scatter", {"bias": _t(4)},
+            "gemm_reduce_scatter: bias must be [N] with N = 5; got shape [4]."),
+        ("gemm_all_to_all", {"input_splits": [2]},
+            "gemm_all_to_all: input_splits and output_splits must be given together; "
             "got input_splits only. Pass output_splits too, or neither for an even split."),
     ],
 )  # fmt: skip

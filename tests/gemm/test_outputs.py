@@ -1,5 +1,5 @@
-"""``impl="remote_stores"``, ``"chunked"`` and ``"triggered"``: products whose output is carried to the peers
-as it is written.
+"""Products whose output is sent to the peers as it is written: ``impl="remote_stores"``,
+``"chunked"`` and ``"triggered"``.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _as_graphs(call, turns):
             tensors = call.placed()
             tensors["x"] += turn
             y = call.make(**tensors)
-            wanted = dataclasses.replace(call, impl="unfused").make(**tensors)
-            right.append(torch.allclose(y, wanted, atol=1e-4, rtol=1e-4))
+            exact = dataclasses.replace(call, impl="unfused").make(**tensors)
+            right.append(torch.allclose(y, exact, atol=1e-4, rtol=1e-4))
     return right
 
 
@@ -223,11 +223,11 @@ def _without_driver(impl, replace):
             patch.setattr(group._heap, "remap", refuse)
             patch.setattr(triggered, "TransferQueue", refuse)
         try:
-            found = _sum_of(4, impl, process_group, replace)
+            outcome = _sum_of(4, impl, process_group, replace)
         except BackendError as error:
-            found = str(error)
+            outcome = str(error)
     again = _sum_of(4, impl, process_group, replace)
-    return found, None if again is None else float(again.max()), group.broken
+    return outcome, None if again is None else float(again.max()), group.broken
 
 
 @pytest.mark.parametrize("impl", CARRIED)
@@ -243,10 +243,10 @@ def test_ranks_fail_together(ranks, impl):
     """Where the implementation was asked for, every rank is told which one cannot, and the next
     call works.
     """
-    told, found = ranks(2).run(_without_driver, impl, True)
+    told, refusing = ranks(2).run(_without_driver, impl, True)
     assert told[0].endswith("must succeed on every rank; got on rank 1: the driver refuses.")
-    assert found[0] == "the driver refuses."
-    assert told[1:] == found[1:] == (8.0, False)
+    assert refusing[0] == "the driver refuses."
+    assert told[1:] == refusing[1:] == (8.0, False)
 
 
 def _mostly_padding():
@@ -265,7 +265,7 @@ def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
 
 
 @pytest.mark.parametrize(
-    ("call", "missing"),
+    ("call", "requirement"),
     [
         (Call("gemm_reduce_scatter", 7, 8, 4, impl="remote_stores"), "rows that are split evenly"),
         (Call("gemm_all_to_all", 8, 8, 4, bias=True, impl="remote_stores"), "no bias"),
@@ -296,12 +296,12 @@ def test_what_would_mostly_be_padding_is_left_to_the_pair(ranks):
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused(ranks, call, missing):
+def test_what_cannot_be_run_is_refused(ranks, call, requirement):
     for kind, message in ranks(2).run(_refused, call):
         assert kind == "ArgumentError"
         assert (
-            message
-            == f"{call.operator}: impl={call.impl!r} must have {missing}. Take impl='auto', 'fused' or 'unfused'."
+            message == f"{call.operator}: impl={call.impl!r} must have {requirement}. "
+            "Take impl='auto', 'fused' or 'unfused'."
         )
 
 

@@ -21,23 +21,31 @@ def _call(operator, x=(4, 8), w=(6, 8), dtype=torch.float32, bias=False, **optio
 
 # Operator, each rank's arguments, the error on both ranks.
 CASES = [
-    (A2A, {"x": (4, 8)}, {"x": (6, 8)}, f"splits {MISMATCH} 'even, of 4 rows' on rank 0, 'even, of 6 rows' on rank 1."),
+    (A2A, {"x": (4, 8)}, {"x": (6, 8)},
+        f"splits {MISMATCH} 'even, of 4 rows' on rank 0, 'even, of 6 rows' on rank 1."),
     (A2A, {}, {"input_splits": [2, 2], "output_splits": [2, 2]},
         f"splits {MISMATCH} 'even, of 4 rows' on rank 0, 'given' on rank 1."),
-    (A2A, {"w": (6, 8)}, {"w": (5, 8)}, f"the shape of w {MISMATCH} [6, 8] on rank 0, [5, 8] on rank 1."),
+    (A2A, {"w": (6, 8)}, {"w": (5, 8)},
+        f"the shape of w {MISMATCH} [6, 8] on rank 0, [5, 8] on rank 1."),
     (A2A, {"config": GemmAllToAllConfig()}, {"config": GemmAllToAllConfig(block_m=64)},
-        f"config {MISMATCH} '{GemmAllToAllConfig()}' on rank 0, '{GemmAllToAllConfig(block_m=64)}' on rank 1."),
-    (A2A, {"input_splits": [1, 3], "output_splits": [1, 2]}, {"input_splits": [3, 1], "output_splits": [3, 1]},
+        f"config {MISMATCH} '{GemmAllToAllConfig()}' on rank 0, '{GemmAllToAllConfig(block_m=64)}' "
+        f"on rank 1."),
+    (A2A, {"input_splits": [1, 3], "output_splits": [1, 2]},
+        {"input_splits": [3, 1], "output_splits": [3, 1]},
         "input_splits[0] on rank 1 and output_splits[1] on rank 0 must be equal; got 3 and 2."),
-    (RS, {"x": (4, 8)}, {"x": (5, 8)}, f"the shape of x {MISMATCH} [4, 8] on rank 0, [5, 8] on rank 1."),
-    (RS, {"splits": [1, 3]}, {"splits": [3, 1]}, f"splits {MISMATCH} [1, 3] on rank 0, [3, 1] on rank 1."),
+    (RS, {"x": (4, 8)}, {"x": (5, 8)},
+        f"the shape of x {MISMATCH} [4, 8] on rank 0, [5, 8] on rank 1."),
+    (RS, {"splits": [1, 3]}, {"splits": [3, 1]},
+        f"splits {MISMATCH} [1, 3] on rank 0, [3, 1] on rank 1."),
     (RS, {"bias": True}, {"bias": False}, f"bias {MISMATCH} True on rank 0, False on rank 1."),
     (AR, {"dtype": torch.float32}, {"dtype": torch.float16},
         f"dtype {MISMATCH} 'torch.float32' on rank 0, 'torch.float16' on rank 1."),
     (AR, {"out_dtype": torch.float32}, {"out_dtype": torch.float16},
         f"out dtype {MISMATCH} 'torch.float32' on rank 0, 'torch.float16' on rank 1."),
-    (AR, {"impl": "auto"}, {"impl": "unfused"}, f"impl {MISMATCH} 'auto' on rank 0, 'unfused' on rank 1."),
-    (AR, {"config": GemmAllReduceConfig()}, {}, f"config {MISMATCH} '{GemmAllReduceConfig()}' on rank 0, '' on rank 1."),
+    (AR, {"impl": "auto"}, {"impl": "unfused"},
+        f"impl {MISMATCH} 'auto' on rank 0, 'unfused' on rank 1."),
+    (AR, {"config": GemmAllReduceConfig()}, {},
+        f"config {MISMATCH} '{GemmAllReduceConfig()}' on rank 0, '' on rank 1."),
     (AG, {"x": (4, 8)}, {"x": (5, 8)}, f"splits {MISMATCH} [4, 4] on rank 0, [5, 5] on rank 1."),
     (AG, {"splits": [4, 4]}, {"splits": [4, 4], "x": (5, 8)},
         f"rows of x beyond their split {MISMATCH} 0 on rank 0, 1 on rank 1."),
@@ -45,15 +53,20 @@ CASES = [
 
 # One rank's list cannot be, or all ranks' cannot: an ArgumentError on both.
 BAD = [
-    (A2A, {"x": (3, 8)}, {"x": (3, 8)}, "rows of x must divide evenly over 2 ranks unless splits are given; got 3. "
+    (A2A, {"x": (3, 8)}, {"x": (3, 8)},
+        "rows of x must divide evenly over 2 ranks unless splits are given; got 3. "
         "Pass input_splits and output_splits, or pad x to 4 rows."),
-    (A2A, {"input_splits": [2, 2], "output_splits": [2, 2]}, {"input_splits": [2, 3], "output_splits": [2, 2]},
+    (A2A, {"input_splits": [2, 2], "output_splits": [2, 2]},
+        {"input_splits": [2, 3], "output_splits": [2, 2]},
         "input_splits on rank 1 must sum to 4, its rows of x; got [2, 3], which is 5."),
-    (A2A, {"input_splits": [2, 2], "output_splits": [2]}, {"input_splits": [2, 2], "output_splits": [2, 2]},
+    (A2A, {"input_splits": [2, 2], "output_splits": [2]},
+        {"input_splits": [2, 2], "output_splits": [2, 2]},
         "output_splits on rank 0 must have an entry for each of 2 ranks; got [2]."),
-    (A2A, {"input_splits": [5, -1], "output_splits": [2, 2]}, {"input_splits": [2, 2], "output_splits": [2, 2]},
+    (A2A, {"input_splits": [5, -1], "output_splits": [2, 2]},
+        {"input_splits": [2, 2], "output_splits": [2, 2]},
         "input_splits on rank 0 must not be negative; got [5, -1]."),
-    (RS, {"splits": [1, 2]}, {"splits": [1, 2]}, "splits must sum to 4, the rows of x; got [1, 2], which is 3."),
+    (RS, {"splits": [1, 2]}, {"splits": [1, 2]},
+        "splits must sum to 4, the rows of x; got [1, 2], which is 3."),
 ]  # fmt: skip
 
 

@@ -15,8 +15,10 @@ MAX_RANKS = 8
 
 Config = TypeVar("Config", bound=GemmConfig)
 
+# (block_m, block_n, num_warps), the most efficient tiles first.
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
 
+# Up to this K the links have little time per tile, so programs should begin one after another.
 _SHORT_INNER = 4096
 
 # Small enough for the interpreter, which runs programs one after another.
@@ -107,7 +109,7 @@ def choose_product(
 def default_config(
     config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int
 ) -> Config:
-    """Return a sound configuration where nothing has been measured: the largest tiles that fit.
+    """Return a valid configuration if nothing has been measured: the largest tiles that fit.
 
     Args:
         rows: Rows of the product that belong to one rank.

@@ -64,6 +64,7 @@ def run(
     """
     group = group_for(operator.name, group_name, operands.x.device)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
+    # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     if operator.exchanges(lists):
         decision = _decide(operator, operands, lists, gather, group, impl, config)
     else:
@@ -71,6 +72,7 @@ def run(
         decision = group.once(
             key, lambda: _decide(operator, operands, lists, gather, group, impl, config)
         )
+    # 2. Run. All ranks have agreed on the implementation, so none falls back without its peers.
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -84,6 +86,7 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
+    # An implementation returns None if it has no memory for these sizes, on all ranks alike.
     result = decision.implementation.run(call)
     return decision.fallback.run(call) if result is None else result
 

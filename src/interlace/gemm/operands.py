@@ -310,6 +310,7 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
         rows_aligned = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
         if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and rows_aligned:
             return matrix
+    # Rows of the copy are padded, so that each begins at an address that a descriptor accepts.
     padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
     return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)
 

@@ -24,7 +24,7 @@ _TENSORS = 5  # x, w, bias, x_scale, w_scale
 
 
 def define(name: str) -> GemmOperator:
-    """Define ``torch.ops.interlace.<name>`` from the operator's declaration, and return that.
+    """Define ``torch.ops.interlace.<name>`` from the operator's declaration, and return it.
 
     Its arguments are ``x, w, bias, x_scale, w_scale``, the operator's lists of rows, ``out_dtype``,
     ``gather`` if the operator returns the gathered x, ``group_name``, ``impl``, ``config``.

@@ -83,6 +83,7 @@ class Fused:
                 group=group,
                 device=device,
             )
+        # The result has the shape of the output, without the padding of its memory.
         self.shape = tuple(int(size) for size in shape)
         ranks = self.output.group.world_size
         self._parts = (

@@ -81,9 +81,12 @@ class MappedOutput:
         ranks, rank = self.group.world_size, self.group.rank
         class_name = type(self).__name__
         _validate(class_name, sizes, order, root, ranks)
+        # Ranks agree before any memory is allocated, so that none maps memory that its peers do
+        # not have.
         self._mark = self.group.agree(
             OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root
         )
+        # A part must end at a boundary of mappings, since the next part may be on another GPU.
         granularity = self.group.granularity
         if root is not None:
             chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
@@ -105,6 +108,7 @@ class MappedOutput:
             all_sizes, strides = chunk.sizes, chunk.strides
         elif len(sizes) == 2:
             all_sizes, strides = sizes, chunk.strides
+        # The received parts are contiguous on this rank; the written ones are spread over ranks.
         self._received: list[torch.Tensor] = []
         for half in range(2):
             received = (ranks, *chunk.sizes), (step, *chunk.strides)
@@ -185,6 +189,8 @@ class MappedOutput:
                 f"{type(self).__name__}.begin: an epoch must end before the next begins. Call "
                 "exchange() first."
             )
+        # The group's own replays choose the graph that fits the epoch, so only graphs of the
+        # caller pin the buffer.
         self.captured |= self.group.capture_id() is not None and not self.group.replays.capturing
         if self.captured and not self.collects:
             self._meet()
@@ -248,6 +254,7 @@ class MappedOutput:
         require(self.group.backend)
         from interlace.mapped import kernel
 
+        # The kernel sees each part as a matrix, whatever the shape of the output.
         parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
         ranks, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)

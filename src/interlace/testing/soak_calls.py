@@ -96,8 +96,8 @@ class PreparedRound:
         with torch.cuda.stream(self.participant.streams[slot.stream]):
             if delays.random() < _DEVICE_SLEEPS:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))
-            # A group orders its calls on several streams, but not those of a replayed graph: whoever
-            # replays it must. NCCL's kernels of several communicators must not run side by side.
+            # A group orders its calls on several streams, but not those of a replayed graph, which
+            # whoever replays it must order. NCCL's kernels of several communicators must not run side by side.
             if step.graph is not None or slot.case.impl == "unfused":
                 with self._alone(slot.stream):
                     self._run(step, offset)

@@ -55,6 +55,7 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
     for entry in _table(operator, device_name):
         if _width(str(entry["dtype"])) != _width(point.dtype):
             continue
+        # Sizes decide; the dtype only breaks a tie between entries of about equal sizes.
         distance = 0.0 if entry["dtype"] == point.dtype else 0.01
         for name, size in point.sizes.items():
             log2_ratio = abs(math.log2(max(size, 1) / max(int(entry[name]), 1)))

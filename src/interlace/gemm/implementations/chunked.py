@@ -56,9 +56,12 @@ def multiply_in_chunks(
         out: ``[R, M/R, N]``, the rows for rank r at r.
         send: Called with each chunk that is complete.
     """
+    # The next rank's rows come first and this rank's own rows, which are not sent, last: their
+    # product hides the last copy, and no two ranks send to the same rank at a time.
     chunks, weight = operands.x.chunk(group.world_size), operands.w.T
     for step in range(group.world_size):
         rank = (group.rank + 1 + step) % group.world_size
+        # If parts are summed over ranks, each row's bias is added only once, by its owner.
         bias = None if adds_ranks and rank != group.rank else operands.bias
         multiply_into(out[rank], chunks[rank], weight, bias)
         send(rank)

@@ -107,6 +107,8 @@ def _make_output(output: Output, group: Group, group_name: str, *, replace: bool
             "with these shapes first."
         )
     made = [(key, value) for key, value in group.kept.items() if isinstance(value, Fused)]
+    # A CUDA graph refers to its output's memory, so an output that any rank has captured must stay
+    # on all ranks. Which graphs a rank has captured, only that rank knows.
     captured_by_rank = group.exchange(
         "mapped outputs in CUDA graphs", [value.output.captured for _, value in made]
     )
@@ -153,7 +155,10 @@ def run_product(
         key: The call, and the addresses of its operands.
     """
     output = product.output
+    # A graph contains the addresses of the buffers of its epoch, so it can only be replayed in an
+    # epoch with the same buffers.
     key = (*key, output.half, output.turn, output.captured, places(y))
     with group.running():
+        # A replay does not run the host code that counts epochs, so the epoch is counted here.
         if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
             output.advance()

@@ -50,6 +50,7 @@ def push_rows(
     def enqueue() -> None:
         from interlace.gemm.kernels import staged
 
+        # A route is the row at which a source's rows begin in ``gathered``, and their number.
         offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
         routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
         programs, tile = cut_rows(max(rows), columns, group)
@@ -69,6 +70,7 @@ def push_rows(
             "x_stride": row_stride(x),
             "gathered_stride": gathered.shape[-1],
         }
+        # With a share every rank gets other rows of x; without, every rank gets all rows.
         constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, **tile}
         Launch(staged.spread_rows, (programs,), arguments, constants)()
 

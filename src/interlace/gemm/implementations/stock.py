@@ -103,6 +103,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     key = ("stock", dtype)
     memory = group.kept.get(key)
     if not isinstance(memory, torch.Tensor) or memory.numel() < rows * columns:
+        # Allocating symmetric memory is collective and waits on the host, which a capture forbids.
         if group.capture_id() is not None:
             raise WorkspaceError(
                 "memory of a stock pair must be allocated before a CUDA graph is captured. Call "

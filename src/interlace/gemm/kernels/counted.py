@@ -57,6 +57,8 @@ def counted_product(
     uncounted = -1  # the piece of the tile that was stored last
     for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
         turn = task // tiles_per_piece
+        # The neighbour's rows come first and this rank's own rows last, so that the copies of all
+        # other parts are hidden behind products.
         dest = (me + 1 + turn // pieces) % WORLD_SIZE
         piece = dest * pieces + turn % pieces
         first = piece * rows  # of x
@@ -67,6 +69,7 @@ def counted_product(
         if x_scale is not None:
             total = scale_tile(total, scales, first + row, column, first + rows, N)
         if bias is not None:
+            # In a sum over ranks every rank computes a part of each row; the bias is added once.
             if (not OWN_BIAS) or (dest == me):
                 total = add_bias(total, bias, column, N)
         # The tile before this one has left shared memory while this one was computed.

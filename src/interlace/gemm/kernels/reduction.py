@@ -132,6 +132,7 @@ def send_and_sum(
         # After the last round, one step more for this rank's own tile of that round.
         shifted = (step + program // SENDING.interleave) % WORLD_SIZE
         turn = tl.where(step < rounds * WORLD_SIZE, shifted, WORLD_SIZE - 1)
+        # A round's own tile is computed a round later, when the peers have sent their parts of it.
         dest = (me + 1 + turn) % WORLD_SIZE
         this_round = step // WORLD_SIZE * programs + program
         tile = tl.where(dest == me, this_round - programs, this_round)
@@ -150,6 +151,7 @@ def send_and_sum(
                 sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
                 il.signal(sent, stamp, peers, group, is_peer)
                 unannounced = -1
+            # 1. A peer's part goes into this rank's slot at the peer; it is announced later.
             if dest != me:
                 if TILES:
                     corner = [dest, slots.half, me, row, column]
@@ -162,6 +164,7 @@ def send_and_sum(
                     il.put(parts + me * slot_stride + cells, total.to(OUT), dest, group, inside)
                 unannounced = this_round
             else:
+                # 2. A tile of this rank's own rows: wait for the peers' parts and add them.
                 if WORLD_SIZE > 1:
                     awaited = flags + peers * slots.per_source + tile
                     arrived = il.wait(awaited, stamp, peers, tile, group, is_peer).to(tl.int32)
@@ -177,6 +180,8 @@ def send_and_sum(
                 m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
                 cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
                 inside = (m < rows)[:, None] & (n < N)[None, :]
+                # 3. The sum goes to this rank's result, or with BROADCAST to every rank's buffer,
+                # beginning at a different rank on each rank so that no link is congested.
                 for ahead in tl.static_range(WORLD_SIZE if BROADCAST else 1):
                     peer = (me + ahead) % WORLD_SIZE if BROADCAST else me
                     buffer = tl.sum(tl.where(peers == peer, results.buffers, 0))
@@ -192,6 +197,7 @@ def send_and_sum(
                         il.put(start + cells, value, peer, group, inside)
                     else:
                         tl.store(il.pointer(results.address, OUT) + cells, value, mask=inside)
+    # The last round's parts have no later tile behind which their copies could complete.
     if unannounced >= 0:
         if TILES:
             il.complete_tiles()

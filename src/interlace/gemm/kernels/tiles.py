@@ -108,6 +108,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
+        # Descriptors return zeros beyond the matrix, so no masks are needed along K.
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
@@ -126,6 +127,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
                 step = inner.to(tl.int64)[:, None] * matrices.w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
+            # The interpreter cannot multiply bfloat16, so operands become float32 there.
             if PRECISION == "upcast":
                 left, right = left.to(tl.float32), right.to(tl.float32)
                 total += tl.dot(left, right, input_precision="ieee")
@@ -139,7 +141,8 @@ def multiply_tile_of(which, matrices, row, column, rows, TILING: tl.constexpr):
     """Return :func:`multiply_tile` by one of several weights, which lie one behind the other."""
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     if TILING.descriptors:
-        # Columns beyond N are masked where the tile is stored; beyond K, zeros of x are multiplied.
+        # The weights form one tall matrix, so a tile at the end of one weight reaches into the
+        # next. Its columns beyond N are masked at the store, and beyond K x is zero.
         first = which * N + column if TILING.w_along_k else column
         return multiply_tile(matrices, row, first, rows, TILING, which * K)
     else:

@@ -49,8 +49,11 @@ def run(call: GemmCall) -> Pair:
         if group.world_size == 1:
             launch()
             return
+        # 1. Stage and fetch rows beside the product, or stage them first where the product would
+        # keep every SM from the staging kernel.
         first = bool(getattr(config, "stage_first", 0))
         fetching = _begin(call, operands, staging, gathered, first=first, signal=True)
+        # 2. The product waits for each source's signal in the kernel.
         launch()
         fetch.end(group, fetching)
 
@@ -87,6 +90,7 @@ def run_chunked(call: GemmCall) -> Pair:
     def enqueue() -> None:
         parts, weight = y.split(rows), operands.w.T
         arriving = gathered[:, : operands.inner].split(rows)
+        # Staging comes first: kernels of cuBLAS often occupy all SMs until they end.
         fetching = _begin(call, operands, staging, gathered, first=True, signal=False)
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):

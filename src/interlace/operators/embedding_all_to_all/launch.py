@@ -156,6 +156,7 @@ def run(call: Call, check: bool) -> torch.Tensor:
     group, layout = call.group, call.layout
     group.check()
     mark = call.agree(check)
+    # Indices are checked on the device, which the host must wait for; so it is an option.
     if check:
         refuse_bad_values(call)
     shape = [layout.samples(call.rank), layout.columns]
@@ -183,11 +184,13 @@ def run(call: Call, check: bool) -> torch.Tensor:
         with group.running():
             launch()
         return y
+    # Peers store to the output directly, so it is symmetric memory that this rank grants to them.
     output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
     y = output.tensor(shape, call.dtype, group.device)
     launch = prepare(group, call, config, mark, output.address, output.buffer_bytes, output.index)
     with group.running():
         launch()
+    # Memory that is not lent is the landing, which the next call writes again.
     return y if output.lent else y.clone()
 
 
@@ -229,6 +232,8 @@ def prepare(
     tasks = len(call.weights) * blocks * max(1, ranks - 1)
     programs = max(1, min(tasks, config.max_programs))
     operator, slots, staging = OPERATOR, 0, None
+    # The sliced protocol stages blocks on this rank and has a signal per slice; the others store
+    # directly to the peers' outputs, and need only the signals of the header.
     if config.protocol == "sliced":
         operator = f"{OPERATOR}.sliced"
         slices = layout.most_tables * ceil_div(blocks, config.slice_blocks)
@@ -254,6 +259,7 @@ def prepare(
             (layout.columns, 1),
         ]
         tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, width])
+    # Ranks hold different numbers of tables, from which follows how many slices each one sends.
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = {
         "tables": on_device(group, rows),
@@ -317,6 +323,7 @@ def _forward_records(
             tables, widths, layout.table_columns(rank), strict=True
         )
     )
+    # Vectors are loaded and stored as wide as the greatest common alignment of all their addresses.
     starts = [address // itemsize for address, _ in tables]
     numbers = [layout.columns, first, *widths, *(stride for _, stride in tables), *starts]
     return rows or (entry(width=1, column=0, own_column=0),), alignment(

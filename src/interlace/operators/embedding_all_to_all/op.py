@@ -217,6 +217,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.table_dtype = weights[0].dtype if weights else ctx.exchange.dtype
     ctx.updates = ctx.gradient not in ("dense", "sparse")
     ctx.scaled = scale is not None
+    # A fused update writes to the tables in the backward pass, so it needs the tensors themselves;
+    # dense and sparse gradients need only their sizes.
     kept = [*weights, *states] if ctx.updates else []
     ctx.save_for_backward(indices, offsets, *([scale] if ctx.scaled else []), *kept)
 
@@ -225,6 +227,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *kept = ctx.saved_tensors
     scale = kept.pop(0) if ctx.scaled else None
+    # Autograd expects an entry per input, and a list for each list of tensors.
     nothing: list[Any] = [None] * _INPUTS
     nothing[0] = [None] * ctx.tables
     nothing[5] = [None] * (len(kept) - ctx.tables if ctx.updates else 0)

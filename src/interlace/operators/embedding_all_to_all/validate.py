@@ -123,6 +123,7 @@ def check_values(
             f"offsets must not decrease; got {values[0]} and then {values[1]} at position "
             f"{position + 1}."
         )
+    # Every table has ``batch`` offsets, so each table's indices begin at every ``batch``-th one.
     bounds = offsets[:: max(batch, 1)].tolist()
     for table, weight in enumerate(weights):
         part = indices[bounds[table] : bounds[table + 1]] if batch else indices[:0]
@@ -194,12 +195,15 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
             for weight in weights
             if weight.numel() and weight.device.type != "meta"
         ]
+        # A table that stands twice would be updated by two programs at once. Traced tensors have
+        # no addresses to compare.
         if not torch.compiler.is_compiling() and len(set(addresses)) != len(addresses):
             raise ArgumentError(
                 f"{OPERATOR}: a fused update must have each table once; got the same memory twice "
                 "in weights."
             )
         for table, weight in enumerate(weights):
+            # The kernel updates the tensor's own memory; a computed tensor is discarded after use.
             if not weight.is_leaf:
                 raise ArgumentError(
                     f"{OPERATOR}: a fused update must have tables that are leaves of the graph; "

@@ -144,14 +144,15 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
-            split evenly, no bias), ``"chunked"`` (``torch.mm`` for each rank's rows, and copy engines
-            that take them; rows split evenly), ``"triggered"`` (a kernel that counts its tiles, and
-            copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then ``all_reduce``), or
-            ``"auto"``: which of these was measured to be the fastest; :func:`interlace.explain`
-            says which and why. An explicit choice is never replaced.
-        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
-            rank.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
+            ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
+            ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
+            evenly). ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split
+            evenly). ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"auto"`` is the one of
+            these that was measured to be the fastest; :func:`interlace.explain` says which it is
+            and why. An explicit choice is never replaced.
+        config: The fused kernel's configuration, the same on every rank; default: the tuned
+            table's.
 
     Returns:
         ``[M, N]`` of ``out_dtype``, the same on every rank.

@@ -35,6 +35,8 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
     """
     from interlace.operators.gemm_all_to_all import fused
 
+    # The kernel sees the batch as one tall product. ``reshape`` copies operands only if the
+    # products are not contiguous one after the other.
     (count, rows, inner), columns = call.x.shape, call.w.shape[2]
     along_k = contiguous_dimension(call.w[0]) == 0
     weights = (
@@ -54,6 +56,7 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
 
 
 def _run_chunked(call: BatchCall) -> torch.Tensor | None:
+    # A single rank has nothing to send, so the fused kernel runs instead, without an output.
     if call.group.world_size == 1:
         return None
     return chunked.run_batch(
@@ -110,6 +113,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         check_even(rows, group.world_size)
         return mark, *declaration.decide(impl, count * rows, columns, inner, x, group)
 
+    # The agreement is made once for each kind of call; ranks make the same calls in the same order.
     mark, name, config = group.once((_BMM, x.shape, w.shape, x.dtype, w.dtype, impl), decide)
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])

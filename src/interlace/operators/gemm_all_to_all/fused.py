@@ -78,6 +78,7 @@ def multiply_and_send(
     # Every rank's buffer has room for the rank that receives most.
     received = (sum(counts[rank] for counts in sent) for rank in range(group.world_size))
     nbytes = batch.count * max(received) * stride * operands.out_dtype.itemsize
+    # Peers store tiles straight into the result, so it is symmetric memory.
     output = group.outputs.take(nbytes)
     y = output.tensor([rows, stride], operands.out_dtype, group.device)
     buffer = output.address, output.buffer_bytes, output.index

@@ -99,6 +99,7 @@ class GemmReduceScatter(GemmOperator):
         x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
         # The gradient's operator has no product whose output could be the peers' memory.
         ctx.impl = impl if impl in ("auto", "fused", "chunked", "unfused") else "auto"
+        # The all-gather of the backward pass needs the rows of every rank, as they were divided.
         ranks = rank_in(ctx.group_name)[1]
         ctx.splits = balanced(x.shape[0], ranks) if splits is None else splits
         ctx.has_bias = bias is not None
@@ -112,6 +113,7 @@ class GemmReduceScatter(GemmOperator):
         (grad,) = grads
         assert grad is not None
         x, w = ctx.saved_tensors
+        # The rows are gathered anyway; returning them costs a copy, which only w and bias need.
         needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
         gather = x is not None or needs_bias
         grad_x, rows = torch.ops.interlace.all_gather_gemm(
@@ -175,14 +177,16 @@ def gemm_reduce_scatter(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"remote_stores"`` (``torch.mm``, with the peers' memory as its output; rows
-            split evenly, no bias), ``"chunked"`` (``torch.mm`` for the peers' rows, copy engines that
-            take them, and a kernel for this rank's own), ``"triggered"`` (a kernel that counts its
-            tiles, and copy engines; rows split evenly), ``"unfused"`` (``F.linear``, then
-            ``reduce_scatter``), or ``"auto"``: which of these was measured to be the fastest;
-            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
-        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
-            rank.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
+            ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
+            ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel
+            for this rank's own rows. ``"triggered"`` is a kernel that counts its tiles, and copy
+            engines (rows split evenly). ``"unfused"`` is ``F.linear``, then ``reduce_scatter``.
+            ``"auto"`` is the one of these that was measured to be the fastest;
+            :func:`interlace.explain` says which it is and why. An explicit choice is never
+            replaced.
+        config: The fused kernel's configuration, the same on every rank; default: the tuned
+            table's.
 
     Returns:
         ``[splits[rank], N]`` of ``out_dtype``.

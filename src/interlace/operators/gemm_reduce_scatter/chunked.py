@@ -47,7 +47,11 @@ def run(
     over ranks. Collective when the workspace must grow.
 
     Args:
-        products: of the same rows, columns and dtypes; only the first one may have a bias.
+        products: Operands of the same rows, columns and dtypes. Only the first may have a bias.
+        splits: The rows that each rank owns.
+        group: The ranks.
+        config: The configuration of the kernel that multiplies this rank's own rows.
+        mark: The number from the ranks' agreement.
     """
     products = [product.with_contiguous_rows() for product in products]
     operands, *other_products = products
@@ -82,10 +86,12 @@ def run(
     own_product = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
 
     def enqueue() -> None:
-        # Of views each one costs the host as much as a copy that it enqueues.
+        # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
         inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
         parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
-        with copies.beside(group):  # only copies have to wait for it
+        # 1. Wait, on the copies' stream only, until the peers have read the previous call's parts.
+        # The products need not wait: they write to memory of this rank.
+        with copies.beside(group):
             admission = {
                 "signals": signals,
                 "epochs": workspace.epochs,
@@ -95,6 +101,8 @@ def run(
             }
             Launch(kernel.admit_parts, (1,), admission, {"WORLD_SIZE": ranks, "num_warps": 1})()
             admitted = copies.so_far(group)
+        # 2. Multiply a piece, and copy it to its owner. The stamp is a second copy on the same
+        # stream, so it cannot arrive before the piece.
         for piece in pieces.order:
             _multiply(parts[piece.part], inputs[piece.input], weights)
             part_transfer = copies.Transfer(
@@ -104,7 +112,9 @@ def run(
                 group,
                 [part_transfer, copies.Transfer(piece.signal, notes.data_ptr() + 4, 4, piece.to)],
             )
-        if other_products and len(y):  # in the place of a peer's part, which is added like it
+        # 3. The kernel below multiplies one product. The others of this rank's rows go into this
+        # rank's own slot, which the kernel adds like a peer's part.
+        if other_products and len(y):
             slot_address = address + rank * group.stride + rank * rows * row_bytes
             part = view_as(
                 bytes_at(slot_address, (len(y) * row_bytes,), (1,), group.device, workspace),
@@ -123,6 +133,8 @@ def run(
             mark,
             own_part=bool(other_products),
         )
+        # 4. Multiply this rank's rows and add the parts. The kernel signals DONE of this call, so
+        # it must follow the admission, which waits for DONE of the previous one.
         copies.wait_for(group, admitted)
         last()
         copies.join(group)
@@ -149,8 +161,15 @@ def _multiply_and_sum(
     [own rows, padded columns]``.
 
     Args:
-        rows: between two sources' slots.
-        own_part: this rank's slot holds a part of the sum, too.
+        group: The ranks.
+        workspace: The memory of slots and signals.
+        own_product: The operands of this rank's own rows.
+        y: The result, which the kernel writes.
+        rows: The rows of a slot.
+        piece_rows: The rows of a piece, which has one signal.
+        config: The kernel's configuration.
+        mark: The number from the ranks' agreement.
+        own_part: Whether this rank's own slot holds a part of the sum as well.
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
@@ -227,12 +246,12 @@ class _Pieces:
     """The division of a call's rows into pieces, which is the same in every call.
 
     Attributes:
-        rows: of each piece of x, in order; this rank's own rows are one.
+        rows: The rows of each piece of x, in order; this rank's own rows are one piece.
         own: which one that is.
         own_rows: and where.
-        sent: of each piece of what is sent.
-        order: the pieces in the order of their products: first ones of all peers, from the
-            neighbour on, then second ones.
+        sent: The rows of each piece that is sent.
+        order: The pieces in the order of their products: the first pieces of all peers, from the
+            neighbour on, and then their second pieces.
     """
 
     rows: list[int]

@@ -93,6 +93,7 @@ def run(
         ArgumentError: The operands have different dtypes.
     """
     group = group_named(group_name, x.device)
+    # Decoding makes the same call again and again, so the agreement and the choice are kept.
     key = (
         OPERATOR,
         x.shape,
@@ -214,6 +215,7 @@ def prepare(
     }
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
+    # Protocols have workspaces of their own, because their slots and epochs differ.
     operator = f"{OPERATOR}.{config.protocol}"
     words = tiles * config.block_n * block_b // values
     if config.protocol == "one_shot":

@@ -186,6 +186,7 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     group.check()
     mark = call.agree(OPERATOR)
     impl, _ = call.chosen
+    # All ranks have the same number of tokens, so they all leave the fused path together.
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused(call), nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
@@ -194,6 +195,8 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
             launch()
     if not call.keeps:
         return y, nothing(call.x)
+    # The landing is written again by the next call, so its rows cannot be kept for the backward
+    # pass, but must be copied.
     return y, saved if may_keep else dataclasses.replace(saved, received=saved.received.clone())
 
 
@@ -238,6 +241,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
 
     tools = Steps(call, OPERATOR, mark)
     device = call.x.device
+    # Rows that the backward pass needs arrive in a buffer that stays in use until then.
     space = (
         group.outputs.take(tools.buffer_bytes)
         if call.keeps
@@ -255,6 +259,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     saved = Saved(plan, slot_rows, slot_at, received, kept)
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     blocks = layout.blocks(sizes.slots, _BLOCK_SLOTS)
+    # Counting per block lets every block number its slots without waiting for the blocks before it.
     histograms = new((blocks, tools.lanes["E_LANES"]), dtype=torch.int32)
     experts = call.experts.contiguous()
     count = Launch(

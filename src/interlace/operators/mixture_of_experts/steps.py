@@ -146,6 +146,7 @@ class Steps:
         own_buffer = (
             space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
         )
+        # The product reads arriving rows from this rank's own buffer, which peers write.
         a_tiles = None
         if self.tiles:
             raw = bytes_at(own_buffer, (self.scale_bytes,), (1,), x.device, None)
@@ -156,6 +157,7 @@ class Steps:
             sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
         )
         x, weight = x.contiguous(), weight.contiguous()
+        # Programs take tickets for tiles, because experts get different numbers of rows.
         ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
         block = [config.block_m, width]
         arguments = {
@@ -212,6 +214,7 @@ class Steps:
 
         sizes, config, inner = self.sizes, self.config, rows.shape[1]
         weight = weight.contiguous()
+        # Programs begin one after another, so that results leave steadily and not in bursts.
         spread_ns = 0
         if sizes.world_size > 1:
             spread_ns = tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
@@ -340,6 +343,7 @@ class Steps:
 
         sizes, config = self.sizes, self.config
         wide, narrow = left.shape[1], right.shape[1]
+        # A tile that reached beyond one expert's gradient would overwrite the next expert's.
         even = self.tiles and wide % config.block_m == 0
         block = [config.block_m, config.block_n]
         arguments = {

@@ -30,7 +30,8 @@ fused kernel where there are several.
 
 
 def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]:
-    """One or a few small calls of every implementation, with the backward pass where there is one.
+    """Yield one or a few small calls of every implementation, with the backward pass if there is
+    one.
 
     Args:
         operators: the operators to take; default: all.
@@ -43,7 +44,7 @@ def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]
 def draw_case(
     world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True
 ) -> Case:
-    """A random call of a random implementation; the same for the same state of ``source``.
+    """Return a random call of a random implementation; it depends on the state of ``source`` only.
 
     Args:
         operators: the operators to draw from; default: all.

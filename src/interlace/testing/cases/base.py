@@ -67,51 +67,51 @@ class Case(abc.ABC):
         return torch.bfloat16 if self.dtype == "float8" else DTYPES[self.dtype]
 
     def units(self, results: int) -> list[float]:
-        """For each of so many results, a power of two that divides it and its summands."""
+        """Return, for each result, a power of two that divides it and its summands."""
         return [1.0] * results
 
     @property
     def exact(self) -> bool:
-        """Whether the call computes sums and products only, so that whole numbers stay whole."""
+        """True if the call computes sums and products only, so that whole numbers stay whole."""
         return True
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may capture the call."""
+        """True if a CUDA graph may capture the call."""
         # Graphs must not mix collectives of several NCCL communicators.
         return self.impl != "unfused"
 
     @property
     def poisonable(self) -> bool:
-        """Whether the caller owns the results and may overwrite them before the next call."""
+        """True if the caller owns the results and may overwrite them before the next call."""
         return True
 
     @abc.abstractmethod
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
-        """The input tensors of one rank of ``ranks``, on the CPU."""
+        """Return the input tensors of one rank of ``ranks``, on the CPU."""
 
     @abc.abstractmethod
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """For each rank the results, from all ranks' inputs in float64."""
+        """Return, for each rank, the results computed from all ranks' inputs in float64."""
 
     def dtypes(self, results: int) -> list[torch.dtype]:
-        """The dtype of each of so many results."""
+        """Return the dtype of each result."""
         return [self.result_dtype] * results
 
     @abc.abstractmethod
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        """A function that makes the call with this rank's tensors. Collective."""
+        """Return a function that makes the call with this rank's tensors. Collective."""
 
     # What must come out
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-        """The results of a rank, on the CPU, each with the absolute error that is allowed.
+        """Return the results of a rank, on the CPU, each with its allowed absolute error.
 
         The error is 0 where all arithmetic is exact.
         """
         inputs = [_in_float64(self.tensors(peer, ranks, seed)) for peer in range(ranks)]
         exact = self.results(inputs)[rank]
-        # The same with absolute values bounds every intermediate sum, in whatever order it is made.
+        # The result of absolute values bounds every intermediate sum, in any order of additions.
         bounds = self.results([_absolute(tensors) for tensors in inputs])[rank]
         eps = torch.finfo(self.result_dtype).eps
         allowed = []
@@ -155,7 +155,7 @@ class Prepared:
 
     @property
     def result_count(self) -> int:
-        """Results per call."""
+        """The number of results per call."""
         return len(self._expected[0])
 
     def load(self, variant: int) -> None:
@@ -185,6 +185,7 @@ class Prepared:
                     f"{list(expected.shape)}; "
                     f"got {result.dtype} {list(result.shape)}."
                 )
+            # NaN compares as unequal and as not within any bound, so both forms count it as wrong.
             differs = result != expected if not allowed else ~((result - expected).abs() <= allowed)
             torch.sum(differs, dtype=torch.int64, dim=tuple(range(differs.dim())), out=wrong[i])
 
@@ -218,7 +219,9 @@ def _absolute(tensors: Tensors) -> Tensors:
 
 
 def generator(seed: int, rank: int) -> torch.Generator:
-    """A source of random numbers for one rank's tensors; rank -1 for what all ranks share."""
+    """Return a source of random numbers for one rank's tensors; rank -1 is for tensors that all
+    ranks share.
+    """
     return torch.Generator().manual_seed(1024 * seed + rank + 1)
 
 
@@ -233,8 +236,8 @@ def whole_numbers(
 
 
 def thin(terms: int, kept: int = 24) -> float:
-    """The density at which a sum of ``terms`` products keeps about ``kept`` of them, so that it
-    stays exact in bfloat16.
+    """Return the density at which a sum of ``terms`` products keeps about ``kept`` of them, so that
+    it stays exact in bfloat16.
     """
     return min(1.0, kept / max(1, terms))
 
@@ -244,7 +247,7 @@ def gradients(
     upstream: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Gradients of ``sum <output, upstream>`` by every leaf; zeros where there is none."""
+    """Return the gradients of ``sum <output, upstream>`` by every leaf; zeros if there is none."""
     pairs = [
         (output, grad)
         for output, grad in zip(outputs, upstream, strict=True)

@@ -109,12 +109,12 @@ class BatchCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[BatchCase]:
-    """One small call; these operators have no gradient."""
+    """Return one small call; these operators have no gradient."""
     return [BatchCase(operator, impl, "bfloat16", count=2, share=16, inner=32, columns=64)]
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> BatchCase:
-    """A random call."""
+    """Return a random call."""
     count, inner, columns, dtype, along_k = source.choice(_KINDS)
     return BatchCase(
         operator, impl, dtype, False, count, source.choice(_SHARES), inner, columns, along_k

@@ -159,7 +159,7 @@ class EmbeddingCase(Case):
         ]
 
     def _pooled(self, tensors: Tensors, tables: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each of a rank's tables for the whole batch."""
+        """Pool each of a rank's tables for the entire batch."""
         bags = []
         for i, table in enumerate(tables):
             bounds = tensors["offsets"][i * self.batch : (i + 1) * self.batch + 1]
@@ -175,7 +175,7 @@ class EmbeddingCase(Case):
         return bags
 
     def _updated(self, tables: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients, or tables (and states) after the update."""
+        """Return gradients, or tables and states after the update."""
         grads = [torch.zeros_like(table) if table.grad is None else table.grad for table in tables]
         if self.update in ("dense", "sparse"):
             return grads
@@ -246,7 +246,7 @@ class EmbeddingCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
-    """Every kind of update, and a rank without tables."""
+    """Return a call for every kind of update, and one with a rank without tables."""
     widths = ((16,), (16, 16)) if "tiles" in impl else ((16,), (20,), ())
     cases = [
         EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update) for update in UPDATES
@@ -261,7 +261,7 @@ def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> EmbeddingCase:
-    """A random call."""
+    """Return a random call."""
     widths, dtype, output = source.choice(_EQUAL_KINDS if "tiles" in impl else _KINDS)
     backward = source.random() < 0.6
     update = source.choice(UPDATES if dtype == "float32" else ("dense", "sgd"))

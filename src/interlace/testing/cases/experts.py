@@ -122,7 +122,7 @@ class ExpertsCase(Case):
         return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """Dense products of all tokens with all experts."""
+        """Compute dense products of all tokens with all experts."""
         names = ("x", "weights", "w_in", "w_out")
         leaves = [
             {name: call[name].clone().requires_grad_(self.backward) for name in names}
@@ -137,9 +137,8 @@ class ExpertsCase(Case):
             )
             shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
             chosen = torch.where(self._kept(call["experts"], len(w_in)), call["experts"], len(w_in))
-            shares = shares.scatter_add(
-                1, chosen, leaf["weights"]
-            )  # dropped slots in a column of their own
+            # Dropped slots are added to an extra column, which is not used.
+            shares = shares.scatter_add(1, chosen, leaf["weights"])
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
         if not self.backward:
             return [[output] for output in outputs]
@@ -153,7 +152,7 @@ class ExpertsCase(Case):
         return [[output.detach(), *(next(grads) for _ in names)] for output in outputs]
 
     def _kept(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
-        """``[tokens, top_k]``: which slots are not dropped."""
+        """Return a mask ``[tokens, top_k]`` of the slots that are not dropped."""
         flat = chosen.flatten()
         kept = torch.zeros_like(flat, dtype=torch.bool)
         for expert in range(experts):
@@ -189,7 +188,7 @@ class ExpertsCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
-    """One small layer with its backward pass, and one whose experts take few rows."""
+    """Return one small layer with its backward pass, and one whose experts take few rows."""
     return [
         ExpertsCase(OPERATOR, impl, "bfloat16", True, hidden=32, ffn=32),
         ExpertsCase(OPERATOR, impl, "float32", True, routing="one", capacity=3),
@@ -197,7 +196,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ExpertsCase:
-    """A random call."""
+    """Return a random call."""
     tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
     return ExpertsCase(
         OPERATOR,

@@ -67,9 +67,7 @@ class GemvCase(Case):
         return tensors
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """The result is one tensor of which every rank has a copy; gradients are those of the sum
-        that it is in, once.
-        """
+        """Compute the sum over ranks, of which every rank has a copy, and its gradients."""
         names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
         leaves = [
             {name: call[name].clone().requires_grad_(self.backward) for name in names}
@@ -113,7 +111,7 @@ class GemvCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[GemvCase]:
-    """One token and several, with their backward pass."""
+    """Return calls with one token and with several, with their backward pass."""
     return [
         GemvCase(OPERATOR, impl, "bfloat16", True, 1, 96, 64, True),
         GemvCase(OPERATOR, impl, "float16", True, 5, 33, 48, False),
@@ -121,6 +119,6 @@ def every(operator: str, impl: str, ranks: int) -> list[GemvCase]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> GemvCase:
-    """A random call; ``large`` allows one with many rows."""
+    """Return a random call; ``large`` allows a call with many rows."""
     tokens, rows, columns, dtype, bias = source.choice(_KINDS if large else _KINDS[:-1])
     return GemvCase(OPERATOR, impl, dtype, source.random() < 0.4, tokens, rows, columns, bias)

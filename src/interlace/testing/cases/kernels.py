@@ -11,8 +11,8 @@ def double_and_count(
     x, out, counters, rows, rows_per_piece, part_stride, row_stride, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``out = 2 * x``, one row per program: ``x [parts * rows, COLUMNS]``, ``out [parts, rows,
-    COLUMNS]`` with its strides.
+    """Compute ``out = 2 * x``, one row per program: ``x [parts * rows, COLUMNS]``, ``out [parts,
+    rows, COLUMNS]`` with its strides.
 
     Each row is a tile, counted in the counter of its piece.
     """
@@ -27,7 +27,7 @@ def double_and_count(
 
 @triton.jit(do_not_specialize=["data", "signals", "epoch"])
 def put_signal_sum(x, y, data, signals, epoch, ctx, WORLD_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """``y = sum over ranks of x``, ``[SIZE]``, in rank order.
+    """Compute ``y = sum over ranks of x``, ``[SIZE]``, in rank order.
 
     Protocol: slots are ``[epoch % 2][source][SIZE]``, signals ``[source]``. A slot is written again
     two calls later: by then its reader has sent the tile of the call in between, after reading.

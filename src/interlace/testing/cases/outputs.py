@@ -70,9 +70,8 @@ class OutputCase(Case):
 
     @property
     def poisonable(self) -> bool:
-        return (
-            self.collective == "reduce_scatter"
-        )  # the others return views of memory that is shared with peers
+        # The other collectives return views of memory that peers write.
+        return self.collective == "reduce_scatter"
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         source, dtype = generator(seed, rank), DTYPES[self.dtype]
@@ -179,7 +178,8 @@ class KernelCase(Case):
 
     @property
     def capturable(self) -> bool:
-        return False  # the host counts its epochs
+        # The host counts this kernel's epochs, which a replayed graph would not.
+        return False
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         return {"x": whole_numbers(generator(seed, rank), (_SIZE,), 100)}
@@ -216,7 +216,7 @@ class KernelCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[Case]:
-    """One small call; these have no gradient."""
+    """Return one small call; mapped outputs have no gradient."""
     return (
         [KernelCase(operator, impl)]
         if operator == KERNEL
@@ -225,7 +225,7 @@ def every(operator: str, impl: str, ranks: int) -> list[Case]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> Case:
-    """A random call."""
+    """Return a random call."""
     if operator == KERNEL:
         return KernelCase(operator, impl)
     rows, columns, inner, dtype = source.choice(_KINDS)

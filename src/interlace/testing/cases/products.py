@@ -205,8 +205,8 @@ class ProductCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
-    """One small call with its backward pass, and one with uneven rows and a rank without any where
-    the implementation takes it.
+    """Return a small call with its backward pass, and, if the implementation takes it, a call with
+    uneven rows and a rank without rows.
     """
     can_be_uneven = takes_any_rows(operator, impl)
     dtype = "bfloat16"
@@ -234,7 +234,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ProductCase:
-    """A random call; ``large`` allows some with many rows."""
+    """Return a random call; ``large`` allows some calls with many rows."""
     columns, inner, dtype, bias, uneven, along = source.choice(
         [kind for kind in _KINDS if impl in ("fused", "unfused") or kind[2] != "float8"]
     )
@@ -287,7 +287,9 @@ def _takes(operator: str, impl: str, *, has_bias: bool = False, is_even: bool = 
 
 
 def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:
-    """Rows of each rank, one without any; for an all-to-all, of each pair of ranks."""
+    """Return the rows of each rank, one of them without rows; for an all-to-all, of each pair of
+    ranks.
+    """
     rows = [source.choice((1, 5, 17, 64, 129)) for _ in range(ranks)]
     if ranks > 1:
         rows[source.randrange(ranks)] = 0

@@ -58,10 +58,12 @@ def sum_runs(
     The first lookup's bag is known beforehand: most rows are looked up once, and then nothing else
     must be waited for.
     """
+    # The first lookup needs no load of its bag, so its gradient is requested at once.
     total = _gradient_of(first_bag, length > 0, entry, gradients, VECTORS).to(tl.float32)
     if scale is not None:
         total = total * tl.load(scale + start, mask=length > 0, other=0.0)[:, None]
     for step in range(1, tl.max(length, 0), UNROLL):
+        # All loads of a step are issued before the first sum, so that they overlap.
         vectors = ()
         for ahead in tl.static_range(UNROLL):
             inside = step + ahead < length
@@ -90,6 +92,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
     width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     stride = tl.multiple_of(tl.load(entry + TARGET_STRIDE), ALIGN)
     offset = tl.load(entry + TARGET)
+    # A negative offset marks a table that is not trained.
     mask = mask & (offset >= 0)
     first = vectors_at(target + offset, DTYPE, ALIGN)[:, None]
     pointers = first + row[:, None] * stride[:, None] + column[None, :]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 class Factors(NamedTuple):
-    """What a product is made of: ``x [M, K]``, ``w [N, K]``, ``bias [N]``, the scales of float8
+    """The operands of a product: ``x [M, K]``, ``w [N, K]``, ``bias [N]``, the scales of float8
     (``[M]`` and ``[N]``, or one element), and the dtype of the result.
     """
 

@@ -97,8 +97,8 @@ class PreparedRound:
             if delays.random() < _DEVICE_SLEEPS:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))
             # A group orders its calls on several streams, but not those of a replayed graph, which
-            # whoever replays it must order. NCCL's kernels of several communicators must not run side
-            # by side.
+            # whoever replays it must order. Kernels of several NCCL communicators must not run at
+            # the same time.
             if step.graph is not None or slot.case.impl == "unfused":
                 with self._alone(slot.stream):
                     self._run(step, offset)

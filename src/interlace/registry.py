@@ -69,6 +69,8 @@ class Operator(abc.ABC):
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
+        command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
+            adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
         implementations: The first one that takes any call comes first.
     """
 
@@ -80,6 +82,7 @@ class Operator(abc.ABC):
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
+    command_module: ClassVar[str] = ""
     implementations: ClassVar[tuple[Implementation, ...]]
 
     @abc.abstractmethod

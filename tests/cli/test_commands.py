@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click.testing
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import interlace
-from interlace.cli import doctor, doctor_cuda, picture
+from interlace.cli import doctor, doctor_cuda, operator_commands, picture
 from interlace.cli.app import app
 from interlace.cli.outputs import Outputs
 
@@ -385,3 +386,35 @@ def test_transports_of_an_operator_without_them() -> None:
     done = run("bench", "gemm_all_reduce", "--transports")
     assert done.exit_code == 1
     assert "--transports must be of one of gemm_all_to_all and gemm_reduce_scatter" in done.output
+
+
+_COMMANDS = """
+def add_commands(operator, bench_app, tune_app):
+    @bench_app.command(operator.name)
+    def bench_operator(sizes: str) -> None:
+        print("timed", operator.name, sizes)
+
+    @bench_app.command("other")
+    def other() -> None: ...
+"""
+
+
+def test_an_operator_names_the_module_of_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "commands_of_mine.py").write_text(_COMMANDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    declared = {
+        name: SimpleNamespace(name=name, command_module=module)
+        for name, module in {"mine": "commands_of_mine", "without": ""}.items()
+    }
+    monkeypatch.setattr("interlace.registry.operators", lambda: declared)
+    operator_commands._all_commands.cache_clear()
+    try:
+        commands = operator_commands.operator_commands("bench")
+        assert sorted(commands) == ["mine", "other"]
+        assert operator_commands.operator_commands("tune") == {}
+        result = click.testing.CliRunner().invoke(commands["mine"], ["8x8"])
+        assert result.output == "timed mine 8x8\n"
+    finally:
+        operator_commands._all_commands.cache_clear()

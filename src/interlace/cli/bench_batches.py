@@ -26,7 +26,9 @@ Shapes = Annotated[
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
-    """Add an operator's commands."""
+    """Add an operator's commands, if the benchmark knows its pattern."""
+    if operator.pattern not in CASES:
+        return
     title = title_of(operator)
 
     @bench_app.command(

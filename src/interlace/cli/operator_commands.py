@@ -1,15 +1,13 @@
 """``interlace bench OPERATOR`` and ``interlace tune OPERATOR``, made from the registry.
 
-An operator of a family, a matrix product or a batch of them, gets its commands from the family.
-Another operator gets them from the module ``interlace.cli.bench_<name>``.
+An operator's declaration names the module that adds its commands; those of a family, matrix
+products or batches of them, share one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-from types import ModuleType
 from typing import Any
 
 import typer
@@ -62,26 +60,10 @@ def _all_commands() -> dict[str, dict[str, Any]]:
     # Typer reads options from functions when they are added to an application.
     apps = {verb: typer.Typer(rich_markup_mode="rich") for verb in ("bench", "tune")}
     for operator in operators().values():
-        module = _command_module(operator)
-        if module is not None:
+        if operator.command_module:
+            module = importlib.import_module(operator.command_module)
             module.add_commands(operator, apps["bench"], apps["tune"])
     return {verb: dict(typer.main.get_group(app).commands) for verb, app in apps.items()}
-
-
-def _command_module(operator: Operator) -> ModuleType | None:
-    """Return the module that makes an operator's commands; None if there is none."""
-    from interlace.bench import batches
-    from interlace.gemm.operator import GemmOperator
-
-    name = f"interlace.cli.bench_{operator.name}"
-    if isinstance(operator, GemmOperator):
-        name = "interlace.cli.bench_products"
-    elif operator.pattern in batches.CASES:
-        name = "interlace.cli.bench_batches"
-    # An operator of another kind, from another package, has no benchmark.
-    elif importlib.util.find_spec(name) is None:
-        return None
-    return importlib.import_module(name)
 
 
 _WORDS = {"gemm": "GEMM", "bmm": "batch of GEMMs", "all_to_all": "All-to-All"}

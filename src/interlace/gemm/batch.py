@@ -44,6 +44,7 @@ class BatchOperator(Operator):
 
     sizes = ("rows", "columns", "inner")
     has_public_function = False
+    command_module = "interlace.cli.bench_batches"
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
 
     def choose(self, **call: Any) -> Choice[Any]:

@@ -21,6 +21,7 @@ class EmbeddingAllToAll(Operator):
     collective = "all_to_all"
     sizes = ("tables", "width", "batch", "pooling_factor")
     config_type = EmbeddingAllToAllConfig
+    command_module = "interlace.cli.bench_embedding_all_to_all"
     implementations = (
         Implementation("fused", "one kernel that sends rows as it pools them"),
         Implementation("unfused", "F.embedding_bag, then all_to_all_single"),

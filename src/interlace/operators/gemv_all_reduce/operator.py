@@ -20,6 +20,7 @@ class GemvAllReduce(Operator):
     pattern = ("gemv", "all_reduce")
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
+    command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
         Implementation("fused", "one kernel that sends sums as it computes them"),
         Implementation("unfused", "F.linear, then all_reduce"),

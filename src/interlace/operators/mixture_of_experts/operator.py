@@ -19,6 +19,7 @@ class MixtureOfExperts(Operator):
     collective = "all_to_all"
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
     config_type = MixtureOfExpertsConfig
+    command_module = "interlace.cli.bench_mixture_of_experts"
     implementations = (
         Implementation("fused", "kernels that send rows as they compute them"),
         Implementation("unfused", "F.linear and all_to_all_single, each rank's rows sorted"),

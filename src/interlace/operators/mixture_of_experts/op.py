@@ -8,8 +8,7 @@ the implementation is the unfused one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,54 +33,48 @@ _library.define(
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _call(
-    inputs: Sequence[torch.Tensor],
-    capacity: int,
-    group_name: str,
-    impl: str,
-    config: str,
-    keeps: bool,
-) -> Any:
+class _Inputs(NamedTuple):
+    """The tensors that both operators take, in the schemas' order."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+
+
+class _Options(NamedTuple):
+    """The options that both operators take, in the schemas' order."""
+
+    world_size: int
+    capacity: int
+    group_name: str
+    impl: str
+    config: str
+
+
+_TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
+
+
+def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Any:
     from interlace.operators.mixture_of_experts.launch import Call
 
-    x, experts, weights, w_in, w_out = inputs
-    return Call(x, experts, weights, w_in, w_out, capacity, group_name, impl, config, keeps)
+    _, capacity, group_name, impl, config = options
+    return Call(*inputs, capacity, group_name, impl, config, keeps)
 
 
-def _run(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
-    world_size: int,
-    capacity: int,
-    group_name: str,
-    impl: str,
-    config: str,
-    keeps: bool,
-) -> Tensors:
+def _run(*arguments: Any) -> Tensors:
     from interlace.operators.mixture_of_experts.launch import run
 
-    y, saved = run(
-        _call((x, experts, weights, w_in, w_out), capacity, group_name, impl, config, keeps)
-    )
+    *inputs, keeps = arguments
+    y, saved = run(_call(_Inputs(*inputs[:_TENSORS]), _Options(*inputs[_TENSORS:]), keeps))
     return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
 
 
-def _fake(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
-    world_size: int,
-    capacity: int,
-    group_name: str,
-    impl: str,
-    config: str,
-    keeps: bool,
-) -> Tensors:
+def _fake(*arguments: Any) -> Tensors:
+    x, experts, _, w_in, _ = arguments[:_TENSORS]
+    *options, keeps = arguments[_TENSORS:]
+    world_size, capacity, _, impl, _ = options
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The shapes depend on impl alone: under "auto" the tuned table might choose the unfused
     # implementation, which then pads the tensors that it saves.
@@ -110,50 +103,17 @@ def _fake(
     )
 
 
-def _run_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
-    plan: torch.Tensor,
-    slot_rows: torch.Tensor,
-    slot_at: torch.Tensor,
-    received: torch.Tensor,
-    kept: torch.Tensor,
-    world_size: int,
-    capacity: int,
-    group_name: str,
-    impl: str,
-    config: str,
-    needed: Sequence[bool],
-) -> Tensors:
+def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
     from interlace.operators.mixture_of_experts.launch import Saved, run_backward
 
-    call = _call((x, experts, weights, w_in, w_out), capacity, group_name, impl, config, True)
-    return run_backward(call, grad, Saved(plan, slot_rows, slot_at, received, kept), needed)
+    tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
+    call = _call(_Inputs(*tensors[:_TENSORS]), _Options(*options), True)
+    return run_backward(call, grad, Saved(*tensors[_TENSORS:]), needed)
 
 
-def _fake_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
-    plan: torch.Tensor,
-    slot_rows: torch.Tensor,
-    slot_at: torch.Tensor,
-    received: torch.Tensor,
-    kept: torch.Tensor,
-    world_size: int,
-    capacity: int,
-    group_name: str,
-    impl: str,
-    config: str,
-    needed: Sequence[bool],
-) -> Tensors:
+def _fake_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
+    x, _, weights, w_in, w_out = arguments[:_TENSORS]
+    needed = arguments[-1]
     like = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
     ]

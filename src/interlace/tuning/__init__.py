@@ -30,6 +30,8 @@ class Entry:
         fallback: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
         config: the fused kernel's best; empty for an operator without a kernel of its own.
         faster: implementations that are faster than the fastest unfused pair.
+        times_us: median time of each implementation; ``"unfused"`` is among them if it is the
+            fastest of the stock pairs.
     """
 
     impl: str
@@ -37,11 +39,32 @@ class Entry:
     config: str
     reason: str
     faster: tuple[str, ...]
+    times_us: dict[str, float]
+
+    def without(self, impl: str, why: str) -> Entry:
+        """Return the entry as if one implementation had not been measured.
+
+        Args:
+            why: the end of the sentence "... is left out: " in the reason.
+        """
+        times = {name: time for name, time in self.times_us.items() if name != impl}
+        return dataclasses.replace(
+            self,
+            impl=min(times, key=times.__getitem__, default="unfused")
+            if self.impl == impl
+            else self.impl,
+            fallback="unfused" if self.fallback == impl else self.fallback,
+            reason=f"{self.reason}; {impl} is left out: {why}",
+            faster=tuple(name for name in self.faster if name != impl),
+            times_us=times,
+        )
 
 
 # A size that differs by more than this factor is another regime: better a default than a wrong
 # lesson.
 _FARTHEST_LOG2 = 2.0
+
+_UNFUSED = "cuBLAS + NCCL"
 
 
 def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
@@ -79,12 +102,15 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         f"{times}best unfused pair {entry['unfused_us']} us{pair}"
     )
     faster = tuple(way for way in ours if entry[f"{way}_us"] < entry["unfused_us"])
+    # impl="unfused" is cuBLAS and NCCL; another pair's time says nothing about it.
+    timed = [*ours, "unfused"] if entry.get("unfused") == _UNFUSED else ours
     return Entry(
         str(entry["impl"]),
         str(entry.get("fallback", "unfused")),
         str(entry["config"]),
         reason,
         faster,
+        {way: float(entry[f"{way}_us"]) for way in timed},
     )
 
 

@@ -156,7 +156,7 @@ def test_explain_and_the_registry_know_it():
 
 
 def _bench():
-    from interlace.bench import products
+    from interlace.bench import benchmark, products
     from interlace.bench.timing import Timing
 
     def measure(step, *, period, samples=15, group=None):
@@ -165,8 +165,10 @@ def _bench():
         return Timing(10.0, 9.0, 11.0, 1.0, samples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "measure", measure)
-        patch.setattr(products, "host_us", functools.partial(products.host_us, calls=1, samples=1))
+        patch.setattr(benchmark, "measure", measure)
+        patch.setattr(
+            benchmark, "host_us", functools.partial(benchmark.host_us, calls=1, samples=1)
+        )
         return products.bench(products.Shape(NAME, 8, 16, 24, torch.float32))
 
 

@@ -26,11 +26,13 @@ def _measure(step, *, period, samples=15, group=None):
 
 
 def _bench(operator):
-    from interlace.bench import products, stock_pairs
+    from interlace.bench import benchmark, products, stock_pairs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "measure", _measure)
-        patch.setattr(products, "host_us", functools.partial(products.host_us, calls=1, samples=1))
+        patch.setattr(benchmark, "measure", _measure)
+        patch.setattr(
+            benchmark, "host_us", functools.partial(benchmark.host_us, calls=1, samples=1)
+        )
         patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         shape = products.Shape(operator, 8, 16, 24, torch.float32)
         group = dist.new_group()
@@ -59,12 +61,12 @@ def test_every_way_of_an_operator(ranks, operator):
 
 
 def _bench_batch(operator):
-    from interlace.bench import batches
+    from interlace.bench import batches, benchmark
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "measure", _measure)
+        patch.setattr(benchmark, "measure", _measure)
         patch.setattr(
-            batches, "host_us", lambda step, **_: 1.0
+            benchmark, "host_us", lambda step, **_: 1.0
         )  # fifty calls take the interpreter a while
         shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
         case = batches.case_of(shape)
@@ -98,10 +100,10 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import products, stock_pairs, transports
+    from interlace.bench import benchmark, products, stock_pairs, transports
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "measure", _measure)
+        patch.setattr(benchmark, "measure", _measure)
         patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 
 from interlace.bench import products
-from interlace.bench.benchmark import Benchmark, Step, Way, Work
+from interlace.bench.benchmark import Benchmark, Way, Work
 from interlace.bench.products import SETS, tolerance
-from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
@@ -50,6 +49,8 @@ class Case(Benchmark[GemmConfig]):
 
     default_shapes: ClassVar[tuple[str, ...]]
     shape: Shape
+
+    operand_sets = SETS
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(shape.operator), shape, group)
@@ -165,17 +166,6 @@ class Case(Benchmark[GemmConfig]):
             if way.role == "ours" and way.impl
         ]
         return [float((y - expected).norm() / expected.norm()) for y in results]
-
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
-        timing = measure(step, period=SETS, samples=samples, group=self.group)
-        # The graph is gone, and the buffers that it took may be used again.
-        self.owner.release()
-        return timing
-
-    def host_times(self, ways: Iterable[Way]) -> dict[str, float]:
-        """Return the microseconds that the host takes to enqueue each way."""
-        return {way.name: host_us(way.call, device=self.device, group=self.group) for way in ways}
 
 
 class Sent(Case):

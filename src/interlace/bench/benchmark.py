@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.roles import Role
-from interlace.bench.timing import Timing
+from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
@@ -67,15 +67,19 @@ class Work:
 class Benchmark(abc.ABC, Generic[Config]):
     """The operands of a shape on this rank, and every way to compute it.
 
-    A subclass makes the operands, states the ways and their check, and calls
-    :func:`interlace.bench.timing.measure` with what it needs. Results are checked before anything
-    is timed.
+    A subclass makes the operands and states the ways and their check. Results are checked before
+    anything is timed.
+
+    Attributes:
+        operand_sets: The number of sets of operands, among which a call's argument chooses.
 
     Args:
         operator: The operator's declaration.
         shape: The sizes of one call; ``str(shape)`` is its name.
         group: The ranks; None for the default process group.
     """
+
+    operand_sets = 1
 
     def __init__(
         self, operator: Operator, shape: Any, group: dist.ProcessGroup | None = None
@@ -89,10 +93,6 @@ class Benchmark(abc.ABC, Generic[Config]):
         return self.owner.device
 
     # What a subclass states
-
-    @abc.abstractmethod
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
 
     @property
     @abc.abstractmethod
@@ -145,6 +145,17 @@ class Benchmark(abc.ABC, Generic[Config]):
         return largest.tolist()
 
     # Timing
+
+    def measure(self, step: Step, samples: int = 15) -> Timing:
+        """Time a call on all ranks at once."""
+        timing = measure(step, period=self.operand_sets, samples=samples, group=self.group)
+        # The graph is gone, and the buffers that it took may be used again.
+        self.owner.release()
+        return timing
+
+    def host_times(self, ways: Iterable[Way]) -> dict[str, float]:
+        """Return the microseconds that the host takes to enqueue each way."""
+        return {way.name: host_us(way.call, device=self.device, group=self.group) for way in ways}
 
     def time(self, ways: Iterable[Way]) -> dict[str, dict[str, Any]]:
         """Time ways one after the other; return a result's ``times``."""

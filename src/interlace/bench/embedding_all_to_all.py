@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Step, Way, Work, best_of, changes_along, constant
 from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, SETS, Calls, Shape
-from interlace.bench.timing import Timing, measure
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.kernels import Launch, processors
 from interlace.costs import embedding_all_to_all as costs
@@ -48,6 +47,8 @@ class Case(Calls):
     Attributes:
         is_backward: Whether the backward pass is benchmarked; the tuner changes it half-way.
     """
+
+    operand_sets = SETS
 
     def __init__(
         self, shape: Shape, group: dist.ProcessGroup | None = None, is_backward: bool = False
@@ -129,13 +130,6 @@ class Case(Calls):
             Way("our update alone", "compute", lambda i: self.our_update(i, config)),
             Way("NCCL alone", "communication", lambda i: self.exchange(packed)),
         ]
-
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
-        timing = measure(step, period=SETS, samples=samples, group=self.group)
-        # The graph is gone, and the buffers that it took may be used again.
-        self.owner.release()
-        return timing
 
     def tuned_call(self, config: EmbeddingAllToAllConfig) -> Step:
         """Return the fused call of the direction."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from interlace.bench import stock_pairs
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, best_of, constant
 from interlace.bench.carriers import carriers
-from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm.group import solo_group
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.gemm import schema
@@ -81,6 +80,8 @@ class Case(Benchmark[GemmConfig]):
 
     operator: GemmOperator
     shape: Shape
+
+    operand_sets = SETS
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(declared(shape.operator), shape, group)
@@ -221,17 +222,6 @@ class Case(Benchmark[GemmConfig]):
         return call
 
     # Timing and tuning
-
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
-        timing = measure(step, period=SETS, samples=samples, group=self.group)
-        # The graph is gone, and the buffers that it took may be used again.
-        self.owner.release()
-        return timing
-
-    def host_times(self, ways: Iterable[Way]) -> dict[str, float]:
-        """Return the microseconds that the host takes to enqueue each way."""
-        return {way.name: host_us(way.call, device=self.device, group=self.group) for way in ways}
 
     def tuned_call(self, config: GemmConfig) -> Step:
         """Return the fused call."""

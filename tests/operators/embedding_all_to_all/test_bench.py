@@ -24,10 +24,11 @@ def _measure(step, *, period, samples=15, group=None):
 
 
 def _bench(lookups, backwards):
+    from interlace.bench import benchmark
     from interlace.bench import embedding_all_to_all as operator
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "measure", _measure)
+        patch.setattr(benchmark, "measure", _measure)
         shape = operator.Shape(tables=2, rows=30, width=8, batch=6, lookups=lookups)
         group = dist.new_group()
         return operator.bench(shape, dataclasses.replace(SMALL), group, backwards=backwards)
@@ -59,10 +60,11 @@ def test_every_way_runs_and_the_floor_is_the_costs(ranks, lookups, backwards):
 
 
 def _study():
+    from interlace.bench import benchmark
     from interlace.bench import embedding_all_to_all as operator
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "measure", _measure)
+        patch.setattr(benchmark, "measure", _measure)
         patch.setattr(operator, "resident_programs", lambda case, config: 8)
         patch.setattr(operator, "_compile", lambda case, config, backwards: None)
         patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "unroll": (1,)})

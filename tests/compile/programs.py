@@ -18,6 +18,7 @@ from interlace.compile.choice import are_small
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer
 from interlace.compile.producers import Product
+from interlace.registry import Operator
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
@@ -76,10 +77,12 @@ def with_linear(module: GraphModule) -> GraphModule:
     return module
 
 
-def choose_sum(operator: str, products: list[Product], rows: int, *_: object) -> tuple[bool, str]:
+def choose_sum(
+    operator: Operator, products: list[Product], rows: int, *_: object
+) -> tuple[bool, str]:
     """What the pass does with sums on the CPU, whatever the tables say of a GPU."""
     side_by_side = are_small(products, rows)
-    if operator == "gemm_all_reduce" and not side_by_side:
+    if operator.name == "gemm_all_reduce" and not side_by_side:
         raise LeftAlone("tests want it, but they are large")
     return side_by_side, "tests want it"
 

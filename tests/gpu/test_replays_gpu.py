@@ -22,7 +22,7 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
     """
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
     found = [interlace.gemm_reduce_scatter(x, w, bias, impl=impl) for impl in ("chunked", "fused")]
-    for impl in ("chunked", "fused", "remote_stores"):
+    for impl in ("chunked", "fused", "pushed"):
         found += interlace.all_gather_gemm(mine, w, bias, impl=impl, return_gathered=True)
     found += [
         interlace.gemm_all_reduce(x, w, bias, impl="fused"),
@@ -31,7 +31,7 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
     found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="fused"))
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
-    for impl in ("fused", "remote_stores"):
+    for impl in ("chunked", "pushed"):
         found += torch.ops.interlace.all_to_all_bmm(x, w.T[None], name, impl)
     found.append(torch.ops.interlace.bmm_all_to_all(x[None], w.T[None], name, "chunked"))
     found += [interlace.gemm_all_to_all(x, w, impl=impl) for impl in ("remote_stores", "chunked")]

@@ -20,13 +20,14 @@ SCRATCH_ADDRESS: Final = 7  # int32 in this device's memory: written by fences, 
 LENGTH: Final = 8
 
 # The record of the first failure. A kernel writes CODE last, so that the host never reads a code
-# whose other fields are missing.
+# whose other fields are missing; only OTHER_CALL may be added by waits that expire later.
 RECORD_CODE: Final = 0  # LATE, MISCOUNTED or INTERRUPTED; 0 while nothing has failed
 RECORD_OPERATOR: Final = 1
 RECORD_PEER: Final = 2
 RECORD_SLICE: Final = 3
 RECORD_WANTED: Final = 4
 RECORD_SEEN: Final = 5
+RECORD_OTHER_CALL: Final = 6  # 1 if any wait of this rank saw the awaited epoch of another call
 RECORD_LENGTH: Final = 8
 
 LATE: Final = 1  # a wait has expired

@@ -182,8 +182,6 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
-        # Equal epochs with different marks: the peer has made another call than this rank.
-        epochs_equal = (expected - seen) & ctx.EPOCH_MASK == 0
         raise PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
@@ -191,7 +189,7 @@ class Health:
             slice=piece,
             wanted=expected & ctx.EPOCH_MASK,
             seen=seen & ctx.EPOCH_MASK,
-            different_call=expected != seen and epochs_equal,
+            different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
         )
 

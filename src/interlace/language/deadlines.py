@@ -33,6 +33,8 @@ _RECORD_PEER = tl.constexpr(context.RECORD_PEER)
 _RECORD_SLICE = tl.constexpr(context.RECORD_SLICE)
 _RECORD_WANTED = tl.constexpr(context.RECORD_WANTED)
 _RECORD_SEEN = tl.constexpr(context.RECORD_SEEN)
+_RECORD_OTHER_CALL = tl.constexpr(context.RECORD_OTHER_CALL)
+_EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
 _MISCOUNTED = tl.constexpr(context.MISCOUNTED)
 
 
@@ -80,9 +82,13 @@ def report(group, peer, slice, awaited, seen, CODE: tl.constexpr):
         CODE: kind of failure, of ``interlace.comm.context``.
     """
     broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
-    # One program wins the flag, so one program writes the record.
+    record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
+    # The first program to report may have waited for something that the peer never sends, while
+    # only another program's wait shows that the peer made a different call.
+    if (CODE == LATE) & (seen != awaited) & (((seen ^ awaited) & _EPOCH_MASK) == 0):
+        tl.store(record + _RECORD_OTHER_CALL, 1)
+    # One program wins the flag, so one program writes the rest of the record.
     if tl.atomic_cas(broken, 0, 1, sem="relaxed", scope="gpu") == 0:
-        record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
         tl.store(record + _RECORD_OPERATOR, tl.load(group[0] + _OPERATOR).to(tl.int32))
         tl.store(record + _RECORD_PEER, peer)
         tl.store(record + _RECORD_SLICE, slice)

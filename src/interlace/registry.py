@@ -17,7 +17,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from interlace.errors import ArgumentError
 
@@ -41,6 +41,9 @@ class Implementation:
             a call that did not ask for it by name. Operators whose forward and backward passes tell
             implementations apart themselves have none.
         refusal: Returns what a call must have for this implementation and has not, or None.
+        schedule: How it computes its product, for predictions of its time (see
+            :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"by_rank"``,
+            one for each rank's rows; ``"tiled"``, the tiles of its own kernel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         former_names: Words that meant this implementation in earlier versions.
     """
@@ -49,6 +52,7 @@ class Implementation:
     summary: str
     run: Callable[[Any], Any] = _run_by_operator
     refusal: Callable[[Any], str | None] = lambda _: None
+    schedule: Literal["whole", "by_rank", "tiled"] = "whole"
     is_stock: bool = False
     former_names: tuple[str, ...] = ()
 
@@ -124,6 +128,17 @@ class Operator(abc.ABC):
         raise ArgumentError(
             f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."
         )
+
+    def is_pair(self, name: str) -> bool:
+        """Return whether an implementation is what a program without Interlace can run.
+
+        ``"unfused"`` always is, also where an operator leaves it to the unchanged program.
+        """
+        return name == "unfused" or self.implementation(name).is_stock
+
+    def refusal(self, name: str, terms: Any) -> str | None:
+        """Return what a call must have for an implementation and has not, or None."""
+        return None if name == "unfused" else self.implementation(name).refusal(terms)
 
     def validate_impl(self, name: str) -> None:
         """Refuse a value of ``impl`` that does not exist.

@@ -20,6 +20,10 @@ _FORMER_IMPLS = {
     **{name: name for name in ("fused", "remote_stores", "chunked", "pushed", "triggered")},
     "unfused": "unfused",
     "cuBLAS + NCCL": "unfused",
+    "cuBLAS + torch one-shot": "one_shot",
+    "cuBLAS + torch two-shot": "two_shot",
+    "torch async-TP (cuBLAS + copies)": "async_tp",
+    "torch async-TP (copies + cuBLAS)": "async_tp",
     "F.embedding_bag + NCCL + unpack": "unfused",
 }
 """Display name of a time in a result without roles -> the value of ``impl`` that it measured."""

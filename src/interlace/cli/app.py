@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
-from interlace.cli.options import JsonFile
+from interlace.cli.options import HalfDtype, JsonFile, Ranks
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
@@ -65,6 +65,20 @@ app.add_typer(sim_app, name="sim")
 @tune_app.callback()
 def _tune() -> None:
     """Measure which implementation and configuration is fastest, and write the tuned table."""
+
+
+@tune_app.command("profile")
+def tune_profile(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSON files that `interlace bench` wrote, `sweep` among them."),
+    ],
+    json_file: JsonFile = None,
+) -> None:
+    """Fit a machine's profile, by which impl="auto" predicts times, to measurements."""
+    from interlace.cli.tune_profile import run_profile
+
+    run_profile(files, Outputs(json=json_file))
 
 
 def _show_version(is_asked_for: bool) -> None:
@@ -167,6 +181,31 @@ def soak(
     raise typer.Exit(
         run(seconds, calls, ranks, backend, seed, start, operators or (), deadline, outputs)
     )
+
+
+@bench_app.command("sweep")
+def bench_sweep(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random calls.")] = 0,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds after which no further call is measured.")
+    ] = 120,
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure nothing, add up what sweeps wrote with --json; several times.",
+        ),
+    ] = None,
+    world_size: Ranks = None,
+    dtype: HalfDtype = "bfloat16",
+    json_file: JsonFile = None,
+) -> None:
+    """Measure every implementation of random calls of real models, stock pairs among them, and
+    compare what impl="auto" takes with the fastest.
+    """
+    from interlace.cli.bench_sweep import run_sweep
+
+    run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file))
 
 
 @bench_app.command("table")

@@ -8,6 +8,7 @@ off is not lost; every rank advances the progress bar by a step.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.bench.draws import Draw
 from interlace.cli.ranks import advance
 from interlace.errors import BackendError
 
@@ -160,6 +162,27 @@ def run_batch_rank(
         return [batches.bench(shape)]
 
     return _measure_all(shapes, measure, folder, header, file)
+
+
+def run_sweep_rank(
+    folder: str,
+    drawn: list[Draw],
+    dtype: str,
+    budget_s: float,
+    header: Result,
+    file: str | None,
+) -> list[Result]:
+    """Measure drawn calls until the time is over, as rank 0 sees it."""
+    from interlace.bench import sweep
+
+    end = time.monotonic() + budget_s
+
+    def measure(draw: Draw) -> list[Result]:
+        is_over = torch.tensor(float(time.monotonic() > end), device="cuda")
+        dist.broadcast(is_over, 0)
+        return [] if is_over.item() else [sweep.bench(draw, getattr(torch, dtype))]
+
+    return _measure_all(drawn, measure, folder, header, file)
 
 
 def _measure_all(

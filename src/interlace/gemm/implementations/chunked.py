@@ -82,6 +82,7 @@ CHUNKED = Implementation(
     "torch.mm for each rank's rows, and copy engines that take them",
     run,
     needs(even_rows=True, same_dtype=True),
+    schedule="by_rank",
     former_names=("split",),
 )
 

@@ -18,12 +18,16 @@ from interlace.errors import WorkspaceError
 from interlace.gemm.call import GemmCall, Terms
 from interlace.gemm.implementations import unfused
 from interlace.registry import Implementation
+from interlace.units import next_power_of_2
 
 _ONE_SHOT_BYTES = 1 << 24
 """Above this size every rank would read too much from every other one."""
 
 _SUMMED = (torch.bfloat16, torch.float32)
 """Dtypes that PyTorch's symmetric-memory reductions add."""
+
+_ALIGNMENT_BYTES = 16
+"""PyTorch's symmetric-memory reductions move so many bytes at a time, and take no odd sizes."""
 
 
 def _on_cuda(terms: Terms) -> list[str]:
@@ -38,22 +42,33 @@ def _has(operator: str) -> bool:
     return hasattr(torch.ops.symm_mem, operator)
 
 
-def _refusal(
-    terms: Terms, *, operator: str, most_bytes: int | None = None, no_bias: bool = False
-) -> str | None:
+def _unmet(terms: Terms, operator: str) -> list[str]:
+    """Return what a call must have for one of PyTorch's symmetric-memory operators, and has not."""
     unmet = _on_cuda(terms)
     if not unmet and not _has(operator):
         unmet.append(f"a PyTorch with torch.ops.symm_mem.{operator}")
-    if not terms.is_even:
-        unmet.append("rows that are split evenly")
     if terms.converts:
         unmet.append("a result of the dtype of x")
     if terms.dtype not in _SUMMED:
         unmet.append("bfloat16 or float32 operands")
-    if no_bias and terms.has_bias:
-        unmet.append("no bias")
+    return unmet
+
+
+def _refuse_all_reduce(terms: Terms, operator: str, most_bytes: int | None = None) -> str | None:
+    unmet = _unmet(terms, operator)
+    if terms.result_bytes % _ALIGNMENT_BYTES:
+        unmet.append(f"a result whose size is a multiple of {_ALIGNMENT_BYTES} bytes")
     if most_bytes is not None and terms.result_bytes > most_bytes:
         unmet.append(f"a result of at most {most_bytes >> 20} MiB")
+    return " and ".join(unmet) or None
+
+
+def _refuse_chunks(terms: Terms, operator: str) -> str | None:
+    unmet = _unmet(terms, operator)
+    if not terms.is_even:
+        unmet.append("rows that are split evenly")
+    if terms.has_bias:
+        unmet.append("no bias")
     return " and ".join(unmet) or None
 
 
@@ -70,29 +85,37 @@ NCCL = Implementation(
 )
 
 
-def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor:
+def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor | None:
     """Multiply into symmetric memory of PyTorch's and reduce it there."""
     operands, group = call.operands, call.group
     if group.world_size == 1:
         result: torch.Tensor = call.operator.run_unfused(call)
         return result
-    part, name = _symmetric(call, operands.rows, operands.columns)
+    memory = _symmetric(call, operands.rows, operands.columns)
+    if memory is None:
+        return None
+    part, name = memory
     with group.running():
         torch.mm(operands.x, operands.w.T, out=part)
+        # The next call reuses the memory, so the result has its own.
+        y = torch.empty_like(part)
         if shot == "one":
-            y: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", name)
+            torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", name, y)
         else:
-            # In place: the next call reuses the memory, so the result needs its own.
-            y = torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", name).clone()
+            torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", name, y)
     return y if operands.bias is None else y.add_(operands.bias)
 
 
-def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, str]:
+def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, str] | None:
     """Return ``[rows, columns]`` of PyTorch's symmetric memory, and its group's name; collective
     where it has to be allocated.
 
+    Returns:
+        None where it would have to be allocated while a CUDA graph is captured, and the caller has
+        not asked for this implementation.
+
     Raises:
-        WorkspaceError: It would have to be allocated while a CUDA graph is captured.
+        WorkspaceError: The same where the caller has asked for it.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -100,19 +123,23 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     process_group = call.process_group or dist.group.WORLD
     assert process_group is not None
     name = process_group.group_name
-    key = ("stock", dtype)
-    memory = group.kept.get(key)
-    if not isinstance(memory, torch.Tensor) or memory.numel() < rows * columns:
+    # Captured graphs refer to the memory, so none is given up for a larger one. Powers of two keep
+    # the sum of all sizes below twice the largest.
+    numel = next_power_of_2(rows * columns)
+    memory = group.kept.get(("stock", dtype, numel))
+    if memory is None:
         # Allocating symmetric memory is collective and waits on the host, which a capture forbids.
         if group.capture_id() is not None:
+            if not call.is_explicit:
+                return None
             raise WorkspaceError(
                 "memory of a stock pair must be allocated before a CUDA graph is captured. Call "
                 "the operator once with these shapes first."
             )
         with group.indivisible("allocating memory of a stock pair"):
-            memory = symmetric_memory.empty(rows * columns, dtype=dtype, device=group.device)
+            memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
             symmetric_memory.rendezvous(memory, name)
-            group.kept[key] = memory
+            group.kept["stock", dtype, numel] = memory
     return memory[: rows * columns].view(rows, columns), name
 
 
@@ -120,14 +147,16 @@ ONE_SHOT = Implementation(
     "one_shot",
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, shot="one"),
-    functools.partial(_refusal, operator="one_shot_all_reduce", most_bytes=_ONE_SHOT_BYTES),
+    functools.partial(
+        _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=_ONE_SHOT_BYTES
+    ),
     is_stock=True,
 )
 TWO_SHOT = Implementation(
     "two_shot",
     "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, shot="two"),
-    functools.partial(_refusal, operator="two_shot_all_reduce_"),
+    functools.partial(_refuse_all_reduce, operator="two_shot_all_reduce_out"),
     is_stock=True,
 )
 
@@ -176,13 +205,15 @@ ASYNC_REDUCE_SCATTER = Implementation(
     "async_tp",
     "PyTorch's asynchronous tensor parallelism: cuBLAS in chunks and copies",
     _run_async_reduce_scatter,
-    functools.partial(_refusal, operator="fused_matmul_reduce_scatter", no_bias=True),
+    functools.partial(_refuse_chunks, operator="fused_matmul_reduce_scatter"),
+    schedule="by_rank",
     is_stock=True,
 )
 ASYNC_ALL_GATHER = Implementation(
     "async_tp",
     "PyTorch's asynchronous tensor parallelism: copies and cuBLAS in chunks",
     _run_async_all_gather,
-    functools.partial(_refusal, operator="fused_all_gather_matmul", no_bias=True),
+    functools.partial(_refuse_chunks, operator="fused_all_gather_matmul"),
+    schedule="by_rank",
     is_stock=True,
 )

@@ -96,4 +96,5 @@ TRIGGERED = Implementation(
     "a kernel that counts its tiles, and copy engines that wait for the counts",
     run,
     needs(even_rows=True),
+    schedule="tiled",
 )

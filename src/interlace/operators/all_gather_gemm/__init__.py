@@ -75,7 +75,10 @@ class AllGatherGemm(GemmOperator):
     returns_gathered = True
     implementations = (
         Implementation(
-            "fused", "one kernel that multiplies rows as copy engines bring them", _run_fused
+            "fused",
+            "one kernel that multiplies rows as copy engines bring them",
+            _run_fused,
+            schedule="tiled",
         ),
         Implementation(
             "pushed",
@@ -89,6 +92,7 @@ class AllGatherGemm(GemmOperator):
             "torch.mm for each rank's rows once copy engines have brought them",
             _run_chunked,
             needs(same_dtype=True),
+            schedule="by_rank",
             former_names=("split",),
         ),
         UNFUSED,

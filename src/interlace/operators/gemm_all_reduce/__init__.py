@@ -53,7 +53,12 @@ class GemmAllReduce(GemmOperator):
     split_names = ()
     adds_ranks = True
     implementations = (
-        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        Implementation(
+            "fused",
+            "one kernel that sends tiles as it computes them",
+            _run_fused,
+            schedule="tiled",
+        ),
         REMOTE_STORES,
         CHUNKED,
         TRIGGERED,

@@ -49,7 +49,12 @@ class GemmAllToAll(GemmOperator):
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (
-        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        Implementation(
+            "fused",
+            "one kernel that sends tiles as it computes them",
+            _run_fused,
+            schedule="tiled",
+        ),
         REMOTE_STORES,
         CHUNKED,
         TRIGGERED,

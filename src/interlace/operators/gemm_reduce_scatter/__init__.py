@@ -59,13 +59,19 @@ class GemmReduceScatter(GemmOperator):
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
-        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
+        Implementation(
+            "fused",
+            "one kernel that sends tiles as it computes them",
+            _run_fused,
+            schedule="tiled",
+        ),
         REMOTE_STORES,
         Implementation(
             "chunked",
             "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
             _run_chunked,
             needs(same_dtype=True),
+            schedule="by_rank",
             former_names=("split",),
         ),
         TRIGGERED,

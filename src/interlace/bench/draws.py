@@ -1,0 +1,120 @@
+"""Random calls as real models make them, drawn with a seed, for ``interlace bench sweep``.
+
+The models are in ``models.json``, with the sizes that their published configurations have. No GPU
+and no torch is needed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import random
+from collections.abc import Iterator
+
+from interlace.units import round_up
+
+OPERATORS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all")
+
+_SHARDS = (2, 4, 8)
+_MOST_LOG2_TOKENS = 15
+_MOST_FLOPS = 8e12
+"""Larger calls take more than 10 ms each, and say no more than those of half their size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer's layer.
+
+    Attributes:
+        intermediate: columns of the feed-forward network's first product; of an expert's, if there
+            are experts.
+        experts, top_k: number of experts, and of those that a token is sent to; 0 if there are
+            none.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One call of an operator.
+
+    Attributes:
+        model: name of the model.
+        layer: the product's place in the model.
+        shards: number of ranks among which the model's weights are split. It need not be the number
+            of ranks that measure: the sizes of one rank's product are what counts.
+        rows, columns, inner: M, N and K of the product on one rank.
+    """
+
+    operator: str
+    model: str
+    layer: str
+    shards: int
+    rows: int
+    columns: int
+    inner: int
+
+
+def models() -> list[Model]:
+    """Return the models."""
+    file = importlib.resources.files("interlace.bench") / "models.json"
+    return [Model(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def draws(seed: int, world_size: int) -> Iterator[Draw]:
+    """Yield calls without end, each operator in turn.
+
+    The number of tokens is drawn between 1 and 32768, each power of two as likely as any other; a
+    third of the numbers are odd, a third are multiples of 128, and the others are multiples of 8.
+
+    Args:
+        seed: the same calls come for the same seed.
+        world_size: number of ranks that measure; all-gather and all-to-all need rows that it
+            divides.
+    """
+    chance, known = random.Random(seed), models()
+    while True:
+        for operator in OPERATORS:
+            while True:
+                drawn = _draw(operator, chance, known, world_size)
+                if 2 * drawn.rows * drawn.columns * drawn.inner <= _MOST_FLOPS:
+                    break
+            yield drawn
+
+
+def _draw(operator: str, chance: random.Random, known: list[Model], world_size: int) -> Draw:
+    tokens = round(2 ** chance.uniform(0, _MOST_LOG2_TOKENS))
+    multiple = chance.choice((1, 8, 128))
+    rows = tokens | 1 if multiple == 1 else round_up(tokens, multiple)
+    model = chance.choice(known)
+    shards = chance.choice([each for each in _SHARDS if model.heads % each == 0])
+    layer, columns, inner = chance.choice(_layers(operator, model, shards))
+    if layer == "experts":
+        rows *= model.top_k
+    # The default split of an all-to-all is even; of the others, rows need not divide.
+    if operator in ("gemm_all_to_all", "all_gather_gemm"):
+        rows = round_up(rows, world_size)
+    return Draw(operator, model.name, layer, shards, rows, columns, inner)
+
+
+def _layers(operator: str, model: Model, shards: int) -> list[tuple[str, int, int]]:
+    """Return the products of a layer that an operator may stand for: name, N and K on one rank."""
+    attention = model.heads * model.head_dim // shards
+    projections = (model.heads + 2 * model.kv_heads) * model.head_dim // shards
+    feed_forward = model.intermediate // shards
+    if operator == "gemm_all_to_all":
+        if model.experts:
+            return [("experts", model.hidden, model.intermediate)]
+        return [("down", model.hidden, feed_forward)]
+    if operator == "all_gather_gemm":
+        return [("qkv", projections, model.hidden), ("gate_up", 2 * feed_forward, model.hidden)]
+    return [("attention_output", model.hidden, attention), ("down", model.hidden, feed_forward)]

@@ -1,0 +1,171 @@
+"""Compositions of a machine profile, fitted to measured times of implementations.
+
+What is fitted, and why it is enough, says :mod:`interlace.costs.time`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from interlace.bench.roles import role_of
+from interlace.costs.time import Call, MachineProfile, Schedule, parts_us
+from interlace.gemm.operator import GemmOperator
+from interlace.registry import Implementation, operators
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2}
+"""Dtypes whose times are fitted; the rates of others follow from theirs."""
+
+_LEAST_POINTS = 8
+"""Fewer measured points than this say too little about a composition."""
+
+_NEGLIGIBLE = 1e-4
+"""Smaller factors are left out."""
+
+_ROUNDS, _LEAST_RATIO = 6, 0.05
+"""Rounds of the fit, and the least fraction of a measured time that a round may predict."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The measured time of one implementation at one call.
+
+    Attributes:
+        tile: Rows and columns of the fused kernel's tiles, by its configuration.
+        us: Median time in microseconds.
+    """
+
+    operator: str
+    implementation: str
+    call: Call
+    schedule: Schedule
+    tile: tuple[int, int]
+    us: float
+
+
+def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """Return the measured points of results that ``interlace bench`` wrote.
+
+    Results of other operators than those around one product are passed over, and of other dtypes
+    than 16-bit ones.
+    """
+    points = []
+    for document in documents:
+        for result in document["results"]:
+            declaration = operators().get(str(result.get("operator")))
+            itemsize = _ITEMSIZES.get(str(result.get("dtype")))
+            if not isinstance(declaration, GemmOperator) or itemsize is None:
+                continue
+            if "rows" not in result or "splits" in result:
+                continue
+            rows, columns, inner = (int(result[name]) for name in declaration.sizes)
+            call = Call(rows, columns, inner, itemsize, int(result["world_size"]))
+            tile = tile_of(str(result["config"]))
+            for implementation in declaration.implementations:
+                us = _time_of(implementation, result.get("times", {}))
+                if us is not None:
+                    kind = declaration.name, implementation.name, call, implementation.schedule
+                    points.append(Point(*kind, tile, us))
+    return points
+
+
+def _time_of(
+    implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
+) -> float | None:
+    """Return the shortest median by which an implementation was measured, in microseconds."""
+    names = (implementation.name, *implementation.former_names)
+    found = [
+        float(time["median_us"])
+        for name, time in times.items()
+        if role_of(name, time)[1] in names or name in implementation.former_names
+    ]
+    return min(found, default=None)
+
+
+def tile_of(config: str) -> tuple[int, int]:
+    """Return ``block_m`` and ``block_n`` of a configuration's text; of an older text, its first two
+    numbers.
+    """
+    named = dict(re.findall(r"(block_[mn])=(\d+)", config))
+    numbers = [named["block_m"], named["block_n"]] if named else re.findall(r"\d+", config)[:2]
+    block_m, block_n = map(int, numbers or ("128", "256"))
+    return block_m, block_n
+
+
+def fit(profile: MachineProfile, points: Sequence[Point]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the compositions that explain the points best, by operator and implementation.
+
+    Factors are not negative, and the mean square of the logarithms' differences is least.
+    """
+    grouped: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    for point in points:
+        grouped[point.operator, point.implementation].append(point)
+    compositions: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for (operator, implementation), own in sorted(grouped.items()):
+        if len(own) >= _LEAST_POINTS:
+            compositions[operator][implementation] = _composition(profile, own)
+    return dict(compositions)
+
+
+def _composition(profile: MachineProfile, points: Sequence[Point]) -> dict[str, float]:
+    parts = [
+        parts_us(profile, point.operator, point.call, point.schedule, point.tile)
+        for point in points
+    ]
+    names = list(parts[0])
+    matrix = np.array([[part[name] for name in names] for part in parts])
+    measured = np.array([point.us for point in points])
+    predicted = measured
+    # The difference relative to the geometric mean of both times is nearly that of their
+    # logarithms, so half of a time and its double are equally wrong.
+    for _ in range(_ROUNDS):
+        weights = 1 / np.sqrt(predicted * measured)
+        factors = least_squares(matrix * weights[:, None], measured * weights)
+        predicted = np.maximum(matrix @ factors, measured * _LEAST_RATIO)
+    return {
+        name: float(f"{factor:.4g}")
+        for name, factor in zip(names, factors, strict=True)
+        if factor > _NEGLIGIBLE
+    }
+
+
+def least_squares(
+    matrix: npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return the factors, none negative, by which the columns come closest to the values.
+
+    Of the subsets of columns whose unconstrained factors are not negative, the best is the answer.
+    With nine columns there are 511 subsets.
+    """
+    columns = matrix.shape[1]
+    best, least = np.zeros(columns), math.inf
+    for count in range(1, columns + 1):
+        for subset in itertools.combinations(range(columns), count):
+            factors, *_ = np.linalg.lstsq(matrix[:, subset], values, rcond=None)
+            if (factors < 0).any():
+                continue
+            error = float(np.sum((matrix[:, subset] @ factors - values) ** 2))
+            if error < least:
+                least, best = error, np.zeros(columns)
+                best[list(subset)] = factors
+    return best
+
+
+def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:
+    """Return ``predicted / measured`` of every point whose implementation has a composition."""
+    ratios = []
+    for point in points:
+        predicted_us = profile.predict_us(
+            point.operator, point.implementation, point.call, point.schedule, point.tile
+        )
+        if predicted_us is not None:
+            ratios.append(predicted_us / point.us)
+    return ratios

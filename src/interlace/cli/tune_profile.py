@@ -1,0 +1,55 @@
+"""``interlace tune profile``: fit a machine's profile to results that were measured on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from interlace.bench import profile_fit
+from interlace.cli.bench import read_document
+from interlace.cli.console import make_console
+from interlace.cli.outputs import Outputs
+from interlace.cli.tables import make_table
+from interlace.costs.time import profile_of
+from interlace.errors import ArgumentError
+
+
+def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
+    """Fit how implementations compose their times to results, and print how far they are off.
+
+    Raises:
+        ArgumentError: The results are of several kinds of GPUs, or too few.
+    """
+    documents = [read_document(file) for file in files]
+    gpus = {gpu for document in documents for gpu in document["machine"]["gpus"]}
+    if len(gpus) != 1:
+        raise ArgumentError(
+            f"a profile must be of one kind of GPU; got {', '.join(sorted(gpus)) or 'none'}."
+        )
+    points = profile_fit.points_of(documents)
+    start = profile_of(gpus.pop())
+    compositions = profile_fit.fit(start, points)
+    if not compositions:
+        raise ArgumentError(f"results must have more of a product's times; got {len(points)}.")
+    calls = {(point.operator, point.call) for point in points}
+    profile = dataclasses.replace(
+        start,
+        compositions=compositions,
+        source=f"{start.source.split('; compositions')[0]}; compositions: {len(points)} times of "
+        f"{len(calls)} calls in {', '.join(sorted(file.name for file in files))}",
+    )
+    table = make_table("operator", "implementation", "times", "median error", "90 % below")
+    for operator, implementations in compositions.items():
+        for name in implementations:
+            own = [
+                each for each in points if (each.operator, each.implementation) == (operator, name)
+            ]
+            wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(profile, own))
+            figures = statistics.median(wrong), wrong[int(0.9 * (len(wrong) - 1))]
+            table.add_row(operator, name, str(len(own)), *(f"{value:.1%}" for value in figures))
+    console = make_console()
+    console.print(table)
+    outputs.write_json(lambda: dataclasses.asdict(profile))
+    outputs.say_written(console, "Profile")

@@ -1,0 +1,79 @@
+"""The sweep's draws, its steps on the CPU backend, and its figures."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.bench.draws import OPERATORS, Draw, draws, models
+from interlace.cli.bench_sweep import ratios_of, summaries
+
+
+def _bench(operator: str) -> dict[str, Any]:
+    from interlace.bench import sweep
+    from interlace.bench.timing import Timing
+
+    def measure(step: Any, **_: object) -> Timing:
+        step(0)
+        return Timing(10.0, 9.0, 11.0, 1.0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "measure", measure)
+        return sweep.bench(Draw(operator, "a model", "down", 2, 8, 16, 24), torch.float32)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_implementation_of_a_draw(ranks: Any, operator: str) -> None:
+    for result in ranks(2).run(_bench, operator):
+        assert {"fused", "chunked", "unfused"} <= result["times"].keys()
+        assert result["left_out"].keys() <= {"nccl", "one_shot", "two_shot", "async_tp"}
+        assert result["times"]["unfused"]["role"] == "pair"
+        assert result["times"]["fused"]["role"] == "ours"
+        assert result["auto"] == "fused", "the cpu backend takes the kernel"
+        assert result["relative_error"] < 1e-5
+        assert ratios_of(result) == (1.0, 1.0)
+
+
+def test_draws_come_again_and_are_what_models_have() -> None:
+    found = list(itertools.islice(draws(7, 2), 400))
+    assert found == list(itertools.islice(draws(7, 2), 400))
+    assert found != list(itertools.islice(draws(8, 2), 400))
+    assert len(models()) >= 40
+    assert {draw.operator for draw in found} == set(OPERATORS)
+    hidden = {model.name: model.hidden for model in models()}
+    for draw in found:
+        side = draw.inner if draw.operator == "all_gather_gemm" else draw.columns
+        assert side == hidden[draw.model]
+        assert min(draw.rows, draw.columns, draw.inner) > 0
+        if draw.operator in ("gemm_all_to_all", "all_gather_gemm"):
+            assert draw.rows % 2 == 0
+    odd = sum(draw.rows % 2 for draw in found if draw.operator == "gemm_all_reduce")
+    assert 0.2 < odd / 100 < 0.5, "a third of the numbers of tokens"
+
+
+def _result(operator: str, auto: str, **times: float) -> dict[str, Any]:
+    roles = {"unfused": "pair", "two_shot": "pair"}
+    entries = {
+        name: {"median_us": us, "role": roles.get(name, "ours")} for name, us in times.items()
+    }
+    return {"operator": operator, "auto": auto, "times": entries}
+
+
+def test_figures() -> None:
+    results = [
+        _result("gemm_all_reduce", "fused", fused=8.0, chunked=8.0, unfused=20.0, two_shot=16.0),
+        _result("gemm_all_reduce", "chunked", fused=8.0, chunked=32.0, unfused=16.0),
+        _result("gemm_all_to_all", "unfused", fused=8.0, unfused=8.0),
+    ]
+    figures = summaries(results)
+    assert list(figures) == ["gemm_all_reduce", "gemm_all_to_all"]
+    reduced = figures["gemm_all_reduce"]
+    assert reduced["calls"] == 2
+    assert math.isclose(reduced["pair"], 1.0)
+    assert (reduced["worst_pair"], reduced["worst_best"]) == (2.0, 4.0)
+    assert math.isclose(reduced["best"], 2.0)
+    assert figures["gemm_all_to_all"]["pair"] == 1.0

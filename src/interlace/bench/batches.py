@@ -21,10 +21,10 @@ from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.gemm import schema
-from interlace.gemm.choice import Choice
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named
+from interlace.tuning.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)

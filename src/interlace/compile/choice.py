@@ -1,4 +1,4 @@
-"""The choice between a fused operator and the unfused pair, made from the tuned tables."""
+"""The choice between a fused operator and the unfused pair, by the times that are known."""
 
 from __future__ import annotations
 
@@ -73,25 +73,25 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
     """
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
     choice = operator.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
-    # ``impl="auto"`` of an explicit call runs the fused kernel where nothing was measured. The pass
+    # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
     # must not: the user has not asked for the operator, so it has to be known to be faster.
-    if not choice.measured and product.device.type == "cuda":
-        raise LeftAlone(f"nothing was measured on this GPU near the sizes of {operator.name}")
-    if _is_pair(operator, choice.impl):
-        raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
-    # An implementation that refuses these operands is replaced by the table's fallback when the
-    # call runs. If the fallback is the pair, the operator would only add overhead.
-    refusal = operator.implementation(choice.impl).refusal(_terms(product, rows, ranks))
-    if refusal is not None and _is_pair(operator, choice.fallback):
-        raise LeftAlone(
-            f"{operator.name} would be faster by impl={choice.impl!r}, which must have {refusal}"
-        )
-    return str(choice.reason)
-
-
-def _is_pair(operator: Operator, impl: str) -> bool:
-    """Return whether an implementation computes exactly what the unchanged graph does."""
-    return impl == "unfused" or operator.implementation(impl).is_stock
+    if not choice.is_known and product.device.type == "cuda":
+        raise LeftAlone(f"nothing is known on this GPU of the sizes of {operator.name}")
+    terms = _terms(product, rows, ranks)
+    # What runs is the first implementation that does not refuse these operands. If that is a pair,
+    # the operator would only add overhead.
+    unmet = []
+    for name in choice.candidates:
+        refusal = operator.refusal(name, terms)
+        if refusal is None:
+            break
+        unmet.append(f"impl={name!r}, which must have {refusal}")
+    is_faster = name in choice.faster or product.device.type == "cpu"
+    if is_faster and not operator.is_pair(name):
+        return str(choice.reason)
+    if unmet:
+        raise LeftAlone(f"{operator.name} would be faster by {' or '.join(unmet)}")
+    raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
 
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
@@ -140,10 +140,9 @@ def choose_sum(
         first.device.type == "cpu"
         or ("chunked" in choice.faster if batches else choice.impl == "chunked")
     )
-    if first.device.type == "cuda" and not choice.measured:
+    if first.device.type == "cuda" and not choice.is_known:
         raise LeftAlone(
-            f"nothing was measured on this GPU near the sizes of {operator.name}, "
-            "of a sum of products"
+            f"nothing is known on this GPU of the sizes of {operator.name}, of a sum of products"
         )
     if choice.impl == "fused" and not (side_by_side or in_parts or batches):
         raise LeftAlone(

@@ -10,9 +10,10 @@ import torch
 
 from interlace.comm import Group
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Choice, choose_product
+from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.registry import Operator
+from interlace.tuning.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,24 @@
-"""``impl="auto"`` of the operators around a product: the tuned table's answer."""
+"""``impl="auto"`` of the operators around a product: the implementation that takes the least time.
+
+The machine's profile predicts the times (:mod:`interlace.costs.time`), those of the stock pairs
+too, so an operator is not slower than what PyTorch has. Operators whose times no profile composes
+go by the nearest entry of their tuned table.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Generic, TypeVar
+import math
+from typing import TypeVar
 
 import torch
 
 from interlace import tuning
+from interlace.costs.time import Call, MachineProfile, profile_of
 from interlace.gemm.config import GemmConfig
+from interlace.registry import operator_named
+from interlace.tuning.choice import Choice, by_table, on_cpu
 
 MAX_RANKS = 8
 
@@ -20,6 +29,9 @@ _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
 
 # Up to this K the links have little time per tile, so programs should begin one after another.
 _SHORT_INNER = 4096
+
+_PREDICTED = (torch.bfloat16, torch.float16)
+"""Dtypes of the operands whose times were measured for the profiles."""
 
 # Small enough for the interpreter, which runs programs one after another.
 _CPU = {
@@ -32,25 +44,10 @@ _CPU = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice(Generic[Config]):
-    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
-
-    Attributes:
-        impl: The implementation.
-        config: The fused kernel's configuration.
-        reason: Why, for :func:`interlace.explain`.
-        fallback: What runs where ``impl`` cannot: the faster one of those that take any operands.
-        measured: Whether the tuned table says so; else it is a default.
-        faster: All implementations that were measured to be faster than the fastest stock pair.
-    """
-
-    impl: str
-    config: Config
-    reason: str
-    fallback: str = "unfused"
-    measured: bool = False
-    faster: tuple[str, ...] = ()
+# The pass for torch.compile takes an operator whose predicted time is below that of the stock pairs
+# by this fraction: what measured profiles are wrong by, and guessed ones may be.
+_MARGIN = 0.02
+_GUESS_MARGIN = 0.15
 
 
 @functools.cache
@@ -66,50 +63,83 @@ def choose_product(
     device: torch.device,
     default: str = "fused",
 ) -> Choice[Config]:
-    """Return the fastest implementation by the tuned table of this GPU; on the CPU backend the
-    kernel.
+    """Return the implementation that takes the least time; on the CPU backend the kernel.
 
     Args:
         rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the
             rows of one rank's split).
-        default: The implementation to take where nothing was measured.
+        default: The implementation to take where no time is known.
     """
     if device.type == "cpu":
         small = dataclasses.replace(config_type(), **_CPU)
-        return Choice(
-            default,
-            small,
-            "the cpu backend exists to run the kernels; no time measured on it means anything",
-        )
+        return on_cpu(small, default)
     sizes = {"rows": rows, "columns": columns, "inner": inner}
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    entry = tuning.nearest(operator, torch.cuda.get_device_name(device), point)
-    if entry is None:
-        config = default_config(
-            config_type,
-            rows=rows // world_size,
-            inner=inner,
-            dtype=dtype,
-            shared_bytes=_shared_bytes(device),
-        )
-        return Choice(
-            default,
-            config,
-            "nothing was measured on this GPU near these sizes; the default configuration",
-        )
-    # An operator without a kernel of its own has no configuration.
-    config = config_type.parse(entry.config) if entry.config else config_type()
-    if rows % (world_size * config.block_m):
-        # Every shape of the tables fills its tiles. Where a rank's last rows do not, fused kernels
-        # were measured to take up to seven times as long, the others hardly longer.
-        entry = entry.without(
-            "fused", f"a rank's rows are no multiple of its tiles' {config.block_m}"
-        )
-    return Choice(
-        entry.impl, config, entry.reason, entry.fallback, measured=True, faster=entry.faster
+    start = default_config(
+        config_type,
+        rows=rows // world_size,
+        inner=inner,
+        dtype=dtype,
+        shared_bytes=_shared_bytes(device),
     )
+    tabulated = by_table(operator, torch.cuda.get_device_name(device), point, start, default)
+    if dtype in _PREDICTED and world_size > 1:
+        profile, config = _profile(device), tabulated.config
+        call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)
+        times_us = predicted_times(profile, operator, call, (config.block_m, config.block_n))
+        if times_us:
+            return _fastest(operator, profile, config, times_us)
+    return tabulated
+
+
+def predicted_times(
+    profile: MachineProfile, operator: str, call: Call, tile: tuple[int, int]
+) -> dict[str, float]:
+    """Return the time of each implementation in microseconds, the shortest first.
+
+    Implementations are missing whose times the profile does not compose.
+    """
+    times_us = {
+        implementation.name: profile.predict_us(
+            operator, implementation.name, call, implementation.schedule, tile
+        )
+        for implementation in operator_named(operator).implementations
+    }
+    known = [(time, name) for name, time in times_us.items() if time is not None]
+    return {name: time for time, name in sorted(known)}
+
+
+def _fastest(
+    operator: str, profile: MachineProfile, config: Config, times_us: dict[str, float]
+) -> Choice[Config]:
+    """Return the choice of the first of these times, which are sorted."""
+    declaration = operator_named(operator)
+    stock_us = min(
+        (time for name, time in times_us.items() if declaration.is_pair(name)),
+        default=math.inf,
+    )
+    limit_us = stock_us * (1 - (_GUESS_MARGIN if profile.is_guess else _MARGIN))
+    times = ", ".join(f"{name} {time:.0f} us" for name, time in times_us.items())
+    source = f", by {profile.source}" if profile.is_guess else ""
+    return Choice(
+        next(iter(times_us)),
+        config,
+        f"predicted for {profile.gpu}{source}: {times}",
+        order=tuple(times_us),
+        is_known=True,
+        faster=tuple(
+            name
+            for name, time in times_us.items()
+            if time < limit_us and not declaration.is_pair(name)
+        ),
+    )
+
+
+def _profile(device: torch.device) -> MachineProfile:
+    properties = torch.cuda.get_device_properties(device)
+    return profile_of(torch.cuda.get_device_name(device), properties.multi_processor_count)
 
 
 def default_config(

@@ -10,11 +10,12 @@ import torch
 from interlace.comm import Group, group_named
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm.call import GemmCall, RowPlan, Terms
-from interlace.gemm.choice import MAX_RANKS, Choice
+from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.registry import Implementation
+from interlace.tuning.choice import Choice
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -26,15 +27,13 @@ class Decision:
     Attributes:
         mark: The number that the calls' signals carry.
         rows: How rows are shared out.
-        implementation: What runs.
-        fallback: What runs if that turns out to be impossible.
+        implementations: What runs: the first one that has memory for these sizes.
         config: The fused kernel's configuration.
     """
 
     mark: int
     rows: RowPlan
-    implementation: Implementation
-    fallback: Implementation
+    implementations: tuple[Implementation, ...]
     config: GemmConfig
 
 
@@ -87,8 +86,8 @@ def run(
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
     # An implementation returns None if it has no memory for these sizes, on all ranks alike.
-    result = decision.implementation.run(call)
-    return decision.fallback.run(call) if result is None else result
+    results = (implementation.run(call) for implementation in decision.implementations)
+    return next(result for result in results if result is not None)
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:
@@ -125,28 +124,29 @@ def _decide(
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
-    implementation = resolve(operator, impl, choice, Terms.of(operands, rows.is_even))
     return Decision(
         mark,
         rows,
-        implementation,
-        operator.implementation(choice.fallback),
+        resolve(operator, impl, choice, Terms.of(operands, rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
     )
 
 
-def resolve(operator: GemmOperator, impl: str, choice: Choice[Any], terms: Terms) -> Implementation:
-    """Return what runs a call: ``impl``, or what was chosen where it can run.
+def resolve(
+    operator: GemmOperator, impl: str, choice: Choice[Any], terms: Terms
+) -> tuple[Implementation, ...]:
+    """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
 
     Raises:
         ArgumentError: ``impl`` was asked for and cannot run such a call.
     """
-    implementation = operator.implementation(choice.impl if impl == "auto" else impl)
+    if impl == "auto":
+        candidates = map(operator.implementation, choice.candidates)
+        return tuple(each for each in candidates if each.refusal(terms) is None)
+    implementation = operator.implementation(impl)
     refusal = implementation.refusal(terms)
     if refusal is None:
-        return implementation
-    if impl == "auto":
-        return operator.implementation(choice.fallback)
+        return (implementation,)
     raise ArgumentError(
         f"{operator.name}: impl={impl!r} must have {refusal}. "
         f"Take impl='auto', {operator.implementations[0].name!r} or 'unfused'."

@@ -14,11 +14,12 @@ from interlace.comm import Group
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.gemm.call import GemmCall, RowPlan, Terms
-from interlace.gemm.choice import Choice, choose_product
+from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import Operator
+from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
 Splits = tuple[Sequence[int] | None, ...]
@@ -160,13 +161,12 @@ class GemmOperator(Operator):
         self.validate_splits(lists)
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choose(**operands.sizes(rows), world_size=world_size)
-        implementation = self.implementation(choice.impl)
-        reason = choice.reason
-        refusal = implementation.refusal(Terms.of(operands, is_even))
-        if refusal is not None:
-            reason = f"{choice.impl} must have {refusal}; {reason}"
-            implementation = self.implementation(choice.fallback)
-        name = implementation.name
+        terms, name, reason = Terms.of(operands, is_even), "unfused", choice.reason
+        for name in choice.candidates:
+            refusal = self.refusal(name, terms)
+            if refusal is None:
+                break
+            reason = f"{name} must have {refusal}; {reason}"
         chosen = f"{name} ({choice.config})" if name == "fused" else name
         dtype = str(x.dtype).removeprefix("torch.")
         return f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}", chosen, reason

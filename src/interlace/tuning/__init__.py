@@ -41,24 +41,6 @@ class Entry:
     faster: tuple[str, ...]
     times_us: dict[str, float]
 
-    def without(self, impl: str, why: str) -> Entry:
-        """Return the entry as if one implementation had not been measured.
-
-        Args:
-            why: the end of the sentence "... is left out: " in the reason.
-        """
-        times = {name: time for name, time in self.times_us.items() if name != impl}
-        return dataclasses.replace(
-            self,
-            impl=min(times, key=times.__getitem__, default="unfused")
-            if self.impl == impl
-            else self.impl,
-            fallback="unfused" if self.fallback == impl else self.fallback,
-            reason=f"{self.reason}; {impl} is left out: {why}",
-            faster=tuple(name for name in self.faster if name != impl),
-            times_us=times,
-        )
-
 
 # A size that differs by more than this factor is another regime: better a default than a wrong
 # lesson.

@@ -25,20 +25,13 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_TILE_BYTES = 1 << 16
 """A tile passes through shared memory; any GPU that has tensor descriptors has room for two
 programs of this.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The configuration of a call that names none, and the reason for it."""
-
-    config: EmbeddingAllToAllConfig
-    reason: str
 
 
 @functools.cache
@@ -51,7 +44,7 @@ def choose(
     dtype: torch.dtype,
     world_size: int,
     device: torch.device,
-) -> Choice:
+) -> Choice[EmbeddingAllToAllConfig]:
     """Return the fastest configuration by the tuned table of this GPU.
 
     On the CPU backend it has few programs.
@@ -74,20 +67,12 @@ def choose(
             update_programs=4,
             block_runs=8,
         )
-        return Choice(
-            small,
-            "the cpu backend exists to run the kernels; no time measured on it means anything",
-        )
+        return on_cpu(small)
     sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if tuned is None:
-        return Choice(
-            config, "nothing was measured on this GPU near these sizes; the default configuration"
-        )
-    return Choice(EmbeddingAllToAllConfig.parse(tuned.config), tuned.reason)
+    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,22 +20,10 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
 )
+from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
-
-    ``measured`` is true if the tuned table says so, and false for a default.
-    """
-
-    impl: str
-    config: GemvAllReduceConfig
-    reason: str
-    measured: bool = False
 
 
 @functools.cache
@@ -47,7 +35,7 @@ def choose(
     dtype: torch.dtype,
     world_size: int,
     device: torch.device,
-) -> Choice:
+) -> Choice[GemvAllReduceConfig]:
     """Return the fastest implementation by the tuned table of this GPU.
 
     On the CPU backend it is always the kernel.
@@ -59,24 +47,13 @@ def choose(
         small = dataclasses.replace(
             config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8
         )
-        return Choice(
-            "fused",
-            small,
-            "the cpu backend exists to run the kernels; no time measured on it means anything",
-        )
+        return on_cpu(small)
     point = tuning.Point(
         world_size=world_size,
         dtype=str(dtype).removeprefix("torch."),
         sizes={"tokens": tokens, "rows": rows, "columns": columns},
     )
-    entry = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if entry is None:
-        return Choice(
-            "fused",
-            config,
-            "nothing was measured on this GPU near these sizes; the default configuration",
-        )
-    return Choice(entry.impl, GemvAllReduceConfig.parse(entry.config), entry.reason, measured=True)
+    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 def run(

@@ -21,18 +21,10 @@ from interlace.operators.mixture_of_experts.config import (
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
+from interlace.tuning.choice import Choice, by_table, on_cpu
 
 _BLOCK_SLOTS = 128
 _BACKWARD = f"{OPERATOR}.backward"
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The implementation that ``impl="auto"`` runs, its configuration, and the reason."""
-
-    impl: str
-    config: MixtureOfExpertsConfig
-    reason: str
 
 
 @functools.cache
@@ -46,7 +38,7 @@ def choose(
     dtype: torch.dtype,
     world_size: int,
     device: torch.device,
-) -> Choice:
+) -> Choice[MixtureOfExpertsConfig]:
     """Return the fastest implementation by the tuned table of this GPU.
 
     On the CPU backend it is the fused one, in few programs.
@@ -56,23 +48,12 @@ def choose(
         small = dataclasses.replace(
             config, block_m=32, programs=2, push_programs=2, sum_programs=2, stagger=0
         )
-        return Choice(
-            "fused",
-            small,
-            "the cpu backend exists to run the kernels; no time measured on it means anything",
-        )
+        return on_cpu(small)
     sizes = {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
     )
-    tuned = tuning.nearest(OPERATOR, torch.cuda.get_device_name(device), point)
-    if tuned is None:
-        return Choice(
-            "fused",
-            config,
-            "nothing was measured on this GPU near these sizes; the default configuration",
-        )
-    return Choice(tuned.impl, MixtureOfExpertsConfig.parse(tuned.config), tuned.reason)
+    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)

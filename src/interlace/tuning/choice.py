@@ -1,0 +1,70 @@
+"""What ``impl="auto"`` chose for a call, and the choice by a tuned table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Generic, TypeVar
+
+from interlace import tuning
+from interlace.tuning.configuration import Configuration
+
+Config = TypeVar("Config", bound=Configuration)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[Config]):
+    """The implementation that ``impl="auto"`` chose, its configuration, and the reason.
+
+    Attributes:
+        impl: The implementation.
+        config: The fused kernel's configuration.
+        reason: Why, for :func:`interlace.explain`.
+        order: Implementations, the fastest first.
+        is_known: Whether times are known by a table or a profile; else it is a default.
+        faster: All implementations that take less time than the fastest stock pair.
+    """
+
+    impl: str
+    config: Config
+    reason: str
+    order: tuple[str, ...] = ()
+    is_known: bool = False
+    faster: tuple[str, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Return the implementations in the order in which a call tries them; the last one can run
+        any call.
+        """
+        return tuple(dict.fromkeys((self.impl, *self.order, "unfused")))
+
+
+def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
+    """Return the choice on the CPU backend, with a configuration that suits the interpreter."""
+    return Choice(
+        impl,
+        config,
+        "the cpu backend exists to run the kernels; no time measured on it means anything",
+    )
+
+
+def by_table(
+    operator: str, gpu: str, point: tuning.Point, default: Config, impl: str = "fused"
+) -> Choice[Config]:
+    """Return what the nearest entry of an operator's tuned table says, or a default without one.
+
+    Args:
+        gpu: The GPU's name, as ``torch.cuda.get_device_name`` has it.
+        default: The configuration where nothing was measured.
+        impl: The implementation where nothing was measured.
+    """
+    entry = tuning.nearest(operator, gpu, point)
+    if entry is None:
+        return Choice(
+            impl,
+            default,
+            "nothing was measured on this GPU near these sizes; the default configuration",
+        )
+    # An operator without a kernel of its own has no configuration.
+    config = type(default).parse(entry.config) if entry.config else default
+    return Choice(entry.impl, config, entry.reason, is_known=True, faster=entry.faster)

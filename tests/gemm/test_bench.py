@@ -26,14 +26,13 @@ def _measure(step, *, period, samples=15, group=None):
 
 
 def _bench(operator):
-    from interlace.bench import benchmark, products, stock_pairs
+    from interlace.bench import benchmark, products
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "measure", _measure)
         patch.setattr(
             benchmark, "host_us", functools.partial(benchmark.host_us, calls=1, samples=1)
         )
-        patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         shape = products.Shape(operator, 8, 16, 24, torch.float32)
         group = dist.new_group()
         start = products.Case(shape, group).choice.config
@@ -100,11 +99,10 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import benchmark, products, stock_pairs, transports
+    from interlace.bench import benchmark, products, transports
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "measure", _measure)
-        patch.setattr(stock_pairs, "async_tensor_parallel", lambda case: [])  # CUDA's
         return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.bench import stock_pairs
+from interlace.bench import collectives
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, best_of, constant
 from interlace.bench.carriers import carriers
+from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.group import solo_group
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.gemm import schema
+from interlace.gemm.call import Terms
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator
@@ -158,13 +160,13 @@ class Case(Benchmark[GemmConfig]):
     def expected(self, i: int) -> torch.Tensor:
         """Return the result in float64; the unfused pair's for a collective of no library."""
         x, w = self.operands(i)
-        if self.operator.collective not in stock_pairs.COLLECTIVES:
+        if self.operator.collective not in collectives.COLLECTIVES:
             return self.call(i, "unfused").double()
         if self.operator.returns_gathered:
             gathered = torch.empty(
                 self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device
             )
-            stock_pairs.gather(gathered, x, self.group)
+            collectives.gather(gathered, x, self.group)
             return gathered.double() @ w.double().T
         part = x.double() @ w.double().T
         if self.operator.collective == "all_to_all":
@@ -178,27 +180,48 @@ class Case(Benchmark[GemmConfig]):
 
     # The ways
 
-    def implementations(self, config: GemmConfig) -> list[Way]:
-        """Return the implementations of the operator and the stock pairs."""
-        implementations = [
-            Way(name, "ours", functools.partial(self.call, impl=name, config=config), name)
-            for name in self.own_names()
-        ]
-        unfused = Way("unfused", "pair", functools.partial(self.call, impl="unfused"), "unfused")
-        return [*implementations, *(stock_pairs.pairs(self) or [unfused])]
+    @property
+    def terms(self) -> Terms:
+        """The terms by which implementations may refuse the case's calls."""
+        shape = self.shape
+        return Terms(
+            has_bias=False,
+            converts=False,
+            is_even=shape.rows % self.owner.world_size == 0,
+            rows=len(self.operands(0)[0]),
+            device_type=self.device.type,
+            dtype=shape.dtype,
+            result_bytes=shape.rows * shape.columns * shape.dtype.itemsize,
+        )
 
-    def own_names(self) -> list[str]:
-        """Return the names of the implementations that are no pairs."""
-        return [
-            implementation.name
-            for implementation in self.operator.implementations
-            if not implementation.is_stock and implementation.name != "unfused"
-        ]
+    def refusals(self) -> dict[str, str | None]:
+        """Return what the case's calls lack for each implementation; None if they lack nothing.
+
+        ``"nccl"`` is left out, since on a GPU it is what ``"unfused"`` is.
+        """
+        names = [each.name for each in self.operator.implementations if each.name != "nccl"]
+        return {name: self.operator.refusal(name, self.terms) for name in names}
+
+    def implementations(self, config: GemmConfig) -> list[Way]:
+        """Return the implementations that can run, the stock pairs last."""
+        ways = []
+        for name, refusal in self.refusals().items():
+            if refusal is None:
+                is_pair = self.operator.is_pair(name)
+                role: Role = "pair" if is_pair else "ours"
+                # A configuration is of our kernels.
+                call = functools.partial(self.call, impl=name, config=None if is_pair else config)
+                ways.append(Way(self._display_name(name), role, call, name))
+        return sorted(ways, key=lambda way: way.role == "pair")
+
+    def _display_name(self, impl: str) -> str:
+        has_nccl = self.operator.collective in collectives.COLLECTIVES
+        return PAIR_NAMES.get(impl, impl) if has_nccl else impl
 
     def parts(self, config: GemmConfig) -> list[Way]:
         """Return computing alone and communicating alone."""
         return [
-            *stock_pairs.collectives_alone(self),
+            *collectives.alone(self),
             Way("cuBLAS alone", "compute", self.multiply),
             Way("our product alone", "compute", self._product_alone(config)),
         ]

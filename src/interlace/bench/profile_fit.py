@@ -24,6 +24,13 @@ from interlace.registry import Implementation, operators
 _ITEMSIZES = {"bfloat16": 2, "float16": 2}
 """Dtypes whose times are fitted; the rates of others follow from theirs."""
 
+_PAIR_NAMES = {
+    "one_shot": ("cuBLAS + torch one-shot",),
+    "two_shot": ("cuBLAS + torch two-shot",),
+    "async_tp": ("torch async-TP (cuBLAS + copies)", "torch async-TP (copies + cuBLAS)"),
+}
+"""Display names of stock pairs in results before they were implementations."""
+
 _LEAST_POINTS = 8
 """Fewer measured points than this say too little about a composition."""
 
@@ -81,11 +88,12 @@ def _time_of(
     implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
 ) -> float | None:
     """Return the shortest median by which an implementation was measured, in microseconds."""
-    names = (implementation.name, *implementation.former_names)
+    names = {implementation.name, *implementation.former_names}
+    displayed = {*implementation.former_names, *_PAIR_NAMES.get(implementation.name, ())}
     found = [
         float(time["median_us"])
         for name, time in times.items()
-        if role_of(name, time)[1] in names or name in implementation.former_names
+        if role_of(name, time)[1] in names or name in displayed
     ]
     return min(found, default=None)
 

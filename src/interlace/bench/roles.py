@@ -16,14 +16,18 @@ Interlace would run; compute without communication; communication without comput
 """
 
 _COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
+PAIR_NAMES = {
+    "unfused": "cuBLAS + NCCL",
+    "one_shot": "cuBLAS + torch one-shot",
+    "two_shot": "cuBLAS + torch two-shot",
+    "async_tp": "torch async-TP",
+}
+"""Display name of each stock pair, by the value of ``impl`` that runs it."""
+
 _FORMER_IMPLS = {
     **{name: name for name in ("fused", "remote_stores", "chunked", "pushed", "triggered")},
     "unfused": "unfused",
     "cuBLAS + NCCL": "unfused",
-    "cuBLAS + torch one-shot": "one_shot",
-    "cuBLAS + torch two-shot": "two_shot",
-    "torch async-TP (cuBLAS + copies)": "async_tp",
-    "torch async-TP (copies + cuBLAS)": "async_tp",
     "F.embedding_bag + NCCL + unpack": "unfused",
 }
 """Display name of a time in a result without roles -> the value of ``impl`` that it measured."""

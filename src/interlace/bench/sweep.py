@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
 
 from interlace.bench import products
-from interlace.bench.benchmark import Way
 from interlace.bench.draws import Draw
-from interlace.bench.roles import Role
 from interlace.bench.timing import measure
 from interlace.errors import InterlaceError
-from interlace.gemm.call import Terms
 
 _SAMPLES, _GRAPH_US = 5, 600.0
 """Less than other benchmarks take: many shapes say more than the last percent of one."""
@@ -29,27 +25,21 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """
     shape = products.Shape(draw.operator, draw.rows, draw.columns, draw.inner, dtype)
     case = products.Case(shape)
-    terms = _terms(case)
     expected = case.call(0, "unfused").double()
-    times, left_out, worst = {}, {}, 0.0
-    for implementation in case.operator.implementations:
-        name, refusal = implementation.name, implementation.refusal(terms)
-        # On a GPU, "nccl" runs what "unfused" does.
-        if refusal is not None or name == "nccl":
-            left_out[name] = refusal or "the same as unfused"
-            continue
-        step = functools.partial(case.call, impl=name)
+    times, worst = {}, 0.0
+    left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
+    for way in case.implementations(case.choice.config):
+        name = way.impl
         try:
-            y = step(0).double()
+            y = case.call(0, name).double()
             # Both have roundings, so half of their difference is one's.
             difference = float((y - expected).norm() / expected.norm())
             worst = max(worst, case.accept([difference / 2], name))
         except (InterlaceError, RuntimeError) as error:  # on every rank alike
             left_out[name] = str(error).splitlines()[0][:200]
             continue
-        role: Role = "pair" if case.operator.is_pair(name) else "ours"
-        timing = measure(step, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US)
-        times[name] = Way(name, role, step, name).entry(timing)
+        timing = measure(way.call, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US)
+        times[name] = way.entry(timing)
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
     return {
@@ -60,18 +50,3 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "times": times,
         "left_out": left_out,
     }
-
-
-def _terms(case: products.Case) -> Terms:
-    """Return the terms of the case's calls."""
-    x, _ = case.operands(0)
-    shape = case.shape
-    return Terms(
-        has_bias=False,
-        converts=False,
-        is_even=shape.rows % case.owner.world_size == 0,
-        rows=len(x),
-        device_type=case.device.type,
-        dtype=shape.dtype,
-        result_bytes=shape.rows * shape.columns * shape.dtype.itemsize,
-    )

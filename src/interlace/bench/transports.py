@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from interlace.bench import stock_pairs
+from interlace.bench import collectives
 from interlace.bench.benchmark import Step, Way
 from interlace.bench.carriers import carriers
 from interlace.bench.products import Case, Shape, check_ways
@@ -73,8 +73,8 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     ways = [
         Way("fused, tile stores", "ours", lambda i: case.call(i, "fused", chosen), "fused"),
         *ours,
-        *stock_pairs.pairs(case),
-        *stock_pairs.collectives_alone(case),
+        *(way for way in case.implementations(chosen) if way.role == "pair"),
+        *collectives.alone(case),
         Way("cuBLAS alone", "compute", case.multiply),
         Way("cuBLAS beside NCCL, independent", "pair", _beside(case)),
     ]
@@ -138,7 +138,7 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
 
 def _beside(case: Case) -> Step:
     side = torch.cuda.Stream() if case.owner.backend == "cuda" else None
-    collective = stock_pairs.collectives(case)["NCCL"]
+    collective = collectives.collectives(case)["NCCL"]
     # The collective reads and writes the case's memory, so the product has memory of its own.
     independent = torch.empty_like(case.product)
 

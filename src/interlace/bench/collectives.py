@@ -1,8 +1,7 @@
-"""The ways of stock PyTorch to run an operator around a matrix product: collectives, and pairs."""
+"""Stock PyTorch's collectives by themselves, on the memory of an operator around a product."""
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from interlace.bench.products import Case
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
-"""Collectives whose stock pairs are measured; an operator with another one is measured beside its
-own ``impl="unfused"``."""
+"""Collectives that stock PyTorch has, and that are timed by themselves."""
 
 _ONE_SHOT_BYTES = 1 << 24
 """Largest result of which torch's one-shot all-reduce is timed; beyond, it is never the fastest."""
@@ -76,55 +74,7 @@ def _all_reduces(case: Case) -> dict[str, Step]:
     return steps
 
 
-def collectives_alone(case: Case) -> list[Way]:
+def alone(case: Case) -> list[Way]:
     """Return the collectives as ways."""
     steps = collectives(case).items()
     return [Way(f"{name} alone", "communication", step) for name, step in steps]
-
-
-def pairs(case: Case) -> list[Way]:
-    """Return the product and the collective, one after the other, by every library."""
-
-    def pair(collective: Step) -> Step:
-        if case.operator.returns_gathered:
-            return lambda i: (collective(i), case.multiply(i))
-        if case.operator.collective == "reduce_scatter":
-            # What reduce-scatter reads is the product, so the product goes where it reads.
-            return lambda i: (case.multiply(i, case.received), collective(i))
-        return lambda i: (case.multiply(i), collective(i))
-
-    ways = [
-        Way(f"cuBLAS + {name}", "pair", pair(step), "unfused" if name == "NCCL" else "")
-        for name, step in collectives(case).items()
-    ]
-    return [*ways, *async_tensor_parallel(case)]
-
-
-def async_tensor_parallel(case: Case) -> list[Way]:
-    """Return torch's own overlap of the product with copies, where it has one."""
-    # Importing it defines the operators, too.
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
-    process_group = case.group or dist.group.WORLD
-    assert process_group is not None
-    name = process_group.group_name
-
-    def multiply_and_scatter(i: int) -> object:
-        x, w = case.operands(i)
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name)
-
-    def gather_and_multiply(i: int) -> object:
-        x, w = case.operands(i)
-        return torch.ops.symm_mem.fused_all_gather_matmul(x, [w.T], 0, name, return_A=False)
-
-    if case.operator.collective == "reduce_scatter":
-        ways = [Way("torch async-TP (cuBLAS + copies)", "pair", multiply_and_scatter)]
-    elif case.operator.returns_gathered:
-        ways = [Way("torch async-TP (copies + cuBLAS)", "pair", gather_and_multiply)]
-    else:
-        return []
-    with warnings.catch_warnings():
-        # Needed until torch 2.10, deprecated since.
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group(name)
-    return ways

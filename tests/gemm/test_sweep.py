@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from interlace.bench.draws import OPERATORS, Draw, draws, models
-from interlace.cli.bench_sweep import ratios_of, summaries
+from interlace.cli.bench_sweep import draw_curves, geometric_mean, ratios_of, today
+
+SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*.json"))
 
 
 def _bench(operator: str) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def test_every_implementation_of_a_draw(ranks: Any, operator: str) -> None:
         assert result["times"]["fused"]["role"] == "ours"
         assert result["auto"] == "fused", "the cpu backend takes the kernel"
         assert result["relative_error"] < 1e-5
-        assert ratios_of(result) == (1.0, 1.0)
+        assert ratios_of([result]) == {operator: [(1.0, 1.0)]}
 
 
 def test_draws_come_again_and_are_what_models_have() -> None:
@@ -63,17 +67,28 @@ def _result(operator: str, auto: str, **times: float) -> dict[str, Any]:
     return {"operator": operator, "auto": auto, "times": entries}
 
 
-def test_figures() -> None:
+def test_ratios(tmp_path: Path) -> None:
     results = [
         _result("gemm_all_reduce", "fused", fused=8.0, chunked=8.0, unfused=20.0, two_shot=16.0),
         _result("gemm_all_reduce", "chunked", fused=8.0, chunked=32.0, unfused=16.0),
         _result("gemm_all_to_all", "unfused", fused=8.0, unfused=8.0),
     ]
-    figures = summaries(results)
-    assert list(figures) == ["gemm_all_reduce", "gemm_all_to_all"]
-    reduced = figures["gemm_all_reduce"]
-    assert reduced["calls"] == 2
-    assert math.isclose(reduced["pair"], 1.0)
-    assert (reduced["worst_pair"], reduced["worst_best"]) == (2.0, 4.0)
-    assert math.isclose(reduced["best"], 2.0)
-    assert figures["gemm_all_to_all"]["pair"] == 1.0
+    ratios = ratios_of(results)
+    assert ratios == {
+        "gemm_all_reduce": [(0.5, 1.0), (2.0, 4.0)],
+        "gemm_all_to_all": [(1.0, 1.0)],
+    }
+    assert math.isclose(geometric_mean([0.5, 2.0]), 1.0)
+    draw_curves(ratios, tmp_path / "curves.svg")
+    assert "auto / best stock pair" in (tmp_path / "curves.svg").read_text()
+
+
+def test_the_recorded_sweep_by_the_shipped_profile() -> None:
+    """Two H200s; the profile was fitted to this sweep among others."""
+    for file in SWEEPS:
+        results = [today(result) for result in json.loads(file.read_text())["results"]]
+        for rows in ratios_of(results).values():
+            pairs, best = zip(*rows, strict=True)
+            assert geometric_mean(pairs) < 0.96
+            assert geometric_mean(best) < 1.01
+            assert max(pairs) < 1.25

@@ -57,6 +57,12 @@ class Point:
     tile: tuple[int, int]
     us: float
 
+    def predicted_us(self, profile: MachineProfile) -> float | None:
+        """Return what a profile says of this time; None if it does not know the implementation."""
+        return profile.predict_us(
+            self.operator, self.implementation, self.call, self.schedule, self.tile
+        )
+
 
 def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the measured points of results that ``interlace bench`` wrote.
@@ -167,13 +173,41 @@ def least_squares(
     return best
 
 
+def unseen_choices(
+    profile: MachineProfile, points: Sequence[Point], folds: int = 5
+) -> dict[str, list[tuple[float, float]]]:
+    """Return how good choices are at calls that the fit has not seen, by operator.
+
+    The calls are dealt into ``folds`` parts. For each part, compositions are fitted to the others.
+
+    Returns:
+        For each call the time of the implementation with the shortest predicted time, as a multiple
+        of the fastest stock pair's and of the fastest implementation's.
+    """
+    calls: dict[tuple[str, Call], list[Point]] = defaultdict(list)
+    for point in points:
+        calls[point.operator, point.call].append(point)
+    groups = list(calls.values())
+    ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for fold in range(folds):
+        seen = [point for i, group in enumerate(groups) if i % folds != fold for point in group]
+        fitted = dataclasses.replace(profile, compositions=fit(profile, seen))
+        for group in groups[fold::folds]:
+            declaration = operators()[group[0].operator]
+            pairs = [point.us for point in group if declaration.is_pair(point.implementation)]
+            known = [
+                (us, point) for point in group if (us := point.predicted_us(fitted)) is not None
+            ]
+            if not known or not pairs:
+                continue
+            _, chosen = min(known, key=lambda each: each[0])
+            ratios[declaration.name].append(
+                (chosen.us / min(pairs), chosen.us / min(point.us for point in group))
+            )
+    return dict(ratios)
+
+
 def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:
     """Return ``predicted / measured`` of every point whose implementation has a composition."""
-    ratios = []
-    for point in points:
-        predicted_us = profile.predict_us(
-            point.operator, point.implementation, point.call, point.schedule, point.tile
-        )
-        if predicted_us is not None:
-            ratios.append(predicted_us / point.us)
-    return ratios
+    predicted = ((point.predicted_us(profile), point.us) for point in points)
+    return [us / measured for us, measured in predicted if us is not None]

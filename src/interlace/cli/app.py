@@ -193,19 +193,24 @@ def bench_sweep(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Measure nothing, add up what sweeps wrote with --json; several times.",
+            help="Measure nothing, add up what sweeps wrote with --json, with auto as it chooses "
+            "today; several times.",
         ),
     ] = None,
     world_size: Ranks = None,
     dtype: HalfDtype = "bfloat16",
     json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw cumulative curves: PNG, SVG or PDF."),
+    ] = None,
 ) -> None:
     """Measure every implementation of random calls of real models, stock pairs among them, and
     compare what impl="auto" takes with the fastest.
     """
     from interlace.cli.bench_sweep import run_sweep
 
-    run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file))
+    run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file, plot=plot))
 
 
 @bench_app.command("table")

@@ -8,13 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.bench import report
-from interlace.bench.draws import OPERATORS, draws
+from rich.table import Table
+
+from interlace.bench import profile_fit, report
+from interlace.bench.draws import draws
 from interlace.cli import bench
 from interlace.cli.bench_ranks import run_sweep_rank
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
+from interlace.costs.time import profile_of
 
 _MOST_DRAWS = 4000
 
@@ -31,7 +34,7 @@ def run_sweep(
     if add:
         documents = [bench.read_document(file) for file in add]
         results = [result for document in documents for result in document["results"]]
-        document = {**documents[0], "results": results}
+        document = {**documents[0], "results": [today(result) for result in results]}
     else:
         bench.require_dtype(dtype, ("bfloat16", "float16"))
         work = list(itertools.islice(draws(seed, world_size or 2), _MOST_DRAWS))
@@ -44,39 +47,37 @@ def run_sweep(
             world_size,
             outputs,
         )
-    console = make_console()
-    console.print(summary_table(summaries(document["results"])))
+    console, ratios = make_console(), ratios_of(document["results"])
+    console.print(summary_table(ratios))
     console.print(report.machine_line(document["machine"], document["date"]))
+    outputs.write_plot(lambda file: draw_curves(ratios, file))
     outputs.say_written(console, "All numbers")
 
 
-def summaries(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the figures of each operator: number of calls, and how ``auto`` compares.
-
-    ``pair`` is the time of what ``auto`` takes as a multiple of the fastest stock pair's, ``best``
-    as a multiple of the fastest implementation's: geometric mean and worst of all calls.
-    """
-    figures = {}
-    for operator in OPERATORS:
-        ratios = [ratios_of(result) for result in results if result["operator"] == operator]
-        if ratios:
-            pair, best = zip(*ratios, strict=True)
-            figures[operator] = {
-                "calls": len(ratios),
-                "pair": geometric_mean(pair),
-                "worst_pair": max(pair),
-                "best": geometric_mean(best),
-                "worst_best": max(best),
-            }
-    return figures
+def today(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with what ``auto`` takes by today's profile, of the times that it has."""
+    points = profile_fit.points_of([{"results": [result]}])
+    profile = profile_of("NVIDIA H200")
+    known = [(us, point) for point in points if (us := point.predicted_us(profile)) is not None]
+    return {**result, "auto": min(known, key=lambda each: each[0])[1].implementation}
 
 
-def ratios_of(result: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the time of ``auto`` as a multiple of the best stock pair's and of the best of all."""
-    times = {name: time["median_us"] for name, time in result["times"].items()}
-    pairs = [times[name] for name, time in result["times"].items() if time["role"] == "pair"]
-    auto = times[result["auto"]]
-    return auto / min(pairs), auto / min(times.values())
+Ratios = Mapping[str, Sequence[tuple[float, float]]]
+"""Of each operator the calls' times of ``auto``, as multiples of the fastest stock pair's and of
+the fastest implementation's.
+"""
+
+
+def ratios_of(results: Iterable[Mapping[str, Any]]) -> Ratios:
+    """Return how ``auto`` compares in a sweep's results."""
+    ratios: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        times = {name: time["median_us"] for name, time in result["times"].items()}
+        pairs = [times[name] for name, time in result["times"].items() if time["role"] == "pair"]
+        auto = times[result["auto"]]
+        row = auto / min(pairs), auto / min(times.values())
+        ratios.setdefault(result["operator"], []).append(row)
+    return ratios
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -84,12 +85,40 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def summary_table(figures: Mapping[str, Mapping[str, float]]) -> Any:
-    """Return the figures as a table for the terminal."""
+def summary_table(ratios: Ratios, title: str = "") -> Table:
+    """Return geometric means and the worst calls as a table for the terminal."""
     table = make_table(
-        "operator", "calls", "auto / best stock pair", "worst", "auto / best of all", "worst "
+        "operator",
+        "calls",
+        "auto / pair",
+        "worst",
+        "auto / best",
+        "worst ",
+        title=title or None,
     )
-    for operator, figure in figures.items():
-        ratios = (figure[name] for name in ("pair", "worst_pair", "best", "worst_best"))
-        table.add_row(operator, str(figure["calls"]), *(f"{ratio:.3f}" for ratio in ratios))
+    for operator, rows in ratios.items():
+        cells = [
+            f"{figure(values):.3f}"
+            for values in zip(*rows, strict=True)
+            for figure in (geometric_mean, max)
+        ]
+        table.add_row(operator, str(len(rows)), *cells)
     return table
+
+
+def draw_curves(ratios: Ratios, file: Path) -> None:
+    """Draw the fraction of calls up to each ratio, a curve for each operator."""
+    from interlace.sim.figure import open_figure
+
+    with open_figure(file, 9.0, 4.0) as figure:
+        axes = figure.subplots(1, 2, sharey=True)
+        titles = "auto / best stock pair", "auto / best of all implementations"
+        for index, (axis, title) in enumerate(zip(axes, titles, strict=True)):
+            for operator, rows in ratios.items():
+                values = sorted(row[index] for row in rows)
+                fractions = [(i + 1) / len(values) for i in range(len(values))]
+                axis.step(values, fractions, where="post", label=operator)
+            axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+            axis.set_xlabel(title)
+        axes[0].set_ylabel("fraction of calls")
+        axes[0].legend(loc="upper left", frameon=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from interlace.bench import profile_fit
 from interlace.cli.bench import read_document
+from interlace.cli.bench_sweep import summary_table
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
@@ -51,5 +52,8 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
             table.add_row(operator, name, str(len(own)), *(f"{value:.1%}" for value in figures))
     console = make_console()
     console.print(table)
+    console.print(
+        summary_table(profile_fit.unseen_choices(start, points), "Calls that the fit has not seen")
+    )
     outputs.write_json(lambda: dataclasses.asdict(profile))
     outputs.say_written(console, "Profile")

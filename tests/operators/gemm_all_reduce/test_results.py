@@ -22,7 +22,7 @@ from tests.gemm.calls import (
 )
 
 OPERATOR = "gemm_all_reduce"
-pytestmark = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
+all_implementations = pytest.mark.parametrize("impl", IMPLS[OPERATOR])
 
 
 def _worked_example(impl):
@@ -32,11 +32,13 @@ def _worked_example(impl):
     return interlace.gemm_all_reduce(x, w, torch.tensor([100.0]), impl=impl).flatten().tolist()
 
 
+@all_implementations
 def test_worked_example(ranks, impl):
     assert ranks(2).run(_worked_example, impl) == [[111.0, 122.0, 133.0]] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@all_implementations
 def test_matches_float64(ranks, world_size, impl):
     """Every dtype; odd, small and empty sizes; w along either dimension; the same bits on every
     rank.
@@ -70,6 +72,7 @@ def test_matches_float64(ranks, world_size, impl):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@all_implementations
 def test_gradients(ranks, world_size, impl):
     for call in (
         Call(OPERATOR, 7, 9, 6, bias=True, w_along="N", impl=impl),
@@ -84,6 +87,7 @@ CALLS = st.builds(
 )
 
 
+@all_implementations
 def test_any_call_is_right(ranks, impl):
     @settings(max_examples=6)
     @given(batch=st.lists(CALLS, min_size=1, max_size=4))
@@ -93,9 +97,24 @@ def test_any_call_is_right(ranks, impl):
     check()
 
 
+@all_implementations
 def test_opcheck_and_compile(ranks, impl):
     call = Call(OPERATOR, 5, 6, 7, bias=True, impl=impl)
     for outcome in ranks(2).run(opcheck, call, (torch.float32, "", impl, "")):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
     for eager, graph in ranks(2).run(compiled, call):
         torch.testing.assert_close(graph, eager, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rows_in_chunks_need_not_divide(ranks, world_size):
+    """The last ranks have fewer rows to sum, or none: 5 rows of four ranks are 2, 2, 1 and 0."""
+    calls = [
+        Call(OPERATOR, rows, 9, 16, dtype, True, impl="chunked", seed=rows)
+        for rows in (1, 5, 11)
+        for dtype in ("float32", "bfloat16")
+    ]
+    results = ranks(world_size).run(run, calls)
+    check_all(calls, results)
+    for call in calls[:3:2]:
+        check_gradients(call, ranks(world_size).run(differentiate, call))

@@ -19,6 +19,7 @@ from interlace.gemm.implementations.outputs import (
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import Operands
 from interlace.registry import Implementation
+from interlace.units import ceil_div
 
 
 def run(call: GemmCall) -> torch.Tensor | None:
@@ -32,7 +33,7 @@ def run(call: GemmCall) -> torch.Tensor | None:
         "chunked",
         call.operator.collective,
         functools.partial(multiply_in_chunks, group),
-        (group.world_size, operands.rows // group.world_size, operands.columns),
+        (group.world_size, ceil_div(operands.rows, group.world_size), operands.columns),
         operands.out_dtype,
         {"transport": "copy_engine"},
     )
@@ -53,17 +54,20 @@ def multiply_in_chunks(
     Args:
         adds_ranks: Whether the result is a sum over ranks; then the bias is added to this rank's
             own rows only.
-        out: ``[R, M/R, N]``, the rows for rank r at r.
+        out: ``[R, M/R, N]``, the rows for rank r at r. Where R does not divide M, rows are rounded
+            up, and the last ones of ``out`` are not written.
         send: Called with each chunk that is complete.
     """
     # The next rank's rows come first and this rank's own rows, which are not sent, last: their
     # product hides the last copy, and no two ranks send to the same rank at a time.
-    chunks, weight = operands.x.chunk(group.world_size), operands.w.T
+    rows, weight = out.shape[1], operands.w.T
     for step in range(group.world_size):
         rank = (group.rank + 1 + step) % group.world_size
         # If parts are summed over ranks, each row's bias is added only once, by its owner.
         bias = None if adds_ranks and rank != group.rank else operands.bias
-        multiply_into(out[rank], chunks[rank], weight, bias)
+        chunk = operands.x[rank * rows : (rank + 1) * rows]
+        if len(chunk):
+            multiply_into(out[rank][: len(chunk)], chunk, weight, bias)
         send(rank)
 
 

@@ -5,6 +5,7 @@ and ``triggered`` write to.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
@@ -71,14 +72,16 @@ def run_into_output(
     product = kept_output(output, call.group, call.group_name, replace=call.is_explicit)
     if product is None:
         return None
-    operands = call.operands
-    y = operands.x.new_empty([call.rows.result, operands.columns], dtype=operands.out_dtype)
+    operands, rows = call.operands, call.rows.result
+    # An all-reduce gives every rank as many rows to sum, also where the last ones are no rows of x.
+    padded_rows = math.prod(output.shape[:-1]) if output.collective == "all_reduce" else rows
+    y = operands.x.new_empty([padded_rows, operands.columns], dtype=operands.out_dtype)
     if is_replayed:
         key = output.implementation, output.collective, operands.memory()
         run_product(product, y, arguments, key, call.group)
     else:
         product.run_into(y, *arguments)
-    return y
+    return y[:rows]
 
 
 def kept_output(output: Output, group: Group, group_name: str, *, replace: bool) -> Fused | None:

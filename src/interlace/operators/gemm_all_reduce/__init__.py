@@ -13,6 +13,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.triggered import TRIGGERED
@@ -60,7 +61,8 @@ class GemmAllReduce(GemmOperator):
             schedule="tiled",
         ),
         REMOTE_STORES,
-        CHUNKED,
+        # Which rank sums which rows is nobody's business, so they need not divide evenly.
+        dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
         TRIGGERED,
         UNFUSED,
         NCCL,

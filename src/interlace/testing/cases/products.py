@@ -244,7 +244,8 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
     collective = _declared(operator).collective
     rows = share if collective == "all_gather" else share * ranks
-    if collective == "all_reduce" and impl in ("fused", "unfused") and source.random() < 0.3:
+    takes_uneven = collective == "all_reduce" and _takes(operator, impl, is_even=False)
+    if takes_uneven and source.random() < 0.3:
         rows = max(1, rows - 1)  # not a multiple of the ranks
     if splits is not None and collective == "reduce_scatter":
         rows = sum(splits)

@@ -75,5 +75,6 @@ def test_calls_are_made_on_every_rank(tmp_path):
     assert {result["impl"] for result in document["results"]} == {
         "fused one_shot",
         "fused two_phase",
+        "gemm",
     }
     assert {result["rank"] for result in document["results"]} == {0, 1}

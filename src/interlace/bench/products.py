@@ -18,10 +18,10 @@ from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.group import solo_group
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.gemm import schema
-from interlace.gemm.call import Terms
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.terms import Terms
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
@@ -184,15 +184,8 @@ class Case(Benchmark[GemmConfig]):
     def terms(self) -> Terms:
         """The terms by which implementations may refuse the case's calls."""
         shape = self.shape
-        return Terms(
-            has_bias=False,
-            converts=False,
-            is_even=shape.rows % self.owner.world_size == 0,
-            rows=len(self.operands(0)[0]),
-            device_type=self.device.type,
-            dtype=shape.dtype,
-            result_bytes=shape.rows * shape.columns * shape.dtype.itemsize,
-        )
+        terms = Terms.of_sizes(shape.rows, shape.columns, shape.dtype, self.device.type)
+        return dataclasses.replace(terms, is_even=shape.rows % self.owner.world_size == 0)
 
     def refusals(self) -> dict[str, str | None]:
         """Return what the case's calls lack for each implementation; None if they lack nothing.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from interlace.bench.roles import role_of
 from interlace.costs.time import Call, MachineProfile, Schedule, parts_us
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import Implementation, operators
+from interlace.registry import Implementation, operator_matching, operators
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2}
 """Dtypes whose times are fitted; the rates of others follow from theirs."""
@@ -67,7 +67,8 @@ class Point:
 def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
-    Results of other operators than those around one product are passed over, and of other dtypes
+    A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
+    is that one's ``impl="gemv"``. Results of other operators are passed over, and of other dtypes
     than 16-bit ones.
     """
     points = []
@@ -75,27 +76,41 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
         for result in document["results"]:
             declaration = operators().get(str(result.get("operator")))
             itemsize = _ITEMSIZES.get(str(result.get("dtype")))
-            if not isinstance(declaration, GemmOperator) or itemsize is None:
+            if declaration is None or itemsize is None or "splits" in result:
                 continue
-            if "rows" not in result or "splits" in result:
+            is_gemv = declaration.pattern[:1] == ("gemv",)
+            if not (is_gemv or isinstance(declaration, GemmOperator)):
+                continue
+            if not set(declaration.sizes) <= result.keys():
                 continue
             rows, columns, inner = (int(result[name]) for name in declaration.sizes)
             call = Call(rows, columns, inner, itemsize, int(result["world_size"]))
-            tile = tile_of(str(result["config"]))
-            for implementation in declaration.implementations:
-                us = _time_of(implementation, result.get("times", {}))
+            target = declaration
+            if is_gemv:
+                target = operator_matching("gemm", declaration.collective)
+            tile = (1, 1) if is_gemv else tile_of(str(result["config"]))
+            for implementation in target.implementations:
+                name = implementation.name
+                if is_gemv:
+                    # The GEMV's result has its own kernel as "fused", and the stock pairs.
+                    name = {"gemv": "fused", "fused": ""}.get(name, name)
+                us = _time_of(name, implementation, result.get("times", {}))
                 if us is not None:
-                    kind = declaration.name, implementation.name, call, implementation.schedule
+                    kind = target.name, implementation.name, call, implementation.schedule
                     points.append(Point(*kind, tile, us))
     return points
 
 
 def _time_of(
-    implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
+    impl: str, implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
 ) -> float | None:
-    """Return the shortest median by which an implementation was measured, in microseconds."""
-    names = {implementation.name, *implementation.former_names}
-    displayed = {*implementation.former_names, *_PAIR_NAMES.get(implementation.name, ())}
+    """Return the shortest median by which an implementation was measured, in microseconds.
+
+    Args:
+        impl: Its name in the result.
+    """
+    names = {impl, *implementation.former_names} - {""}
+    displayed = {*implementation.former_names, *_PAIR_NAMES.get(impl, ())}
     found = [
         float(time["median_us"])
         for name, time in times.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -13,8 +14,8 @@ from interlace.comm.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.gemm.batch import BatchOperator
-from interlace.gemm.call import Terms
 from interlace.gemm.choice import MAX_RANKS
+from interlace.gemm.terms import Terms
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import Operator, operator_matching
 
@@ -96,15 +97,8 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
     """Return the terms of the operator's call; its result has the operands' dtype."""
-    return Terms(
-        has_bias=product.bias is not None,
-        converts=False,
-        is_even=rows % ranks == 0,
-        rows=rows,
-        device_type=product.device.type,
-        dtype=product.dtype,
-        result_bytes=rows * product.columns * product.dtype.itemsize,
-    )
+    terms = Terms.of_sizes(rows, product.columns, product.dtype, product.device.type)
+    return dataclasses.replace(terms, has_bias=product.bias is not None, is_even=rows % ranks == 0)
 
 
 def are_small(products: list[Product], rows: int) -> bool:

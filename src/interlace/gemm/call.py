@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
@@ -40,45 +39,6 @@ class RowPlan:
     def is_even(self) -> bool:
         """Return whether every rank gets as many rows from every rank."""
         return len({*self.by_rank, *(rows for counts in self.sent for rows in counts)}) <= 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """The properties of a call by which an implementation may refuse it.
-
-    They are known before anything runs, so the pass for ``torch.compile`` and ``interlace.explain``
-    ask with them, too.
-
-    Attributes:
-        has_bias: Whether there is a bias to add.
-        converts: Whether the result's dtype is not that of the operands.
-        is_even: Whether every rank gets as many rows from every rank.
-        rows: Rows of this rank's x.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        dtype: The operands' dtype.
-        result_bytes: The size of the whole product, in bytes.
-    """
-
-    has_bias: bool
-    converts: bool
-    is_even: bool
-    rows: int
-    device_type: str
-    dtype: torch.dtype
-    result_bytes: int
-
-    @staticmethod
-    def of(operands: Operands, is_even: bool) -> Terms:
-        """Return the terms of a call with these operands."""
-        return Terms(
-            has_bias=operands.bias is not None,
-            converts=operands.out_dtype != operands.x.dtype,
-            is_even=is_even,
-            rows=operands.rows,
-            device_type=operands.x.device.type,
-            dtype=operands.x.dtype,
-            result_bytes=operands.rows * operands.columns * operands.out_dtype.itemsize,
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from interlace import tuning
 from interlace.costs.time import Call, MachineProfile, profile_of
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.terms import Terms
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
 
@@ -89,6 +90,14 @@ def choose_product(
         profile, config = _profile(device), tabulated.config
         call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)
         times_us = predicted_times(profile, operator, call, (config.block_m, config.block_n))
+        # What refuses every call of these sizes is no candidate, and no part of the reason.
+        declaration = operator_named(operator)
+        terms = Terms.of_sizes(rows, columns, dtype, device.type)
+        times_us = {
+            name: time
+            for name, time in times_us.items()
+            if declaration.refusal(name, terms) is None
+        }
         if times_us:
             return _fastest(operator, profile, config, times_us)
     return tabulated

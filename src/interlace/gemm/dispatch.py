@@ -9,11 +9,12 @@ import torch
 
 from interlace.comm import Group, group_named
 from interlace.errors import ArgumentError, GroupError
-from interlace.gemm.call import GemmCall, RowPlan, Terms
+from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice
 
@@ -127,7 +128,7 @@ def _decide(
     return Decision(
         mark,
         rows,
-        resolve(operator, impl, choice, Terms.of(operands, rows.is_even)),
+        resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
     )
 

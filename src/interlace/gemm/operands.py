@@ -14,6 +14,7 @@ from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.reference import Factors
+from interlace.gemm.terms import Terms
 from interlace.registry import Operator
 from interlace.units import round_up
 
@@ -247,6 +248,21 @@ class Operands:
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
+
+    def terms(self, is_even: bool) -> Terms:
+        """Return the properties by which an implementation may refuse a call of these operands.
+
+        Args:
+            is_even: Whether every rank gets as many rows from every rank.
+        """
+        terms = Terms.of_sizes(self.rows, self.columns, self.x.dtype, self.x.device.type)
+        return dataclasses.replace(
+            terms,
+            has_bias=self.bias is not None,
+            converts=self.out_dtype != self.x.dtype,
+            is_even=is_even,
+            result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
+        )
 
     def sizes(self, rows: int) -> dict[str, Any]:
         """Return the properties by which an implementation is chosen; ``rows`` must be the same on

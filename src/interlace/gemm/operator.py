@@ -13,7 +13,7 @@ import torch
 from interlace.comm import Group
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
-from interlace.gemm.call import GemmCall, RowPlan, Terms
+from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
@@ -161,7 +161,7 @@ class GemmOperator(Operator):
         self.validate_splits(lists)
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choose(**operands.sizes(rows), world_size=world_size)
-        terms, name, reason = Terms.of(operands, is_even), "unfused", choice.reason
+        terms, name, reason = operands.terms(is_even), "unfused", choice.reason
         for name in choice.candidates:
             refusal = self.refusal(name, terms)
             if refusal is None:

@@ -29,6 +29,7 @@ class Entry:
         impl: the fastest implementation there.
         fallback: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
         config: the fused kernel's best; empty for an operator without a kernel of its own.
+        is_exact: whether the entry is of the very sizes, ranks and dtype that were asked for.
         faster: implementations that are faster than the fastest unfused pair.
         times_us: median time of each implementation; ``"unfused"`` is among them if it is the
             fastest of the stock pairs.
@@ -40,6 +41,7 @@ class Entry:
     reason: str
     faster: tuple[str, ...]
     times_us: dict[str, float]
+    is_exact: bool
 
 
 # A size that differs by more than this factor is another regime: better a default than a wrong
@@ -93,6 +95,7 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         reason,
         faster,
         {way: float(entry[f"{way}_us"]) for way in timed},
+        is_exact=best[0] == 0,
     )
 
 

@@ -22,6 +22,7 @@ class Choice(Generic[Config]):
         order: Implementations, the fastest first.
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
+        is_exact: Whether a table has the very sizes of the call.
     """
 
     impl: str
@@ -30,6 +31,7 @@ class Choice(Generic[Config]):
     order: tuple[str, ...] = ()
     is_known: bool = False
     faster: tuple[str, ...] = ()
+    is_exact: bool = False
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -67,4 +69,11 @@ def by_table(
         )
     # An operator without a kernel of its own has no configuration.
     config = type(default).parse(entry.config) if entry.config else default
-    return Choice(entry.impl, config, entry.reason, is_known=True, faster=entry.faster)
+    return Choice(
+        entry.impl,
+        config,
+        entry.reason,
+        is_known=True,
+        faster=entry.faster,
+        is_exact=entry.is_exact,
+    )

@@ -75,7 +75,12 @@ def _t(*shape, dtype=f32, device="cpu"):
             {"bias": _t(5, device="meta")},
             "bias must be torch.float32 on cpu, like x; got torch.float32 on meta.",
         ),
-        (_t(4), _t(5, 4), {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+        (
+            _t(4),
+            _t(5, 4),
+            {"impl": "fast"},
+            "impl must be auto, fused, gemm or unfused; got 'fast'.",
+        ),
         (
             _t(4),
             _t(5, 4),

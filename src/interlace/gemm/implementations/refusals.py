@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from interlace.gemm.call import Terms
+from interlace.gemm.terms import Terms
 
 
 def needs(

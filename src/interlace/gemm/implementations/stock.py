@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import WorkspaceError
-from interlace.gemm.call import GemmCall, Terms
+from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused
+from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
 

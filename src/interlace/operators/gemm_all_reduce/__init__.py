@@ -13,6 +13,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.gemv import GEMV
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
@@ -60,6 +61,7 @@ class GemmAllReduce(GemmOperator):
             _run_fused,
             schedule="tiled",
         ),
+        GEMV,
         REMOTE_STORES,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
         dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
@@ -151,13 +153,15 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
-            ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
-            ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
-            evenly). ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split
-            evenly). ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"auto"`` is the one of
-            these that was measured to be the fastest; :func:`interlace.explain` says which it is
-            and why. An explicit choice is never replaced.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
+            :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
+            with the peers' memory as its output (rows split evenly, no bias). ``"chunked"`` is
+            ``torch.mm`` for each rank's rows, which copy engines send. ``"triggered"`` is a kernel
+            that counts its tiles, and copy engines (rows split evenly). ``"unfused"`` is
+            ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are
+            PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
+            fastest; :func:`interlace.explain` says which it is and why. An explicit choice is never
+            replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

@@ -25,9 +25,9 @@ def gemv_all_reduce(
     Transformer's decoding step, its weight sharded along K. While some programs still multiply, the
     partial sums of others are on their way to the peers.
 
-    Partial sums are float32 and are added in rank order, so the result is the same, bit by bit, on
-    every rank and in every run. Runs on the current stream, without synchronising the host; calls
-    of one group on several streams are put in order.
+    The fused kernel's partial sums are float32 and are added in rank order, so its result is the
+    same, bit by bit, on every rank and in every run. Runs on the current stream, without
+    synchronising the host; calls of one group on several streams are put in order.
 
     Args:
         x: ``[K/R]`` or ``[B, K/R]``: float16, bfloat16 or float32; B is meant to be 1 to 256
@@ -35,9 +35,10 @@ def gemv_all_reduce(
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
         bias: ``[N]``, the same on every rank; added once, after the sum.
         group: 1 to 8 ranks of one machine; default: the default process group.
-        impl: ``"fused"``, ``"unfused"`` (``F.linear``, then ``all_reduce``), or ``"auto"``: the
-            one of the two that was measured to be faster; :func:`interlace.explain` says which and
-            why. An explicit choice is never replaced.
+        impl: ``"fused"``; ``"unfused"`` (``F.linear``, then ``all_reduce``); ``"gemm"``, what
+            :func:`interlace.gemm_all_reduce` takes, PyTorch's own pairs among it; or ``"auto"``:
+            the one that was measured, or is predicted, to be the fastest.
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
             the same on every rank.
 

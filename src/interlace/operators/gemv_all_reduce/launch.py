@@ -13,6 +13,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, GroupError
+from interlace.gemm.implementations.gemv import GEMV
 from interlace.operators.gemv_all_reduce import reference
 from interlace.operators.gemv_all_reduce.config import (
     OPERATOR,
@@ -20,6 +21,7 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
 )
+from interlace.registry import operator_matching
 from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.units import ceil_div, round_up
 
@@ -53,7 +55,27 @@ def choose(
         dtype=str(dtype).removeprefix("torch."),
         sizes={"tokens": tokens, "rows": rows, "columns": columns},
     )
-    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
+    tabulated = by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
+    # The operator around a GEMM knows the predicted times, this kernel's among them.
+    gemm = operator_matching("gemm", "all_reduce").choose(
+        rows=tokens,
+        columns=rows,
+        inner=columns,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
+    )
+    if tabulated.is_exact or not gemm.order:
+        return tabulated
+    impl = "fused" if gemm.impl == GEMV.name else "gemm"
+    return dataclasses.replace(
+        tabulated,
+        impl=impl,
+        reason=gemm.reason,
+        is_known=True,
+        # What "gemm" takes is faster than the pairs only where it is none of them.
+        faster=(impl,) if gemm.impl in gemm.faster else (),
+    )
 
 
 def run(
@@ -86,8 +108,12 @@ def run(
     if implementation == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
-    y = x.new_empty([*x.shape[:-1], w.shape[0]])
     matrix = x if x.dim() == 2 else x[None]
+    if implementation == "gemm":
+        gemm = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
+        result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, "auto", "")
+        return result.view(*x.shape[:-1], w.shape[0])
+    y = x.new_empty([*x.shape[:-1], w.shape[0]])
     if matrix.stride(-1) != 1:
         matrix = matrix.contiguous()
     if y.numel():

@@ -23,6 +23,7 @@ class GemvAllReduce(Operator):
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
         Implementation("fused", "one kernel that sends sums as it computes them"),
+        Implementation("gemm", "gemm_all_reduce, by the implementation that it takes itself"),
         Implementation("unfused", "F.linear, then all_reduce"),
     )
 

@@ -44,8 +44,8 @@ def validate(
                 f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on "
                 f"{bias.device}."
             )
-    if impl not in ("auto", "fused", "unfused"):
-        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
+    if impl not in ("auto", "fused", "gemm", "unfused"):
+        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused, gemm or unfused; got {impl!r}.")
     if config is not None and not isinstance(config, GemvAllReduceConfig):
         raise ArgumentError(
             f"{OPERATOR}: config must be a GemvAllReduceConfig; got {type(config).__name__}."

@@ -23,7 +23,7 @@ from interlace.testing.cases.base import (
 )
 
 OPERATOR = "gemv_all_reduce"
-IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "unfused")}
+IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "gemm", "unfused")}
 
 # Tokens (0 for a vector), rows, columns, dtype, whether there is a bias.
 _KINDS = (

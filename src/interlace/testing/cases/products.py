@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers them
-from interlace.gemm.call import Terms
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
+from interlace.gemm.terms import Terms
 from interlace.registry import operator_named, operators
 from interlace.testing.cases.base import (
     DTYPES,
@@ -211,7 +211,16 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     can_be_uneven = takes_any_rows(operator, impl)
     dtype = "bfloat16"
     cases = [
-        ProductCase(operator, impl, dtype, True, 16 * ranks, 64, 32, takes_bias(operator, impl)),
+        ProductCase(
+            operator,
+            impl,
+            dtype,
+            True,
+            _as_many_as_taken(operator, impl, 16 * ranks),
+            64,
+            32,
+            takes_bias(operator, impl),
+        ),
     ]
     if can_be_uneven:
         splits = _uneven(operator, random.Random(1), ranks)
@@ -249,6 +258,7 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
         rows = max(1, rows - 1)  # not a multiple of the ranks
     if splits is not None and collective == "reduce_scatter":
         rows = sum(splits)
+    rows = _as_many_as_taken(operator, impl, rows)
     backward = dtype != "float8" and source.random() < 0.4
     return ProductCase(
         operator,
@@ -274,16 +284,18 @@ def takes_any_rows(operator: str, impl: str) -> bool:
     return bool(_declared(operator).split_names) and _takes(operator, impl, is_even=False)
 
 
-def _takes(operator: str, impl: str, *, has_bias: bool = False, is_even: bool = True) -> bool:
-    terms = Terms(
-        has_bias=has_bias,
-        converts=False,
-        is_even=is_even,
-        rows=1,
-        device_type="cuda",
-        dtype=torch.bfloat16,
-        result_bytes=2,
-    )
+def _as_many_as_taken(operator: str, impl: str, rows: int) -> int:
+    """Return ``rows``, halved until an implementation that is for few rows takes them."""
+    while rows > 1 and not _takes(operator, impl, rows=rows):
+        rows //= 2
+    return rows
+
+
+def _takes(
+    operator: str, impl: str, *, has_bias: bool = False, is_even: bool = True, rows: int = 1
+) -> bool:
+    terms = Terms.of_sizes(rows, 8, torch.bfloat16, "cuda")
+    terms = dataclasses.replace(terms, has_bias=has_bias, is_even=is_even)
     return _declared(operator).implementation(impl).refusal(terms) is None
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RankMismatchError,
         WorkspaceError,
     )
+    from interlace.gemm.autotune import autotune
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
@@ -74,6 +75,7 @@ _PUBLIC = {
     "MappedOutput": "interlace.mapped",
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
+    "autotune": "interlace.gemm.autotune",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
@@ -121,6 +123,7 @@ __all__ = [
     "WorkspaceError",
     "__version__",
     "all_gather_gemm",
+    "autotune",
     "compile",
     "data",
     "embedding_all_to_all",

@@ -37,6 +37,7 @@ class CallCache:
         agreed       operator and arguments            clear
         gathered     operator, name, shared arguments  clear
         settled      question                          clear
+        measured     what ranks agreed on              clear
         computed     arguments of a call               clear; all entries when there are 4096
         kept         chosen by the operator            clear; the operator, least recent first
         replays      addresses, numbers, settings      clear; growth of a workspace; 256 graphs
@@ -50,6 +51,8 @@ class CallCache:
         agreed: Marks of the calls that :meth:`Agreement.agree` has compared.
         gathered: This rank's values and all answers of :meth:`Agreement.gather`.
         settled: Results of :meth:`Agreement.any_rank` that cannot change any more.
+        measured: The order of implementations that ranks have measured together, by what they have
+            agreed on.
         kept: Objects that operators keep from call to call, such as mapped outputs.
         replays: CUDA graphs of calls that came twice with the same addresses.
         tables: Small tables of numbers on the device.
@@ -61,6 +64,7 @@ class CallCache:
         self.agreed: dict[tuple[Hashable, ...], int] = {}
         self.gathered: dict[tuple[Hashable, ...], tuple[dict[str, Any], Answers]] = {}
         self.settled: dict[str, bool] = {}
+        self.measured: dict[tuple[Hashable, ...], Any] = {}
         self._computed: dict[tuple[Hashable, ...], Any] = {}
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self.replays = Replays(streams.device)
@@ -87,5 +91,6 @@ class CallCache:
         self.agreed.clear()
         self.gathered.clear()
         self.settled.clear()
+        self.measured.clear()
         self._computed.clear()
         self.kept.clear()

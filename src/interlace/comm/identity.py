@@ -17,6 +17,7 @@ from interlace import __version__
 
 PACKAGE = Path(__file__).parents[1]
 TABLES = PACKAGE / "tuning" / "tables"
+PROFILES = PACKAGE / "costs" / "profiles"
 _SOURCES = (".py", ".json")  # modules, and tuned tables
 
 
@@ -48,6 +49,7 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "the_version_of_interlace": __version__,
         "the_tuned_tables": digest_of(TABLES)[:16],
+        "the_machine_profiles": digest_of(PROFILES)[:16],
         "the_version_of_torch": torch.__version__,
         "the_version_of_Triton": _version_of_triton(),
         "the_model_of_the_GPU": gpu,

@@ -136,7 +136,7 @@ def _fastest(
         next(iter(times_us)),
         config,
         f"predicted for {profile.gpu}{source}: {times}",
-        order=tuple(times_us),
+        times_us=times_us,
         is_known=True,
         faster=tuple(
             name

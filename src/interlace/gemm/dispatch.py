@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from interlace.comm import Group, group_named
 from interlace.errors import ArgumentError, GroupError
+from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
@@ -21,7 +23,7 @@ from interlace.tuning.choice import Choice
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Decision:
     """The implementation, rows and configuration of calls of one kind, agreed on by all ranks.
 
@@ -29,6 +31,9 @@ class Decision:
         mark: The number that the calls' signals carry.
         rows: How rows are shared out.
         implementations: What runs: the first one that has memory for these sizes.
+        predicted_us: The predicted times of implementations; empty where the caller has chosen.
+        kind: What all ranks have agreed on.
+        is_measured: Whether the order of the implementations was measured.
         config: The fused kernel's configuration.
     """
 
@@ -36,6 +41,9 @@ class Decision:
     rows: RowPlan
     implementations: tuple[Implementation, ...]
     config: GemmConfig
+    predicted_us: Mapping[str, float]
+    kind: tuple[Hashable, ...]
+    is_measured: bool = False
 
 
 def run(
@@ -65,7 +73,8 @@ def run(
     group = group_for(operator.name, group_name, operands.x.device)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
-    if operator.exchanges(lists):
+    is_new_each_time = operator.exchanges(lists)
+    if is_new_each_time:
         decision = _decide(operator, operands, lists, gather, group, impl, config)
     else:
         key = (operator.name, *operands.signature(), lists, gather, impl, config)
@@ -86,9 +95,28 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
+    # 3. Measure, if the program wants that, and no rank has measured this kind of call.
+    if autotune.is_enabled() and not decision.is_measured and not is_new_each_time:
+        _measure(call, decision)
     # An implementation returns None if it has no memory for these sizes, on all ranks alike.
     results = (implementation.run(call) for implementation in decision.implementations)
     return next(result for result in results if result is not None)
+
+
+def _measure(call: GemmCall, decision: Decision) -> None:
+    """Put the implementations in the order of measured times. Collective where the kind is new.
+
+    Whether it is new, all ranks know alike, by what they have agreed on; this rank's decision says
+    nothing about that, as another one may be made for other rows of this rank alone.
+    """
+    if not decision.predicted_us or not autotune.may_measure(call):
+        return
+    measured = call.group.cache.measured
+    if decision.kind not in measured:
+        measured[decision.kind] = autotune.measured_order(
+            call, decision.implementations, decision.predicted_us
+        )
+    decision.implementations, decision.is_measured = measured[decision.kind], True
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:
@@ -115,13 +143,13 @@ def _decide(
     config: str,
 ) -> Decision:
     """Agree on a call with all ranks, and choose how it runs. Collective."""
-    mark = group.agree(
-        operator.name,
+    agreed = {
         **operator.agreed(operands, splits, group),
         **operands.agreed(),
-        impl=impl,
-        config=config,
-    )
+        "impl": impl,
+        "config": config,
+    }
+    mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
@@ -130,6 +158,8 @@ def _decide(
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
+        choice.times_us if impl == "auto" and not config else {},
+        (operator.name, *agreed.items()),
     )
 
 

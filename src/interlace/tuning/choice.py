@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from interlace import tuning
@@ -19,7 +20,7 @@ class Choice(Generic[Config]):
         impl: The implementation.
         config: The fused kernel's configuration.
         reason: Why, for :func:`interlace.explain`.
-        order: Implementations, the fastest first.
+        times_us: Predicted times in microseconds by implementation, the shortest first.
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.
@@ -28,7 +29,7 @@ class Choice(Generic[Config]):
     impl: str
     config: Config
     reason: str
-    order: tuple[str, ...] = ()
+    times_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_known: bool = False
     faster: tuple[str, ...] = ()
     is_exact: bool = False
@@ -38,7 +39,7 @@ class Choice(Generic[Config]):
         """Return the implementations in the order in which a call tries them; the last one can run
         any call.
         """
-        return tuple(dict.fromkeys((self.impl, *self.order, "unfused")))
+        return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
 
 def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:

@@ -1,0 +1,114 @@
+"""Measured times of implementations, kept on disk for the user's next programs.
+
+A kind of call has a file of its own, which is replaced as a whole. So programs that measure at the
+same time need no lock: the last one to finish is remembered, and no reader sees half of a file.
+Whatever is wrong with the folder or a file, the caller is warned and goes on as if nothing had been
+measured; what is read is data, and never executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MOST_FILES = 4096
+"""Kinds of calls that are remembered; a file has some hundred bytes."""
+
+
+def default_folder() -> Path:
+    """Return the folder of measured times: in ``INTERLACE_CACHE_DIR``, or the user's cache."""
+    chosen = os.environ.get("INTERLACE_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / "measured"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "interlace" / "measured"
+
+
+class MeasuredTimes:
+    """Times in microseconds by kind of call and implementation, in files of one folder.
+
+    A kind of call is a dictionary that JSON can hold: operator, sizes, dtype, ranks, and the
+    versions and the GPU that times depend on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Use a folder, which is made when something is written."""
+        self._folder = folder
+        self._has_warned = False
+
+    def read(self, kind: Mapping[str, Any]) -> dict[str, float] | None:
+        """Return the times of a kind of call; None if it was not measured or cannot be read."""
+        file = self._file(kind)
+        try:
+            if not self._is_own():
+                return None
+            document = json.loads(file.read_text(encoding="utf-8"))
+            times = {str(name): float(us) for name, us in document["times_us"].items()}
+            # A hash may collide, and a file may have been edited.
+            if document["kind"] == json.loads(json.dumps(kind)) and all(
+                math.isfinite(us) and us > 0 for us in times.values()
+            ):
+                return times
+            raise ValueError("it is of another kind of call")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            self._warn(f"{file} is ignored: {error!r}")
+            return None
+
+    def write(self, kind: Mapping[str, Any], times_us: Mapping[str, float]) -> None:
+        """Remember the times of a kind of call, and forget the oldest ones beyond the limit."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_own():
+                return
+            content = json.dumps({"kind": dict(kind), "times_us": dict(times_us)}, indent=1)
+            descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".part")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(content + "\n")
+                os.replace(name, self._file(kind))
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+            self._forget_oldest()
+        except OSError as error:
+            self._warn(f"measured times are not kept in {self._folder}: {error!r}")
+
+    def _file(self, kind: Mapping[str, Any]) -> Path:
+        text = json.dumps(kind, sort_keys=True)
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+    def _is_own(self) -> bool:
+        """Return whether the folder is the user's; another user's files are not trusted."""
+        status = self._folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return True
+        self._warn(f"{self._folder} is ignored: others than this user may write to it")
+        return False
+
+    def _forget_oldest(self) -> None:
+        files = sorted(self._folder.glob("*.json"), key=_age)
+        for file in files[: max(0, len(files) - MOST_FILES)]:
+            # Another process may have removed it.
+            file.unlink(missing_ok=True)
+
+    def _warn(self, text: str) -> None:
+        # Once is enough: the program goes on, by predictions.
+        if not self._has_warned:
+            warnings.warn(f"interlace: {text}", RuntimeWarning, stacklevel=3)
+            self._has_warned = True
+
+
+def _age(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,234 @@
+"""``interlace.autotune``: what is measured, that ranks agree, and what is remembered. Times are
+made up, as the CPU backend has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.gemm import autotune
+from interlace.gemm.choice import choose_product
+from interlace.operators.gemm_all_reduce import GemmAllReduce
+from interlace.tuning import measured
+from interlace.tuning.choice import Choice
+from interlace.tuning.measured import MeasuredTimes
+
+PREDICTED = {"chunked": 10.0, "fused": 12.0, "unfused": 14.0, "triggered": 40.0}
+KIND = {"operator": "gemm_all_reduce", "x": [8, 16], "ranks": 2}
+
+
+class _Machine:
+    """A group whose implementations take the times that it is told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, times: dict[str, Any]) -> None:
+        self.timed: list[str] = []
+        self.memory = MeasuredTimes(folder)
+        self.times = times
+        choice = choose_product(
+            "gemm_all_reduce", GemmAllReduce.config_type, rows=8, columns=8, inner=8,
+            dtype=torch.float32, world_size=2, device=torch.device("cpu"),
+        )  # fmt: skip
+        predicted = Choice("chunked", choice.config, "predicted", times_us=PREDICTED)
+        patch.setattr(GemmAllReduce, "choose", lambda *_, **__: predicted)
+        patch.setattr(autotune, "may_measure", lambda call: call.group.world_size > 1)
+        patch.setattr(autotune, "_memory", lambda: self.memory)
+        patch.setattr(autotune, "_attempt", self.attempt)
+
+    def attempt(self, call: Any, implementation: Any, samples: int) -> float | None:
+        self.timed.append(implementation.name)
+        us: float | None = self.times.get(implementation.name)
+        return us
+
+
+def _call(rows: int = 6) -> None:
+    x, w = torch.ones(rows, 4), torch.ones(5, 4)
+    y = interlace.gemm_all_reduce(x, w)
+    assert torch.equal(y, torch.full_like(y, 4.0 * dist.get_world_size()))
+
+
+def _order(rows: int = 6) -> list[str]:
+    group = interlace.group_of()
+    kinds = [order for kind, order in group.cache.measured.items() if (rows, 4) in kind[1]]
+    return [each.name for each in kinds[0]] if kinds else []
+
+
+def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]) -> Any:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        interlace.group_of().release()
+        machine = _Machine(patch, Path(folder) / str(rank), times[rank])
+        if remembered[rank]:
+            _call()
+            kind: dict[str, Any] = {}
+            patch.setattr(autotune, "kind_of", lambda call: kind)
+            machine.memory.write(kind, {"chunked": 9.0, "fused": 8.0, "unfused": 7.0})
+        else:
+            patch.setattr(autotune, "kind_of", lambda call: {})
+            _call()
+        assert _order() == [], "nothing is measured without being asked"
+        with interlace.autotune():
+            _call()
+            first = list(machine.timed)
+            _call()
+            with interlace.autotune(False):
+                _call(7)
+        assert machine.timed == first, "once for each kind"
+        assert _order(7) == []
+        _call()
+        order = _order()
+        kept = machine.memory.read({})
+        interlace.group_of().release()
+        return first, order, kept
+
+
+def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None:
+    """The slowest rank's time counts, and what fails on one rank is none's; triggered takes four
+    times the shortest and is not measured.
+    """
+    times = [
+        {"chunked": 11.0, "fused": 9.0, "unfused": 8.0},
+        {"chunked": 10.0, "fused": 12.0},
+    ]
+    results = ranks(2).run(_measured, str(tmp_path), times, [False, False])
+    for rank, (timed, order, kept) in enumerate(results):
+        assert timed == ["chunked", "fused", "unfused"]
+        assert order[:2] == ["chunked", "fused"]
+        assert set(order[2:]) == {"triggered", "unfused"}, "in the order of the predictions"
+        assert kept == ({"chunked": 11.0, "fused": 12.0} if rank == 0 else None)
+
+
+def test_what_rank_0_remembers_counts(ranks: Any, tmp_path: Path) -> None:
+    """Ranks whose memories differ agree: rank 1 has none, and nobody measures."""
+    for timed, order, _ in ranks(2).run(_measured, str(tmp_path), [{}, {}], [True, False]):
+        assert timed == []
+        assert order[:3] == ["unfused", "fused", "chunked"]
+
+
+def test_what_rank_0_does_not_remember_is_measured(ranks: Any, tmp_path: Path) -> None:
+    times = [{"chunked": 3.0, "fused": 2.0, "unfused": 4.0}] * 2
+    for timed, order, _ in ranks(2).run(_measured, str(tmp_path), times, [False, True]):
+        assert len(timed) == 3
+        assert order[:3] == ["fused", "chunked", "unfused"]
+
+
+def _on_the_cpu() -> int:
+    interlace.group_of().release()
+    with interlace.autotune():
+        _call()
+    return len(interlace.group_of().cache.measured)
+
+
+def test_nothing_is_measured_on_the_cpu(ranks: Any) -> None:
+    assert ranks(2).run(_on_the_cpu) == [0, 0]
+
+
+def test_as_many_are_measured_as_fit_in_the_budget() -> None:
+    candidates: Any = [SimpleNamespace(name=name) for name in "abcd"]
+    few = autotune.near_the_best(candidates, {"a": 10.0, "b": 14.9, "c": 15.1, "d": 11.0})
+    assert [each.name for each in few] == ["a", "b", "d"]
+    slow = autotune.near_the_best(candidates, dict.fromkeys("abcd", 20e3))
+    assert [each.name for each in slow] == ["a", "b"]
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("INTERLACE_AUTOTUNE", value)
+        autotune._by_environment.cache_clear()
+        assert autotune.is_enabled() is expected
+        with interlace.autotune(False):
+            assert not autotune.is_enabled()
+        with interlace.autotune():
+            assert autotune.is_enabled()
+    autotune._by_environment.cache_clear()
+
+
+# Files
+
+
+def test_times_are_remembered(tmp_path: Path) -> None:
+    folder = tmp_path / "interlace"
+    assert MeasuredTimes(folder).read(KIND) is None
+    MeasuredTimes(folder).write(KIND, {"fused": 1.5, "unfused": 2.0})
+    assert MeasuredTimes(folder).read(KIND) == {"fused": 1.5, "unfused": 2.0}
+    assert MeasuredTimes(folder).read({**KIND, "ranks": 4}) is None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [file.suffix for file in folder.iterdir()] == [".json"], "no part of a file is left"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{", '{"kind": {}, "times_us": {"fused": 1.0}}', '{"kind": 1}',
+        '{"kind": KIND, "times_us": {"fused": "fast"}}',
+        '{"kind": KIND, "times_us": {"fused": -1}}',
+        '{"kind": KIND, "times_us": [1]}', "\x00\x01",
+    ],
+)  # fmt: skip
+def test_files_that_are_none_are_ignored(tmp_path: Path, text: str) -> None:
+    memory = MeasuredTimes(tmp_path)
+    memory.write(KIND, {"fused": 1.5})
+    (file,) = tmp_path.iterdir()
+    file.write_text(text.replace("KIND", json.dumps(KIND)))
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert memory.read(KIND) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert memory.read(KIND) is None, "one warning is enough"
+
+
+def test_a_folder_that_others_may_write_is_ignored(tmp_path: Path) -> None:
+    MeasuredTimes(tmp_path).write(KIND, {"fused": 1.5})
+    tmp_path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others than this user may write to it"):
+        assert MeasuredTimes(tmp_path).read(KIND) is None
+    tmp_path.chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    memory = MeasuredTimes(tmp_path / "file" / "folder")
+    with pytest.warns(RuntimeWarning, match="measured times are not kept in"):
+        memory.write(KIND, {"fused": 1.5})
+    assert memory.read(KIND) is None
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        MeasuredTimes(tmp_path).write(KIND, {"fused": 1.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "MOST_FILES", 3)
+    memory = MeasuredTimes(tmp_path)
+    for ranks in range(5):
+        memory.write({**KIND, "ranks": ranks}, {"fused": 1.0 + ranks})
+        by_age = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime)
+        for age, file in enumerate(by_age):
+            os.utime(file, (time.time() - 100 + age,) * 2)
+    found = [memory.read({**KIND, "ranks": ranks}) for ranks in range(5)]
+    assert found == [None, None, {"fused": 3.0}, {"fused": 4.0}, {"fused": 5.0}]
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.delenv("INTERLACE_CACHE_DIR", raising=False)
+    assert measured.default_folder() == Path("/somewhere/interlace/measured")
+    monkeypatch.setenv("INTERLACE_CACHE_DIR", "/elsewhere")
+    assert measured.default_folder() == Path("/elsewhere/measured")

@@ -1,0 +1,80 @@
+"""Measurements at the first call of a kind. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.gemm import autotune
+from interlace.tuning.measured import MeasuredTimes
+
+pytestmark = pytest.mark.gpu
+
+ROWS, COLUMNS, INNER = 4096, 4096, 2048
+
+
+def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
+    """What was measured, in what order; the seconds that it took, the error, and files."""
+    group = interlace.group_of()
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    x, w = (
+        torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+        for shape in ((ROWS, INNER), (COLUMNS, INNER))
+    )
+    expected = interlace.gemm_reduce_scatter(x, w, impl="unfused").double()
+    with pytest.MonkeyPatch.context() as patch:
+        memory = MeasuredTimes(Path(folder))
+        patch.setattr(autotune, "_memory", lambda: memory)
+        for impl in ("fused", "chunked", "remote_stores", "async_tp"):
+            interlace.gemm_reduce_scatter(x, w, impl=impl)  # compiles
+        torch.cuda.synchronize()
+        with interlace.autotune():
+            start = time.monotonic()
+            interlace.gemm_reduce_scatter(x, w)
+            torch.cuda.synchronize()
+            seconds = time.monotonic() - start
+        measured = [list(order) for order in group.cache.measured.values()][-1]
+        files = len(list(Path(folder).glob("*.json")))
+        y = interlace.gemm_reduce_scatter(x, w).double()
+        # A program that runs later remembers, and ranks agree on what rank 0 remembers.
+        group.release()
+        patch.setattr(autotune, "measure", lambda *_: pytest.fail("it is remembered"))
+        with interlace.autotune():
+            interlace.gemm_reduce_scatter(x, w)
+        again = [list(order) for order in group.cache.measured.values()][-1]
+    interlace.synchronize()
+    error = float((y - expected).norm() / expected.norm())
+    names = [each.name for each in measured]
+    return names, [each.name for each in again], seconds, error, files
+
+
+def test_ranks_measure_and_remember(ranks: Any, own_gpus: None, tmp_path: Path) -> None:
+    found = ranks(2).run(_measured, str(tmp_path))
+    for measured, again, seconds, error, files in found:
+        assert measured == again == found[0][0]
+        assert error < 1e-2
+        assert seconds < 5, "100 ms of the GPU's time, beside making outputs and graphs"
+        assert files == 1
+
+
+def _captured() -> int:
+    x, w = (torch.ones(256, 512, device="cuda").bfloat16() for _ in range(2))
+    interlace.gemm_all_reduce(x, w)
+    before = len(interlace.group_of().cache.measured)
+    graph = torch.cuda.CUDAGraph()
+    with interlace.autotune(), torch.cuda.graph(graph):
+        y = interlace.gemm_all_reduce(x, w)
+    graph.replay()
+    interlace.synchronize()
+    assert float(y.max()) == 512.0 * dist.get_world_size()
+    return len(interlace.group_of().cache.measured) - before
+
+
+def test_captured_calls_are_not_measured(ranks: Any, world_size: int) -> None:
+    assert ranks(world_size).run(_captured) == [0] * world_size

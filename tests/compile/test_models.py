@@ -143,6 +143,11 @@ def _inductor() -> tuple[dict[str, float], list[str]]:
         with installed(), torch.no_grad():
             outputs["installed"], code = run_and_get_code(torch.compile(model, fullgraph=True), x)
         codes += code
+        torch.compiler.reset()
+        # By its name, as programs say it that take a backend's name.
+        named = torch.compile(model, backend="interlace", fullgraph=True)
+        outputs["by name"], code = run_and_get_code(named, x)
+        codes += code
     torch.compiler.reset()
     return {
         name: float((y - expected).norm() / expected.norm()) for name, y in outputs.items()
@@ -155,10 +160,42 @@ def test_inductor(ranks: Any) -> None:
     """
     for errors, codes in ranks(2).run(_inductor):
         assert max(errors.values()) < 1e-6
-        assert len(codes) == 2
+        assert len(codes) == 3
         for code in codes:
             assert "torch.ops.interlace.gemv_all_reduce.default" in code
             assert "_c10d_functional.all_reduce_" not in code
+
+
+def _slots() -> list[bool]:
+    """What is in Inductor's slot while the pass is installed, and afterwards."""
+    from torch._inductor import config
+
+    class Other(InductorPass):
+        """Another project's."""
+
+    def slot() -> Any:
+        return config.post_grad_custom_pre_pass
+
+    other = Other()
+    with config.patch(post_grad_custom_pre_pass=other):
+        interlace.compile.install()
+        ours = slot()
+        interlace.compile.install()
+        found = [ours is not other, ours.first is other, slot() is ours]
+        interlace.compile.uninstall()
+        interlace.compile.uninstall()
+        found.append(slot() is other)
+        # A pass that has been put around this one stays, and this one does nothing any more.
+        interlace.compile.install()
+        outer = Other(slot())
+        config.post_grad_custom_pre_pass = outer
+        on = outer.uuid()
+        interlace.compile.uninstall()
+        return [*found, slot() is outer, outer.uuid() != on, outer.first.uuid()[1] == "off"]
+
+
+def test_the_pass_can_be_installed_for_the_whole_process(ranks: Any) -> None:
+    assert ranks(2).run(_slots) == [[True] * 7] * 2
 
 
 def _identities() -> list[Any]:

@@ -124,6 +124,16 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(M, 4), (M, 4), (N, 4), (4, N)],
         ["gemm_all_reduce"],
     ),
+    "an all-reduce in place, as Dynamo traces it": (
+        lambda x, w: (lambda y: aten.copy(y, all_reduce(y)).relu())(x @ w.t()),
+        [(M, K), (N, K)],
+        ["gemm_all_reduce"],
+    ),
+    "an all-reduce in place of a view": (
+        lambda x, w: (lambda y: aten.copy(y, all_reduce(y)) + 1)((x @ w.t()).view(2, -1, N)),
+        [(M, K), (N, K)],
+        ["gemm_all_reduce"],
+    ),
     "all-reduces added, of which one is used": (
         lambda x, w, u: (lambda total: (total + all_reduce(x @ u), total.exp()))(
             all_reduce(x @ w.t())

@@ -2,7 +2,14 @@
 operators; docs/compile.md describes it.
 """
 
-from interlace.compile.backends import InductorPass, backend, eager_backend, installed
+from interlace.compile.backends import (
+    InductorPass,
+    backend,
+    eager_backend,
+    install,
+    installed,
+    uninstall,
+)
 from interlace.compile.findings import Finding, recording
 from interlace.compile.report import Report, explain
 from interlace.compile.rewrite import fuse
@@ -15,6 +22,8 @@ __all__ = [
     "eager_backend",
     "explain",
     "fuse",
+    "install",
     "installed",
     "recording",
+    "uninstall",
 ]

@@ -27,21 +27,27 @@ class InductorPass(CustomGraphPass):
 
     It runs after autograd and before Inductor reuses memory.
 
-    Args:
-        first: Another pass for this slot, which runs before this one.
+    Attributes:
+        first: Another pass for this slot, which runs before this one; or None.
 
     Example:
         >>> torch._inductor.config.post_grad_custom_pre_pass = interlace.compile.InductorPass()
     """
 
     def __init__(self, first: Callable[[Graph], None] | None = None) -> None:
-        self._first = first
+        self.first = first
+        self._is_on = True
 
     def __call__(self, graph: Graph) -> None:
         """Fuse products and collectives where it is faster; see :func:`interlace.compile.fuse`."""
-        if self._first is not None:
-            self._first(graph)
-        fuse(graph)
+        if self.first is not None:
+            self.first(graph)
+        if self._is_on:
+            fuse(graph)
+
+    def turn_off(self) -> None:
+        """Fuse nothing from now on, for where another pass has put itself around this one."""
+        self._is_on = False
 
     def uuid(self) -> Any:
         """Return the pass's part of the key by which Inductor caches compiled graphs.
@@ -49,12 +55,13 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        if self._first is None:
-            return _fingerprint()
+        own = _fingerprint() if self._is_on else "off"
+        if self.first is None:
+            return own
         # A first pass without a key could change its output between runs, and a cached graph would
         # then be the wrong one; so its missing key must disable caching here, too.
-        first = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
-        return None if first is None else (first, _fingerprint())
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        return None if first is None else (first, own)
 
 
 def backend(
@@ -131,6 +138,42 @@ def installed() -> Iterator[None]:
 
     with config.patch({_SLOT: InductorPass(_installed_pass())}):
         yield
+
+
+_permanent: InductorPass | None = None
+
+
+def install() -> None:
+    """Make Inductor, the default backend of ``torch.compile``, run the pass in this process.
+
+    For programs that name no backend, or refuse names that they do not know. What is in Inductor's
+    slot already runs first. A second call does nothing.
+
+    Example:
+        >>> interlace.compile.install()
+        >>> torch.compile(model)(x)
+    """
+    from torch._inductor import config
+
+    global _permanent
+    if _permanent is None:
+        _permanent = InductorPass(_installed_pass())
+        setattr(config, _SLOT, _permanent)
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; graphs that were compiled stay as they are."""
+    from torch._inductor import config
+
+    global _permanent
+    if _permanent is None:
+        return
+    if getattr(config, _SLOT) is _permanent:
+        setattr(config, _SLOT, _permanent.first)
+    else:
+        # Another pass has taken the slot, and may call this one.
+        _permanent.turn_off()
+    _permanent = None
 
 
 def _installed_pass() -> Any:

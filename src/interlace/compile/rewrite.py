@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
@@ -42,6 +44,7 @@ def fuse(graph: Graph) -> list[Finding]:
         if any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder"))
         else "forward"
     )
+    replace_copies(graph)
     # Collectives are described before any is rewritten: later their operands may be gone.
     descriptions = {
         node: _description(node, direction)
@@ -63,6 +66,28 @@ def fuse(graph: Graph) -> list[Finding]:
         graph.lint()
     record(findings)
     return findings
+
+
+def replace_copies(graph: Graph) -> None:
+    """Replace the copy with which an in-place collective ends, by the collective's result.
+
+    ``dist.all_reduce(y)`` is traced as a collective of y, a wait, and ``copy(y, waited)``, the new
+    y. The copy takes of y only its shape, strides and dtype, which the result has as well; but it
+    is another use of the product.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        target, source = (argument(node, 0, "self"), argument(node, 1, "src"))
+        if not isinstance(source, Node) or source.target is not collectives.WAIT:
+            continue
+        with contextlib.suppress(LeftAlone):
+            y, waited = value(target), value(source)
+            if _layout(y) == _layout(waited):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _description(node: Node, direction: str) -> dict[str, Any]:

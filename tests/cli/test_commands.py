@@ -44,6 +44,31 @@ for module in ("torch", "triton", "matplotlib", "numpy"):
         assert command in done.stdout
 
 
+def test_explain_needs_no_gpu() -> None:
+    done = run("explain", "gemm_reduce_scatter", "8192x8192x2048", "6001x5120x2560", "-n", 4)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert lines[0] == "gemm_reduce_scatter of 8192 x 8192 x 2048, bfloat16, 4 ranks, NVIDIA H200"
+    assert lines[2].split()[0] == "chunked", "the fastest first"
+    assert "unfused (PyTorch's)" in done.output
+    assert "triggered" not in done.output.split("6001")[1], "which takes even rows only"
+    assert "Predicted, not measured: " in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embedding_all_to_all", "1x1x1"], "must be an operator around one product"),
+        (["gemm_all_reduce", "8x8x8", "--gpu", "tpu"], "--gpu must name one of NVIDIA H200"),
+        (["gemm_all_reduce", "8x8"], "must be MxNxK"),
+    ],
+)
+def test_what_explain_refuses(arguments: list[str], message: str) -> None:
+    done = run("explain", *arguments)
+    assert done.exit_code == 1
+    assert message in done.output
+
+
 @pytest.mark.parametrize(
     ("command", "default"),
     [

@@ -113,6 +113,22 @@ def doctor(json_file: JsonFile = None) -> None:
 
 
 @app.command()
+def explain(
+    operator: Annotated[str, typer.Argument(help="Such as gemm_reduce_scatter.")],
+    shapes: Annotated[
+        list[str], typer.Argument(metavar="MxNxK...", help="One rank's product: 8192x8192x2048.")
+    ],
+    gpu: Annotated[str, typer.Option(help="A GPU whose profile is shipped.")] = "h200",
+    world_size: Annotated[int, typer.Option("--world-size", "-n", min=2, max=8, help="Ranks.")] = 4,
+    dtype: HalfDtype = "bfloat16",
+) -> None:
+    """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU."""
+    from interlace.cli.explain import run_explain
+
+    run_explain(operator, shapes, gpu, world_size, dtype)
+
+
+@app.command()
 def demo(
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, max=8, help="Ranks.")] = 4,
     backend: Annotated[

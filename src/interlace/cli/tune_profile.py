@@ -39,7 +39,8 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
         start,
         compositions=compositions,
         source=f"{start.source.split('; compositions')[0]}; compositions: {len(points)} times of "
-        f"{len(calls)} calls in {', '.join(sorted(file.name for file in files))}",
+        f"{len(calls)} calls",
+        results=sorted(file.name for file in files),
     )
     table = make_table("operator", "implementation", "times", "median error", "90 % below")
     for operator, implementations in compositions.items():

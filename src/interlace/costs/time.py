@@ -17,7 +17,7 @@ import importlib.resources
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from interlace.costs.registry import find_cost
@@ -91,6 +91,7 @@ class MachineProfile:
     Attributes:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
         source: where the figures come from.
+        results: names of the files of results to which the compositions were fitted.
         processors: number of streaming multiprocessors.
         product: rates of products.
         link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
@@ -104,6 +105,7 @@ class MachineProfile:
     product: ProductRates
     link_bytes_per_s: float
     compositions: Mapping[str, Mapping[str, Composition]]
+    results: Sequence[str] = ()
     is_guess: bool = False
 
     def tile_us(self, block_m: int, block_n: int, inner: int, itemsize: int) -> float:
@@ -252,6 +254,13 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
         product=dataclasses.replace(model.product, flops_per_s=rate),
         is_guess=True,
     )
+
+
+def profiled_gpus() -> list[str]:
+    """Return the names of the GPUs whose profiles are shipped."""
+    folder = importlib.resources.files("interlace.costs") / "profiles"
+    files = (file for file in folder.iterdir() if file.name.endswith(".json"))
+    return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
 
 
 def parse_profile(text: str) -> MachineProfile:

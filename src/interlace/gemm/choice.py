@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -51,8 +51,53 @@ _MARGIN = 0.02
 _GUESS_MARGIN = 0.15
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The properties of a GPU that choices depend on.
+
+    Attributes:
+        name: As ``torch.cuda.get_device_name`` has it.
+        processors: The number of streaming multiprocessors.
+        shared_bytes: Shared memory that a program may have.
+    """
+
+    name: str
+    processors: int
+    shared_bytes: int
+
+    @staticmethod
+    def of(device: torch.device) -> Gpu:
+        """Return the properties of a device."""
+        properties = torch.cuda.get_device_properties(device)
+        least = properties.shared_memory_per_block
+        shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", least))
+        name = torch.cuda.get_device_name(device)
+        return Gpu(name, properties.multi_processor_count, shared_bytes)
+
+
 @functools.cache
 def choose_product(
+    operator: str,
+    config_type: type[Config],
+    *,
+    device: torch.device,
+    default: str = "fused",
+    **call: Any,
+) -> Choice[Config]:
+    """Return the implementation that takes the least time; on the CPU backend the kernel.
+
+    Args:
+        device: The device of the operands.
+        default: The implementation to take where no time is known.
+        call: As :func:`choose_on` takes it.
+    """
+    if device.type == "cpu":
+        return on_cpu(dataclasses.replace(config_type(), **_CPU), default)
+    return choose_on(Gpu.of(device), operator, config_type, default=default, **call)
+
+
+def choose_on(
+    gpu: Gpu,
     operator: str,
     config_type: type[Config],
     *,
@@ -61,19 +106,15 @@ def choose_product(
     inner: int,
     dtype: torch.dtype,
     world_size: int,
-    device: torch.device,
     default: str = "fused",
 ) -> Choice[Config]:
-    """Return the implementation that takes the least time; on the CPU backend the kernel.
+    """Return the implementation that takes the least time on a GPU, which need not be here.
 
     Args:
         rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the
             rows of one rank's split).
         default: The implementation to take where no time is known.
     """
-    if device.type == "cpu":
-        small = dataclasses.replace(config_type(), **_CPU)
-        return on_cpu(small, default)
     sizes = {"rows": rows, "columns": columns, "inner": inner}
     point = tuning.Point(
         world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
@@ -83,16 +124,17 @@ def choose_product(
         rows=rows // world_size,
         inner=inner,
         dtype=dtype,
-        shared_bytes=_shared_bytes(device),
+        shared_bytes=gpu.shared_bytes,
     )
-    tabulated = by_table(operator, torch.cuda.get_device_name(device), point, start, default)
+    tabulated = by_table(operator, gpu.name, point, start, default)
     if dtype in _PREDICTED and world_size > 1:
-        profile, config = _profile(device), tabulated.config
+        profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
         call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)
         times_us = predicted_times(profile, operator, call, (config.block_m, config.block_n))
         # What refuses every call of these sizes is no candidate, and no part of the reason.
         declaration = operator_named(operator)
-        terms = Terms.of_sizes(rows, columns, dtype, device.type)
+        terms = Terms.of_sizes(rows, columns, dtype, "cuda")
+        terms = dataclasses.replace(terms, is_even=rows % world_size == 0)
         times_us = {
             name: time
             for name, time in times_us.items()
@@ -146,11 +188,6 @@ def _fastest(
     )
 
 
-def _profile(device: torch.device) -> MachineProfile:
-    properties = torch.cuda.get_device_properties(device)
-    return profile_of(torch.cuda.get_device_name(device), properties.multi_processor_count)
-
-
 def default_config(
     config_type: type[Config], *, rows: int, inner: int, dtype: torch.dtype, shared_bytes: int
 ) -> Config:
@@ -174,10 +211,3 @@ def default_config(
                 block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, stagger=stagger
             )
     return config_type(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2)
-
-
-def _shared_bytes(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(
-        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    )

@@ -1,0 +1,88 @@
+"""``interlace explain``: what ``impl="auto"`` takes on a GPU that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+
+from interlace.cli.bench_products import parse_work
+from interlace.cli.console import make_console
+from interlace.cli.tables import make_table
+from interlace.costs.time import Call, profile_of, profiled_gpus
+from interlace.errors import ArgumentError
+from interlace.gemm.choice import Gpu, choose_on
+from interlace.gemm.operator import GemmOperator
+from interlace.registry import operator_matching, operator_named
+
+_SHARED_BYTES = 227 << 10
+"""Shared memory of a program on the GPUs whose profiles are shipped."""
+
+
+def run_explain(
+    operator: str, shapes: Sequence[str], gpu: str, world_size: int, dtype: str
+) -> None:
+    """Print the predicted times of every implementation for each shape ``MxNxK``.
+
+    Raises:
+        ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
+            none.
+    """
+    declaration = operator_named(operator)
+    if declaration.pattern[:1] == ("gemv",):
+        # The two names are one decision.
+        declaration = operator_matching("gemm", declaration.collective)
+    if not isinstance(declaration, GemmOperator):
+        raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
+    name = _gpu_named(gpu)
+    console = make_console()
+    itemsize = getattr(torch, dtype).itemsize
+    for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
+        call = Call(rows, columns, inner, itemsize, world_size)
+        console.print(
+            f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
+            f"{name}"
+        )
+        console.print(_table(declaration, name, call, dtype))
+        console.print()
+    console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
+
+
+def _gpu_named(text: str) -> str:
+    """Return the one profiled GPU whose name contains a text.
+
+    Raises:
+        ArgumentError: There is none, or several.
+    """
+    known = profiled_gpus()
+    found = [name for name in known if text.lower() in name.lower()]
+    if len(found) != 1:
+        raise ArgumentError(f"--gpu must name one of {', '.join(known)}; got {text!r}.")
+    return found[0]
+
+
+def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table:
+    profile = profile_of(gpu)
+    choice = choose_on(
+        Gpu(gpu, profile.processors, _SHARED_BYTES),
+        declaration.name,
+        cast(Any, declaration.config_type),
+        rows=call.rows,
+        columns=call.columns,
+        inner=call.inner,
+        dtype=getattr(torch, dtype),
+        world_size=call.world_size,
+    )
+    table = make_table("implementation", "us", "of the best stock pair")
+    pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
+    for name, us in choice.times_us.items():
+        marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
+        table.add_row(marked, f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else "")
+    product_us = profile.library_product_us(call.rows, call.columns, call.inner, call.itemsize)
+    table.add_row("the product alone", f"{product_us:.0f}", "", style="dim")
+    table.add_row(
+        "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"
+    )
+    return table

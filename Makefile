@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples test-gpu smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples test-gpu test-integrations smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -50,6 +50,11 @@ examples: setup
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and not alone' -n 12 --dist worksteal
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and alone'
+
+# Programs that people run, from the package index: make test passes over those that are absent.
+test-integrations: setup
+	$(BIN)/python -m pip install --quiet --editable '.[test,integrations]'
+	$(BIN)/python -m pytest tests/integrations
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

@@ -308,3 +308,37 @@ def test_what_cannot_be_run_is_refused(ranks, call, requirement):
 def _refused(call):
     dist.barrier()
     return error_of(call.make)[:2]
+
+
+def _without_symmetric_memory():
+    """Rank 1 gets none of PyTorch's: what comes of a stock pair that was, and was not, asked for,
+    and how often it was tried.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    process_group, tries = dist.new_group(), []
+    group = interlace.group_of(process_group)
+
+    def empty(*size, dtype, device):
+        tries.append(size)
+        if dist.get_rank():
+            raise RuntimeError("no memory can be shared here")
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "empty", empty)
+        patch.setattr(symmetric_memory, "rendezvous", lambda *_: None)
+        results = [_sum_of(8, "two_shot", process_group, False) for _ in range(2)]
+        error = error_of(_sum_of, 8, "two_shot", process_group, True)
+    group.release()
+    return results, len(tries), error
+
+
+def test_stock_pairs_without_their_memory_on_one_rank(ranks):
+    """Every rank goes on with another implementation, and does not try again unless asked."""
+    for rank, (results, tries, error) in enumerate(ranks(2).run(_without_symmetric_memory)):
+        assert results == [None, None]
+        assert tries == 2
+        assert error[0] == "BackendError"
+        assert "no memory can be shared here" in error[1]
+        assert ("rank 1" in error[1]) == (rank == 0)

@@ -14,7 +14,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from interlace.errors import WorkspaceError
+from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused
 from interlace.gemm.terms import Terms
@@ -112,11 +112,11 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     where it has to be allocated.
 
     Returns:
-        None where it would have to be allocated while a CUDA graph is captured, and the caller has
-        not asked for this implementation.
+        None where it cannot be had, or not while a CUDA graph is captured, and the caller has not
+        asked for this implementation.
 
     Raises:
-        WorkspaceError: The same where the caller has asked for it.
+        WorkspaceError, BackendError: The same where the caller has asked for it.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
@@ -127,8 +127,8 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     # Captured graphs refer to the memory, so none is given up for a larger one. Powers of two keep
     # the sum of all sizes below twice the largest.
     numel = next_power_of_2(rows * columns)
-    memory = group.kept.get(("stock", dtype, numel))
-    if memory is None:
+    key = ("stock", dtype, numel)
+    if key not in group.kept or (group.kept[key] is None and call.is_explicit):
         # Allocating symmetric memory is collective and waits on the host, which a capture forbids.
         if group.capture_id() is not None:
             if not call.is_explicit:
@@ -137,11 +137,18 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
                 "memory of a stock pair must be allocated before a CUDA graph is captured. Call "
                 "the operator once with these shapes first."
             )
-        with group.indivisible("allocating memory of a stock pair"):
-            memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
-            symmetric_memory.rendezvous(memory, name)
-            group.kept["stock", dtype, numel] = memory
-    return memory[: rows * columns].view(rows, columns), name
+        memory = None
+        try:
+            with group.together("allocating memory of a stock pair"):
+                memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
+                symmetric_memory.rendezvous(memory, name)
+        except (WorkspaceError, BackendError):  # on every rank alike
+            if call.is_explicit:
+                raise
+            memory = None
+        group.kept[key] = memory
+    memory = group.kept[key]
+    return None if memory is None else (memory[: rows * columns].view(rows, columns), name)
 
 
 ONE_SHOT = Implementation(

@@ -220,7 +220,6 @@ def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:
         "rows": 8192,
         "columns": 2048,
         "impl": "fused",
-        "fallback": "fused",
         "config": "one_shot 4 512 4 1 0 0",
         "fused_us": 12.0,
         "unfused_us": 24.0,

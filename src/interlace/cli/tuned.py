@@ -1,9 +1,9 @@
 """Tuned tables as files: what ``interlace tune`` writes and ``interlace.tuning`` reads.
 
 ``{"machine": {...}, "operator": str, "entries": [...]}``, an entry being one measured point:
-world_size, dtype and the operator's sizes; impl; fallback, the faster one of fused and unfused,
-for operands that impl cannot take; config, empty if there is no kernel to configure; fused_us,
-mapped_us and the like where measured, unfused_us (the fastest unfused pair) and unfused (its name).
+world_size, dtype and the operator's sizes; impl; config, empty if there is no kernel to configure;
+fused_us, chunked_us and the like where measured, unfused_us (the fastest unfused pair) and unfused
+(its name).
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ def entry(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table's entry for one benchmark result."""
     summary, operator = summarise(result), operator_named(str(result["operator"]))
     times = impl_times(result)
-    # The first implementation is the one that takes any operands.
-    general = operator.implementations[0].name
     return {
         **{name: result[name] for name in ("world_size", "dtype", *operator.sizes)},
         "impl": fastest_impl(result)[0],
-        "fallback": fastest_impl(result, among=(general, "unfused"))[0],
         "config": result["config"],
         **{f"{impl}_us": times[impl] for impl in own_impls(result)},
         "unfused_us": summary.unfused[1],

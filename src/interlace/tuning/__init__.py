@@ -27,28 +27,22 @@ class Entry:
 
     Attributes:
         impl: the fastest implementation there.
-        fallback: the fastest one that takes any operands: ``"fused"`` or ``"unfused"``.
         config: the fused kernel's best; empty for an operator without a kernel of its own.
-        is_exact: whether the entry is of the very sizes, ranks and dtype that were asked for.
+        reason: what was measured, for :func:`interlace.explain`.
         faster: implementations that are faster than the fastest unfused pair.
-        times_us: median time of each implementation; ``"unfused"`` is among them if it is the
-            fastest of the stock pairs.
+        is_exact: whether the entry is of the very sizes, ranks and dtype that were asked for.
     """
 
     impl: str
-    fallback: str
     config: str
     reason: str
     faster: tuple[str, ...]
-    times_us: dict[str, float]
     is_exact: bool
 
 
 # A size that differs by more than this factor is another regime: better a default than a wrong
 # lesson.
 _FARTHEST_LOG2 = 2.0
-
-_UNFUSED = "cuBLAS + NCCL"
 
 
 def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
@@ -86,15 +80,11 @@ def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
         f"{times}best unfused pair {entry['unfused_us']} us{pair}"
     )
     faster = tuple(way for way in ours if entry[f"{way}_us"] < entry["unfused_us"])
-    # impl="unfused" is cuBLAS and NCCL; another pair's time says nothing about it.
-    timed = [*ours, "unfused"] if entry.get("unfused") == _UNFUSED else ours
     return Entry(
         str(entry["impl"]),
-        str(entry.get("fallback", "unfused")),
         str(entry["config"]),
         reason,
         faster,
-        {way: float(entry[f"{way}_us"]) for way in timed},
         is_exact=best[0] == 0,
     )
 

@@ -39,7 +39,8 @@ def test_every_implementation_of_a_draw(ranks: Any, operator: str) -> None:
         assert result["times"]["fused"]["role"] == "ours"
         assert result["auto"] == "fused", "the cpu backend takes the kernel"
         assert result["relative_error"] < 1e-5
-        assert ratios_of([result]) == {operator: [(1.0, 1.0)]}
+        assert result["measured"] == "fused", "nothing is measured on the CPU"
+        assert ratios_of([result]) == ratios_of([result], "measured") == {operator: [(1.0, 1.0)]}
 
 
 def test_draws_come_again_and_are_what_models_have() -> None:

@@ -11,6 +11,7 @@ from interlace.bench import products
 from interlace.bench.draws import Draw
 from interlace.bench.timing import measure
 from interlace.errors import InterlaceError
+from interlace.gemm.autotune import autotune
 
 _SAMPLES, _GRAPH_US = 5, 600.0
 """Less than other benchmarks take: many shapes say more than the last percent of one."""
@@ -21,7 +22,8 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
     Returns:
         The result, with the times of all implementations that can run the call. ``auto`` is the one
-        that ``impl="auto"`` takes, and ``left_out`` says why others were not timed.
+        that ``impl="auto"`` takes, ``measured`` the one that it takes within
+        :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
     """
     shape = products.Shape(draw.operator, draw.rows, draw.columns, draw.inner, dtype)
     case = products.Case(shape)
@@ -40,13 +42,26 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
             continue
         timing = measure(way.call, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US)
         times[name] = way.entry(timing)
+    measured = [name for name in _measured_order(case) if name in times]
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
     return {
         "operator": draw.operator,
         **{name: value for name, value in dataclasses.asdict(draw).items() if name != "operator"},
         **case.header(case.choice.config, candidates[0], worst),
+        "measured": (measured or candidates)[0],
         "predicted": case.choice.reason,
         "times": times,
         "left_out": left_out,
     }
+
+
+def _measured_order(case: products.Case) -> list[str]:
+    """Return the implementations in the order that the first call measures; empty if there is only
+    one worth measuring.
+    """
+    before = len(case.owner.cache.measured)
+    with autotune():
+        case.call(0, "auto")
+    orders = list(case.owner.cache.measured.values())[before:]
+    return [each.name for order in orders for each in order]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,17 +40,23 @@ def run_sweep(
     else:
         bench.require_dtype(dtype, ("bfloat16", "float16"))
         work = list(itertools.islice(draws(seed, world_size or 2), _MOST_DRAWS))
-        document = bench.measure_on_gpus(
-            "bench",
-            "Measuring random calls",
-            work,
-            run_sweep_rank,
-            (dtype, budget_s),
-            world_size,
-            outputs,
-        )
+        with tempfile.TemporaryDirectory(prefix="interlace-sweep-") as folder:
+            # Every call is to be measured, whatever this user's programs have measured before.
+            os.environ["INTERLACE_CACHE_DIR"] = folder
+            document = bench.measure_on_gpus(
+                "bench",
+                "Measuring random calls",
+                work,
+                run_sweep_rank,
+                (dtype, budget_s),
+                world_size,
+                outputs,
+            )
     console, ratios = make_console(), ratios_of(document["results"])
-    console.print(summary_table(ratios))
+    console.print(summary_table(ratios, "Predicted"))
+    results = document["results"]
+    if all("measured" in result for result in results):
+        console.print(summary_table(ratios_of(results, "measured"), "Measured at the first call"))
     console.print(report.machine_line(document["machine"], document["date"]))
     outputs.write_plot(lambda file: draw_curves(ratios, file))
     outputs.say_written(console, "All numbers")
@@ -68,13 +76,17 @@ the fastest implementation's.
 """
 
 
-def ratios_of(results: Iterable[Mapping[str, Any]]) -> Ratios:
-    """Return how ``auto`` compares in a sweep's results."""
+def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:
+    """Return how a choice compares in a sweep's results.
+
+    Args:
+        choice: ``"auto"``, by predictions; or ``"measured"``, by the first call's measurement.
+    """
     ratios: dict[str, list[tuple[float, float]]] = {}
     for result in results:
         times = {name: time["median_us"] for name, time in result["times"].items()}
         pairs = [times[name] for name, time in result["times"].items() if time["role"] == "pair"]
-        auto = times[result["auto"]]
+        auto = times[result[choice]]
         row = auto / min(pairs), auto / min(times.values())
         ratios.setdefault(result["operator"], []).append(row)
     return ratios

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,23 @@ from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
+
+
+class Decision(NamedTuple):
+    """What ranks have agreed on for calls of one kind.
+
+    Attributes:
+        impl: The implementation.
+        config: The fused kernel's configuration.
+        mark: The number that the calls' signals carry.
+        is_predicted: Whether the implementation was chosen by predicted times, which a measurement
+            may replace.
+    """
+
+    impl: str
+    config: GemvAllReduceConfig
+    mark: int
+    is_predicted: bool
 
 
 @functools.cache
@@ -57,11 +75,10 @@ def choose(
         sizes={"tokens": tokens, "rows": rows, "columns": columns},
     )
     tabulated = by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
-    # The operator around a GEMM knows the predicted times, this kernel's among them.
-    gemm = operator_matching("gemm", "all_reduce").choose(
-        rows=tokens,
-        columns=rows,
-        inner=columns,
+    gemm = _choice_as_gemm(
+        tokens=tokens,
+        rows=rows,
+        columns=columns,
         dtype=dtype,
         world_size=world_size,
         device=device,
@@ -77,6 +94,18 @@ def choose(
         # What "gemm" takes is faster than the pairs only where it is none of them.
         faster=(impl,) if gemm.impl in gemm.faster else (),
     )
+
+
+def _choice_as_gemm(*, tokens: int, rows: int, columns: int, **context: Any) -> Choice[Any]:
+    """Return what the operator around a GEMM takes, which knows the predicted times, this kernel's
+    among them.
+
+    Args:
+        context: dtype, world_size and device.
+    """
+    gemm = operator_matching("gemm", "all_reduce")
+    choice: Choice[Any] = gemm.choose(rows=tokens, columns=rows, inner=columns, **context)
+    return choice
 
 
 def run(
@@ -105,14 +134,12 @@ def run(
         config,
     )
     decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
-    implementation, chosen, mark = decision
-    if implementation == "unfused":
+    if decision.impl == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
-    is_measured = impl == "auto" and autotune.is_enabled() and group.backend == "cuda"
-    if implementation == "gemm" or is_measured:
+    if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled()):
         gemm = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
         result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, "auto", "")
         return result.view(*x.shape[:-1], w.shape[0])
@@ -121,10 +148,10 @@ def run(
         matrix = matrix.contiguous()
     if y.numel():
         with group.running():
-            call = (OPERATOR, chosen, mark, places(matrix, w, bias, y))
+            call = (OPERATOR, decision.config, decision.mark, places(matrix, w, bias, y))
             group.replays.run(
                 call,
-                lambda: prepare(group, matrix, w, bias, y, chosen, mark)(),
+                lambda: prepare(group, matrix, w, bias, y, decision.config, decision.mark)(),
                 with_libraries=False,
             )
     return y
@@ -137,8 +164,8 @@ def _decide(
     bias: torch.Tensor | None,
     impl: str,
     config: str,
-) -> tuple[str, GemvAllReduceConfig, int]:
-    """Agree with the peers; return the implementation, the configuration and the calls' mark."""
+) -> Decision:
+    """Agree with the peers, and choose how calls of this kind run. Collective."""
     dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
     if len(set(dtypes)) > 1:
         raise ArgumentError(
@@ -158,18 +185,22 @@ def _decide(
         config=config,
     )
     (rows, columns), tokens = w.shape, x.shape[0] if x.dim() == 2 else 1
-    choice = choose(
-        tokens=tokens,
-        rows=rows,
-        columns=columns,
-        dtype=x.dtype,
-        world_size=group.world_size,
-        device=x.device,
-    )
-    return (
+    call: dict[str, Any] = {
+        "tokens": tokens,
+        "rows": rows,
+        "columns": columns,
+        "dtype": x.dtype,
+        "world_size": group.world_size,
+        "device": x.device,
+    }
+    choice = choose(**call)
+    # A caller's configuration, and a table that has the very sizes, need no measurement.
+    is_open = impl == "auto" and not config and not choice.is_exact
+    return Decision(
         choice.impl if impl == "auto" else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,
         mark,
+        is_open and bool(_choice_as_gemm(**call).times_us),
     )
 
 

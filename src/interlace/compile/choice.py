@@ -81,17 +81,13 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
     terms = _terms(product, rows, ranks)
     # What runs is the first implementation that does not refuse these operands. If that is a pair,
     # the operator would only add overhead.
-    unmet = []
-    for name in choice.candidates:
-        refusal = operator.refusal(name, terms)
-        if refusal is None:
-            break
-        unmet.append(f"impl={name!r}, which must have {refusal}")
+    name, unmet = choice.accepted(operator, terms)
     is_faster = name in choice.faster or product.device.type == "cpu"
     if is_faster and not operator.is_pair(name):
         return str(choice.reason)
     if unmet:
-        raise LeftAlone(f"{operator.name} would be faster by {' or '.join(unmet)}")
+        refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
+        raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")
     raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
 
 

@@ -161,12 +161,10 @@ class GemmOperator(Operator):
         self.validate_splits(lists)
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choose(**operands.sizes(rows), world_size=world_size)
-        terms, name, reason = operands.terms(is_even), "unfused", choice.reason
-        for name in choice.candidates:
-            refusal = self.refusal(name, terms)
-            if refusal is None:
-                break
-            reason = f"{name} must have {refusal}; {reason}"
+        name, unmet = choice.accepted(self, operands.terms(is_even))
+        reason = choice.reason
+        for refusing, lacks in unmet.items():
+            reason = f"{refusing} must have {lacks}; {reason}"
         chosen = f"{name} ({choice.config})" if name == "fused" else name
         dtype = str(x.dtype).removeprefix("torch.")
         return f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}", chosen, reason

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from interlace import tuning
+from interlace.registry import Operator
 from interlace.tuning.configuration import Configuration
 
 Config = TypeVar("Config", bound=Configuration)
@@ -40,6 +41,22 @@ class Choice(Generic[Config]):
         any call.
         """
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
+
+    def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:
+        """Return the first candidate that does not refuse a call, and what the ones before it must
+        have and have not, by name.
+
+        Args:
+            operator: The operator's declaration.
+            terms: The properties of the call by which its implementations may refuse it.
+        """
+        unmet: dict[str, str] = {}
+        for name in self.candidates:
+            refusal = operator.refusal(name, terms)
+            if refusal is None:
+                return name, unmet
+            unmet[name] = refusal
+        raise AssertionError("the unfused pair refuses no call")
 
 
 def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:

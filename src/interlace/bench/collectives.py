@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Step, Way
+from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:
     from interlace.bench.products import Case
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """Collectives that stock PyTorch has, and that are timed by themselves."""
-
-_ONE_SHOT_BYTES = 1 << 24
-"""Largest result of which torch's one-shot all-reduce is timed; beyond, it is never the fastest."""
 
 
 def gather(result: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -67,7 +65,7 @@ def _all_reduces(case: Case) -> dict[str, Step]:
             case.product, "sum", name
         ),
     }
-    if product.nbytes <= _ONE_SHOT_BYTES:
+    if product.nbytes <= ONE_SHOT_BYTES:
         steps["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(
             case.product, "sum", name
         )

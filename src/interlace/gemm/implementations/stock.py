@@ -21,7 +21,7 @@ from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
 
-_ONE_SHOT_BYTES = 1 << 24
+ONE_SHOT_BYTES = 1 << 24
 """Above this size every rank would read too much from every other one."""
 
 _SUMMED = (torch.bfloat16, torch.float32)
@@ -156,7 +156,7 @@ ONE_SHOT = Implementation(
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, shot="one"),
     functools.partial(
-        _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=_ONE_SHOT_BYTES
+        _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=ONE_SHOT_BYTES
     ),
     is_stock=True,
 )

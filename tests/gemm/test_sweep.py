@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.bench.draws import OPERATORS, Draw, draws, models
+from interlace.bench.draws import PATTERNS, Draw, draws, models
 from interlace.cli.bench_sweep import draw_curves, geometric_mean, ratios_of, today
+from interlace.registry import operator_matching
 
 SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*.json"))
 
 
-def _bench(operator: str) -> dict[str, Any]:
+def _bench(pattern: tuple[str, str]) -> dict[str, Any]:
     from interlace.bench import sweep
     from interlace.bench.timing import Timing
 
@@ -27,12 +28,14 @@ def _bench(operator: str) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "measure", measure)
-        return sweep.bench(Draw(operator, "a model", "down", 2, 8, 16, 24), torch.float32)
+        return sweep.bench(Draw(pattern, "a model", "down", 2, 8, 16, 24), torch.float32)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_every_implementation_of_a_draw(ranks: Any, operator: str) -> None:
-    for result in ranks(2).run(_bench, operator):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) -> None:
+    operator = operator_matching(*pattern).name
+    for result in ranks(2).run(_bench, pattern):
+        assert result["operator"] == operator
         assert {"fused", "chunked", "unfused"} <= result["times"].keys()
         assert result["left_out"].keys() <= {"nccl", "one_shot", "two_shot", "async_tp"}
         assert result["times"]["unfused"]["role"] == "pair"
@@ -48,15 +51,15 @@ def test_draws_come_again_and_are_what_models_have() -> None:
     assert found == list(itertools.islice(draws(7, 2), 400))
     assert found != list(itertools.islice(draws(8, 2), 400))
     assert len(models()) >= 40
-    assert {draw.operator for draw in found} == set(OPERATORS)
+    assert {draw.pattern for draw in found} == set(PATTERNS)
     hidden = {model.name: model.hidden for model in models()}
     for draw in found:
-        side = draw.inner if draw.operator == "all_gather_gemm" else draw.columns
+        side = draw.inner if draw.pattern == ("all_gather", "gemm") else draw.columns
         assert side == hidden[draw.model]
         assert min(draw.rows, draw.columns, draw.inner) > 0
-        if draw.operator in ("gemm_all_to_all", "all_gather_gemm"):
+        if draw.pattern in (("gemm", "all_to_all"), ("all_gather", "gemm")):
             assert draw.rows % 2 == 0
-    odd = sum(draw.rows % 2 for draw in found if draw.operator == "gemm_all_reduce")
+    odd = sum(draw.rows % 2 for draw in found if draw.pattern == ("gemm", "all_reduce"))
     assert 0.2 < odd / 100 < 0.5, "a third of the numbers of tokens"
 
 
@@ -87,7 +90,9 @@ def test_ratios(tmp_path: Path) -> None:
 def test_the_recorded_sweep_by_the_shipped_profile() -> None:
     """Two H200s; the profile was fitted to this sweep among others."""
     for file in SWEEPS:
-        results = [today(result) for result in json.loads(file.read_text())["results"]]
+        results = [
+            today(result, "NVIDIA H200") for result in json.loads(file.read_text())["results"]
+        ]
         for rows in ratios_of(results).values():
             pairs, best = zip(*rows, strict=True)
             assert geometric_mean(pairs) < 0.96

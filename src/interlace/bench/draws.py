@@ -14,7 +14,13 @@ from collections.abc import Iterator
 
 from interlace.units import round_up
 
-OPERATORS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all")
+PATTERNS = (
+    ("gemm", "all_reduce"),
+    ("gemm", "reduce_scatter"),
+    ("all_gather", "gemm"),
+    ("gemm", "all_to_all"),
+)
+"""The operators whose calls are drawn: computation and collective in their order."""
 
 _SHARDS = (2, 4, 8)
 _MOST_LOG2_TOKENS = 15
@@ -48,6 +54,7 @@ class Draw:
     """One call of an operator.
 
     Attributes:
+        pattern: the operator's computation and collective in their order.
         model: name of the model.
         layer: the product's place in the model.
         shards: number of ranks among which the model's weights are split. It need not be the number
@@ -55,7 +62,7 @@ class Draw:
         rows, columns, inner: M, N and K of the product on one rank.
     """
 
-    operator: str
+    pattern: tuple[str, str]
     model: str
     layer: str
     shards: int
@@ -83,38 +90,40 @@ def draws(seed: int, world_size: int) -> Iterator[Draw]:
     """
     chance, known = random.Random(seed), models()
     while True:
-        for operator in OPERATORS:
+        for pattern in PATTERNS:
             while True:
-                drawn = _draw(operator, chance, known, world_size)
+                drawn = _draw(pattern, chance, known, world_size)
                 if 2 * drawn.rows * drawn.columns * drawn.inner <= _MOST_FLOPS:
                     break
             yield drawn
 
 
-def _draw(operator: str, chance: random.Random, known: list[Model], world_size: int) -> Draw:
+def _draw(
+    pattern: tuple[str, str], chance: random.Random, known: list[Model], world_size: int
+) -> Draw:
     tokens = round(2 ** chance.uniform(0, _MOST_LOG2_TOKENS))
     multiple = chance.choice((1, 8, 128))
     rows = tokens | 1 if multiple == 1 else round_up(tokens, multiple)
     model = chance.choice(known)
     shards = chance.choice([each for each in _SHARDS if model.heads % each == 0])
-    layer, columns, inner = chance.choice(_layers(operator, model, shards))
+    layer, columns, inner = chance.choice(_layers(pattern, model, shards))
     if layer == "experts":
         rows *= model.top_k
     # The default split of an all-to-all is even; of the others, rows need not divide.
-    if operator in ("gemm_all_to_all", "all_gather_gemm"):
+    if {"all_to_all", "all_gather"} & set(pattern):
         rows = round_up(rows, world_size)
-    return Draw(operator, model.name, layer, shards, rows, columns, inner)
+    return Draw(pattern, model.name, layer, shards, rows, columns, inner)
 
 
-def _layers(operator: str, model: Model, shards: int) -> list[tuple[str, int, int]]:
+def _layers(pattern: tuple[str, str], model: Model, shards: int) -> list[tuple[str, int, int]]:
     """Return the products of a layer that an operator may stand for: name, N and K on one rank."""
     attention = model.heads * model.head_dim // shards
     projections = (model.heads + 2 * model.kv_heads) * model.head_dim // shards
     feed_forward = model.intermediate // shards
-    if operator == "gemm_all_to_all":
+    if "all_to_all" in pattern:
         if model.experts:
             return [("experts", model.hidden, model.intermediate)]
         return [("down", model.hidden, feed_forward)]
-    if operator == "all_gather_gemm":
+    if "all_gather" in pattern:
         return [("qkv", projections, model.hidden), ("gate_up", 2 * feed_forward, model.hidden)]
     return [("attention_output", model.hidden, attention), ("down", model.hidden, feed_forward)]

@@ -210,16 +210,20 @@ def unseen_choices(
         for group in groups[fold::folds]:
             declaration = operators()[group[0].operator]
             pairs = [point.us for point in group if declaration.is_pair(point.implementation)]
-            known = [
-                (us, point) for point in group if (us := point.predicted_us(fitted)) is not None
-            ]
-            if not known or not pairs:
+            chosen = predicted_fastest(fitted, group)
+            if chosen is None or not pairs:
                 continue
-            _, chosen = min(known, key=lambda each: each[0])
             ratios[declaration.name].append(
                 (chosen.us / min(pairs), chosen.us / min(point.us for point in group))
             )
     return dict(ratios)
+
+
+def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point | None:
+    """Return the point whose predicted time is the shortest; None if the profile knows none."""
+    predicted = ((point.predicted_us(profile), point) for point in points)
+    known = [(us, point) for us, point in predicted if us is not None]
+    return min(known, key=lambda each: each[0])[1] if known else None
 
 
 def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:

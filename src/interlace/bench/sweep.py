@@ -12,6 +12,7 @@ from interlace.bench.draws import Draw
 from interlace.bench.timing import measure
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import autotune
+from interlace.registry import operator_matching
 
 _SAMPLES, _GRAPH_US = 5, 600.0
 """Less than other benchmarks take: many shapes say more than the last percent of one."""
@@ -25,18 +26,16 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         that ``impl="auto"`` takes, ``measured`` the one that it takes within
         :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
     """
-    shape = products.Shape(draw.operator, draw.rows, draw.columns, draw.inner, dtype)
+    operator = operator_matching(*draw.pattern).name
+    shape = products.Shape(operator, draw.rows, draw.columns, draw.inner, dtype)
     case = products.Case(shape)
-    expected = case.call(0, "unfused").double()
+    expected = case.call(0, "unfused")
     times, worst = {}, 0.0
     left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
     for way in case.implementations(case.choice.config):
         name = way.impl
         try:
-            y = case.call(0, name).double()
-            # Both have roundings, so half of their difference is one's.
-            difference = float((y - expected).norm() / expected.norm())
-            worst = max(worst, case.accept([difference / 2], name))
+            worst = max(worst, products.check_way(case, way, expected))
         except (InterlaceError, RuntimeError) as error:  # on every rank alike
             left_out[name] = str(error).splitlines()[0][:200]
             continue
@@ -46,8 +45,8 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
     return {
-        "operator": draw.operator,
-        **{name: value for name, value in dataclasses.asdict(draw).items() if name != "operator"},
+        "operator": operator,
+        **{name: value for name, value in dataclasses.asdict(draw).items() if name != "pattern"},
         **case.header(case.choice.config, candidates[0], worst),
         "measured": (measured or candidates)[0],
         "predicted": case.choice.reason,

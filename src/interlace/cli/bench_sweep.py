@@ -35,8 +35,12 @@ def run_sweep(
     """Measure drawn calls, or add up files of earlier sweeps, and print the figures."""
     if add:
         documents = [bench.read_document(file) for file in add]
-        results = [result for document in documents for result in document["results"]]
-        document = {**documents[0], "results": [today(result) for result in results]}
+        results = [
+            today(result, document["machine"]["gpus"][0])
+            for document in documents
+            for result in document["results"]
+        ]
+        document = {**documents[0], "results": results}
     else:
         bench.require_dtype(dtype, ("bfloat16", "float16"))
         work = list(itertools.islice(draws(seed, world_size or 2), _MOST_DRAWS))
@@ -62,12 +66,15 @@ def run_sweep(
     outputs.say_written(console, "All numbers")
 
 
-def today(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result with what ``auto`` takes by today's profile, of the times that it has."""
+def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
+    """Return a result with what ``auto`` takes by today's profile, of the times that it has.
+
+    Args:
+        gpu: The name of the GPU on which the result was measured.
+    """
     points = profile_fit.points_of([{"results": [result]}])
-    profile = profile_of("NVIDIA H200")
-    known = [(us, point) for point in points if (us := point.predicted_us(profile)) is not None]
-    return {**result, "auto": min(known, key=lambda each: each[0])[1].implementation}
+    fastest = profile_fit.predicted_fastest(profile_of(gpu), points)
+    return result if fastest is None else {**result, "auto": fastest.implementation}
 
 
 Ratios = Mapping[str, Sequence[tuple[float, float]]]

@@ -130,35 +130,32 @@ def choose_on(
     if dtype in _PREDICTED and world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
         call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)
-        times_us = predicted_times(profile, operator, call, (config.block_m, config.block_n))
-        # What refuses every call of these sizes is no candidate, and no part of the reason.
-        declaration = operator_named(operator)
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         terms = dataclasses.replace(terms, is_even=rows % world_size == 0)
-        times_us = {
-            name: time
-            for name, time in times_us.items()
-            if declaration.refusal(name, terms) is None
-        }
+        tile = config.block_m, config.block_n
+        times_us = predicted_times(profile, operator, call, tile, terms)
         if times_us:
             return _fastest(operator, profile, config, times_us)
     return tabulated
 
 
 def predicted_times(
-    profile: MachineProfile, operator: str, call: Call, tile: tuple[int, int]
+    profile: MachineProfile, operator: str, call: Call, tile: tuple[int, int], terms: Terms
 ) -> dict[str, float]:
     """Return the time of each implementation in microseconds, the shortest first.
 
-    Implementations are missing whose times the profile does not compose.
+    Implementations are missing whose times the profile does not compose, and those that refuse
+    every call of these sizes.
+
+    Args:
+        tile: Rows and columns of the fused kernel's tiles.
+        terms: The properties of the simplest call of these sizes.
     """
-    times_us = {
-        implementation.name: profile.predict_us(
-            operator, implementation.name, call, implementation.schedule, tile
-        )
-        for implementation in operator_named(operator).implementations
-    }
-    known = [(time, name) for name, time in times_us.items() if time is not None]
+    known = []
+    for each in operator_named(operator).implementations:
+        time = profile.predict_us(operator, each.name, call, each.schedule, tile)
+        if time is not None and each.refusal(terms) is None:
+            known.append((time, each.name))
     return {name: time for time, name in sorted(known)}
 
 

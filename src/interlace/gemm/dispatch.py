@@ -81,7 +81,6 @@ def run(
         decision = group.once(
             key, lambda: _decide(operator, operands, lists, gather, group, impl, config)
         )
-    # 2. Run. All ranks have agreed on the implementation, so none falls back without its peers.
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -95,10 +94,11 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
-    # 3. Measure, if the program wants that, and no rank has measured this kind of call.
+    # 2. Measure, if the program wants that, and no rank has measured this kind of call.
     if autotune.is_enabled() and not decision.is_measured and not is_new_each_time:
         _measure(call, decision)
-    # An implementation returns None if it has no memory for these sizes, on all ranks alike.
+    # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
+    # implementation returns None if it has no memory for these sizes, on all ranks alike.
     results = (implementation.run(call) for implementation in decision.implementations)
     return next(result for result in results if result is not None)
 

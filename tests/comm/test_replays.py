@@ -53,6 +53,26 @@ def test_the_second_call_makes_a_graph_that_later_ones_replay(
     assert len(replays) == 1
 
 
+def test_a_copy_is_not_replayed_to_another_allocation_at_the_same_address(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies would go to the memory that lay there when it was captured."""
+    received, nothing = torch.empty(1), torch.empty(0)
+    allocations = iter([1, 1, 1, 2, 2])
+    monkeypatch.setattr(module, "allocation_of", lambda _: next(allocations))
+
+    def copy() -> None:
+        done.append("enqueue copy")
+
+    for _ in range(5):
+        replays.run("key", copy, copied=[received, nothing])
+    assert done == [
+        *("enqueue copy", "replay copy", "replay copy"),
+        *("enqueue copy", "replay copy"),
+    ]
+    assert len(replays) == 2
+
+
 def test_cleared_graphs_have_run_and_come_again(replays: Replays, done: list[str]) -> None:
     for _ in range(2):
         _call(replays, 1, done)

@@ -148,6 +148,34 @@ def _moving(calls: int) -> tuple[int, int, int]:
     return graphs[0], graphs[1] - graphs[0], held[1] - held[0]
 
 
+def _returned(turns: int) -> tuple[list[int], int]:
+    """Results that are wrong after torch has returned all memory to the driver and has got other
+    memory, and how many results have come to lie where they lay before.
+    """
+    _fresh_group()
+    operands = _operands(4)
+    wanted = [each.clone() for each in _calls(*operands)]
+    wrong: list[int] = []
+    places: set[int] = set()
+    again = 0
+    for _ in range(turns):
+        for _ in range(3):
+            found = _calls(*operands)
+        wrong += [
+            place
+            for place, (each, other) in enumerate(zip(found, wanted, strict=True))
+            if not torch.equal(each, other)
+        ]
+        addresses = {each.data_ptr() for each in found}
+        again += len(addresses & places)
+        places |= addresses
+        torch.cuda.synchronize()
+        del found
+        torch.cuda.empty_cache()
+    interlace.synchronize()
+    return wrong, again
+
+
 def test_graphs_compute_what_calls_do(ranks: Any, world_size: int) -> None:
     for wrong, graphs in ranks(world_size).run(_same, 30):
         assert wrong == 0
@@ -158,6 +186,17 @@ def test_beside_other_graphs_streams_and_workspaces(ranks: Any, world_size: int)
     for wrong, graphs in ranks(world_size).run(_together):
         assert wrong == []
         assert graphs >= 16
+
+
+def test_memory_that_torch_returns_and_gets_again(ranks: Any, world_size: int) -> None:
+    """A captured copy between GPUs reaches the pages that lay at its address when it was captured.
+
+    Graphs were replayed for other memory at the same address, so copies went to pages that other
+    tensors had by then: wrong results, or a peer's signals overwritten and waited for in vain.
+    """
+    for wrong, again in ranks(world_size).run(_returned, 12):
+        assert wrong == []
+        assert again, "no memory came again; the test must make it"
 
 
 def test_a_program_that_never_settles(ranks: Any, world_size: int, turns: Any) -> None:

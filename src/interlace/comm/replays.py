@@ -4,10 +4,16 @@ The host takes longer to enqueue a call of several kernels, products and copies 
 run it. A program that repeats itself, as training does, gets the same memory from torch's allocator
 in each step, so the call of the previous step can be replayed.
 
-A graph knows a tensor by its address alone, and a call with equal addresses has the tensors that
-lie there now. So nothing is kept alive, and nothing is copied. Memory that a graph refers to and
-that is not the call's own belongs to the group, which forgets its graphs before such memory goes,
-or is a small table of numbers (``interlace.comm.tables``), which is kept with the call.
+The kernels of a graph know a tensor by its address alone, and a call with equal addresses has the
+tensors that lie there now. So nothing is kept alive, and nothing is copied. Memory that a graph
+refers to and that is not the call's own belongs to the group, which forgets its graphs before such
+memory goes, or is a small table of numbers (``interlace.comm.tables``), which is kept with the
+call.
+
+The copies of a graph know a tensor by its allocation as well: a copy between GPUs that was captured
+before torch has returned the memory to the driver and got other memory at the same address still
+reaches the pages of then, and with them whatever has them now. So a key holds the allocations of
+tensors that copy engines touch.
 
 Keys hold addresses and settings of this process alone, which does no harm: whether a rank replays a
 call or enqueues it, its peers see the same puts and signals, and neither of the two asks them
@@ -22,13 +28,14 @@ import functools
 import gc
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
+from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
@@ -55,6 +62,37 @@ def library_settings() -> tuple[Hashable, ...]:
         torch_c._get_deterministic_algorithms(),
         torch_c._get_sm_carveout_experimental(),
     )
+
+
+def allocation_of(address: int) -> int:
+    """Return the driver's number of the allocation at an address of a GPU's memory.
+
+    The driver gives no number a second time within a process, though it gives addresses again.
+
+    Raises:
+        BackendError: The driver knows of no allocation at the address.
+    """
+    driver = _driver()
+    error, number = driver.cuPointerGetAttribute(_allocation_attribute(), address)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(
+            f"the memory of a copy must be an allocation of the CUDA driver; got {address:#x}, of "
+            f"which it says {error.name}."
+        )
+    return int(number)
+
+
+@functools.cache
+def _driver() -> Any:
+    """Return the bindings of the CUDA driver; they are imported on the CUDA backend only."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+@functools.cache
+def _allocation_attribute() -> Any:
+    return _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 @dataclasses.dataclass
@@ -96,7 +134,12 @@ class Replays:
         return len(self._graphs)
 
     def run(
-        self, key: Hashable, enqueue: Callable[[], None], *, with_libraries: bool = True
+        self,
+        key: Hashable,
+        enqueue: Callable[[], None],
+        *,
+        with_libraries: bool = True,
+        copied: Sequence[torch.Tensor] = (),
     ) -> bool:
         """Enqueue the work of ``enqueue()`` on the current stream, within ``Group.running``.
 
@@ -110,6 +153,7 @@ class Replays:
                 allocates nothing.
             with_libraries: The work may contain products by cuBLAS, so it depends on
                 :func:`library_settings` as well.
+            copied: The tensors of torch's memory that copy engines read or write.
 
         Returns:
             Whether ``enqueue`` was called.
@@ -119,6 +163,8 @@ class Replays:
             return True
         if with_libraries:
             key = (key, library_settings())
+        if copied:
+            key = (key, *(allocation_of(part.data_ptr()) for part in copied if part.numel()))
         self._runs += 1
         replayable = self._graphs.get(key)
         is_new = replayable is None

@@ -1,9 +1,11 @@
 """Speed up Triton's interpreter while this package launches kernels.
 
-Three activities of Python take most of an interpreted kernel's time, and are cut short:
+Four activities of Python take most of an interpreted kernel's time, and are cut short:
 
 - Types, shapes and tables of element types are made anew for every value, though they depend on a
   few numbers. They are cached.
+- Every operation on two values works out the dtype and the shape of its result, though most have
+  two values of the same dtype and shape, or a value and a small integer.
 - The language is patched again at every call of a device function. Once per module is enough.
 - Every sum and product of integers is checked for overflow. GPUs do not check either.
 
@@ -21,11 +23,15 @@ from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as interpreter
-from triton.language import core
+from triton.language import core, semantic
 
 _TENSOR = {"handle", "shape", "numel", "type", "dtype"}
 _BLOCK = {"element_ty", "shape", "numel", "name"}
 _ADDRESS = np.dtype(np.uint64)
+# Dtypes of which two values have a result of the same dtype, whatever the operation. Not float16
+# and its like, which are divided as float32.
+_CLOSED = {"int32", "int64", "fp32"}
+_INTEGERS = {"int32": range(-(1 << 31), 1 << 31), "int64": range(-(1 << 63), 1 << 63)}
 
 _depth = 0
 
@@ -48,6 +54,7 @@ def taken() -> Iterator[None]:
         interpreter._get_np_dtype,
         interpreter._patch_lang,
         builder.options,
+        semantic.TritonSemantic.binary_op_type_checking_impl,
     )
     patches = _Patches(interpreter._patch_lang)
     core.tensor.__init__ = _cached_tensor_init(core.tensor.__init__)
@@ -55,6 +62,9 @@ def taken() -> Iterator[None]:
     interpreter._get_np_dtype = _cached_np_dtype(interpreter._get_np_dtype)
     interpreter._patch_lang = patches
     builder.options = _without_checks(builder.options)
+    semantic.TritonSemantic.binary_op_type_checking_impl = _quick_promotion(
+        semantic.TritonSemantic.binary_op_type_checking_impl
+    )
     _depth = 1
     try:
         yield
@@ -67,6 +77,7 @@ def taken() -> Iterator[None]:
             interpreter._get_np_dtype,
             interpreter._patch_lang,
             builder.options,
+            semantic.TritonSemantic.binary_op_type_checking_impl,
         ) = originals
 
 
@@ -161,3 +172,33 @@ def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return np_dtype
 
     return cached_look_up
+
+
+@functools.lru_cache(maxsize=4)
+def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Triton's promotion of two operands with a short way for the most frequent ones."""
+
+    def quick_promote(
+        self: Any, lhs: Any, rhs: Any, lhs_may_point: bool = False, *rules: Any, **more_rules: Any
+    ) -> Any:
+        if type(lhs) is core.tensor:
+            name = lhs.dtype.name
+            if type(rhs) is core.tensor:
+                # Equal shapes are the same object, as _cached_tensor_init gives them.
+                if lhs.shape is rhs.shape:
+                    other = rhs.dtype.name
+                    if name in _CLOSED and name == other:
+                        return lhs, rhs
+                    if lhs_may_point and other in _INTEGERS and lhs.dtype.is_ptr():
+                        return lhs, rhs
+            elif type(rhs) is int and name in _INTEGERS and rhs in _INTEGERS[name]:
+                return lhs, _constant(rhs, lhs)
+        return promote(self, lhs, rhs, lhs_may_point, *rules, **more_rules)
+
+    return quick_promote
+
+
+def _constant(number: int, like: Any) -> Any:
+    """Return a tensor of the type of ``like`` with ``number`` in each element."""
+    values = np.full(like.handle.data.shape, number, like.handle.data.dtype)
+    return core.tensor(interpreter.TensorHandle(values, like.dtype), like.type)

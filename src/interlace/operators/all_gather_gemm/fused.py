@@ -68,7 +68,7 @@ def run(call: GemmCall) -> Pair:
             places(y, gathered),
             operands.memory(),
         )
-        group.replays.run(key, enqueue)
+        group.replays.run(key, enqueue, copied=[gathered])
     arrived = gathered if group.world_size > 1 else None
     return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
 
@@ -110,7 +110,7 @@ def run_chunked(call: GemmCall) -> Pair:
             places(y, gathered),
             operands.memory(),
         )
-        group.replays.run(key, enqueue)
+        group.replays.run(key, enqueue, copied=[gathered])
     return y, _result(operands, gathered, call.gather)
 
 

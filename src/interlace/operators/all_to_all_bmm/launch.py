@@ -34,7 +34,7 @@ def run_pushed(call: BatchCall) -> Pair:
         push()
         torch.bmm(received[..., :inner], w, out=y)
 
-    return _run(call, "pushed", x, y, received, enqueue)
+    return _run(call, "pushed", x, y, received, enqueue, is_copied=False)
 
 
 def run_chunked(call: BatchCall) -> Pair:
@@ -50,6 +50,7 @@ def run_chunked(call: BatchCall) -> Pair:
         y,
         received,
         lambda: _fetch(x, call.w, y, received, staging, call.group, call.mark),
+        is_copied=True,
     )
 
 
@@ -72,11 +73,14 @@ def _run(
     y: torch.Tensor,
     received: torch.Tensor,
     enqueue: Callable[[], None],
+    *,
+    is_copied: bool,
 ) -> Pair:
+    """Enqueue a call, or replay it; ``is_copied`` if copy engines write to ``received``."""
     with call.group.running():
         # Marks come again after many calls, so the mark alone does not tell implementations apart.
         key = (NAME, impl, call.mark, places(x, call.w, y, received))
-        call.group.replays.run(key, enqueue)
+        call.group.replays.run(key, enqueue, copied=[received] if is_copied else ())
     return y, received[..., : x.shape[1]].contiguous()
 
 

@@ -141,7 +141,8 @@ def run(
 
     with group.running():
         operand_memory = own_product.memory(), *(product.memory() for product in products)
-        group.replays.run((*key, config, mark, places(y, sent), operand_memory), enqueue)
+        call_key = (*key, config, mark, places(y, sent), operand_memory)
+        group.replays.run(call_key, enqueue, copied=[sent])
     return y if stride == columns else y[:, :columns].contiguous()
 
 

@@ -4,6 +4,7 @@ for it.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in files.values():
         if not any(case.get_closest_marker("quick") for case in cases):
             cases[0].add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of garbage collection; see
+    ``tests/preloaded.py``.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

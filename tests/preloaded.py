@@ -2,6 +2,7 @@
 ``tests/pool.py``.
 """
 
+import gc
 import importlib
 import pkgutil
 
@@ -22,3 +23,8 @@ for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.ope
     importlib.import_module(module.name)
 for name in interlace.__all__:
     getattr(interlace, name)
+
+# Triton's interpreter makes so many objects that the collector goes through all of them often. What
+# has been imported stays, so the collector need not look at it, nor copy its pages in each rank.
+gc.collect()
+gc.freeze()

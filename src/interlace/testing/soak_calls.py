@@ -24,6 +24,9 @@ MOST_RESULTS = 8
 _HOST_SLEEPS, _HOST_SLEEP_S = 0.02, 0.002
 _DEVICE_SLEEPS, _DEVICE_SLEEP_CYCLES = 0.05, 1_000_000
 _SLEEPS_IN_GRAPHS, _SLEEP_IN_GRAPH_CYCLES = 0.2, 100_000
+# Probability that a rank returns its free memory to the driver before a call, so that later results
+# lie in other pages at the same addresses.
+_RETURNS = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,8 @@ class PreparedRound:
         if self.participant.backend == "cpu":
             self._run(step, offset)
             return
+        if delays.random() < _RETURNS:
+            torch.cuda.empty_cache()
         with torch.cuda.stream(self.participant.streams[slot.stream]):
             if delays.random() < _DEVICE_SLEEPS:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))

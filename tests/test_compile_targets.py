@@ -237,6 +237,7 @@ def _products(more=None):
         "per_source",
         "most_rows",
         "own_rows",
+        "part_rows",
         "M",
         "N",
         "row_groups",
@@ -262,10 +263,9 @@ def _products(more=None):
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
     def described(dtype):
-        outside = dict.fromkeys(("slots", "results"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
+        outside = dict.fromkeys(("slots", "results", "tiles"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
         inside = dict.fromkeys(("x", "w", "gathered"), f"tensordesc<{dtype}[64, 64]>")
-        own = {"result": "tensordesc<bf16[64, 64]>", "tiles": "tensordesc<bf16[1, 1, 64, 64]>"}
-        return types | inside | outside | own
+        return types | inside | outside | {"result": "tensordesc<bf16[1, 64, 64]>"}
 
     yield described("bf16"), plain | unscaled | {"bias": None}
     yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}

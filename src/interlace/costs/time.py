@@ -24,9 +24,10 @@ from interlace.costs.registry import find_cost
 from interlace.errors import ConfigError
 from interlace.units import ceil_div, round_up
 
-Schedule = Literal["whole", "by_rank", "tiled"]
-"""How an implementation computes its product: one product of the library; one product of the
-library for each rank's rows; or tiles of its own kernel, none of which covers two ranks' rows.
+Schedule = Literal["whole", "batch", "by_rank", "tiled"]
+"""How an implementation computes its product: one product of the library; one batch of the
+library's products, a product for each rank's rows; one product of the library after another, for
+each rank's rows; or tiles of its own kernel, none of which covers two ranks' rows.
 """
 
 Composition = Mapping[str, float]
@@ -117,21 +118,29 @@ class MachineProfile:
         flops = 2 * block_m * block_n * round_up(inner, _K_STEP)
         return flops / flops_per_us + self.product.tile_us
 
-    def library_product_us(self, rows: int, columns: int, inner: int, itemsize: int) -> float:
-        """Return how long the library takes for a product of ``rows x columns x inner``, in us."""
+    def library_product_us(
+        self, rows: int, columns: int, inner: int, itemsize: int, *, products: int = 1
+    ) -> float:
+        """Return how long the library takes for a product of ``rows x columns x inner``, in us.
+
+        Args:
+            products: number of such products with the same w, as one batch.
+        """
         bytes_per_us = self.product.memory_bytes_per_s / 1e6
-        results = rows * columns
+        results = products * rows * columns
         shortest = min(
-            self._waves_us(rows, columns, inner, itemsize, block_m, block_n, split)
+            self._waves_us(products, rows, columns, inner, itemsize, block_m, block_n, split)
             + (self.product.split_us + 4 * split * results / bytes_per_us if split > 1 else 0.0)
             for block_m, block_n in _LIBRARY_TILES
             for split in _LIBRARY_SPLITS
         )
-        moved_bytes = itemsize * (rows * inner + columns * inner) + max(itemsize, 2) * results
+        read_elements = (products * rows + columns) * inner
+        moved_bytes = itemsize * read_elements + max(itemsize, 2) * results
         return self.product.launch_us + max(shortest, moved_bytes / bytes_per_us)
 
     def _waves_us(
         self,
+        products: int,
         rows: int,
         columns: int,
         inner: int,
@@ -140,7 +149,7 @@ class MachineProfile:
         block_n: int,
         split: int,
     ) -> float:
-        tiles = ceil_div(rows, block_m) * ceil_div(columns, block_n) * split
+        tiles = products * ceil_div(rows, block_m) * ceil_div(columns, block_n) * split
         waves = ceil_div(tiles, self.processors)
         return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), itemsize)
 
@@ -187,26 +196,19 @@ def parts_us(
     ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
     transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
     kernels for few rows are limited by.
-
-    A tiled schedule has two more, which are 0 where the ranks' rows fill their tiles. Elsewhere a
-    kernel stores single elements instead of tiles: ``ragged_link`` is the link's time again, and
-    ``ragged_results`` the time to write the product to memory once.
     """
     link = profile.link_us(operator, call)
     bytes_per_us = profile.product.memory_bytes_per_s / 1e6
     rows_of_rank = ceil_div(call.rows, call.world_size)
-    ragged = {}
     if schedule == "tiled":
         block_m, block_n = tile
         tiles = call.world_size * ceil_div(rows_of_rank, block_m) * ceil_div(call.columns, block_n)
         tile_us = profile.tile_us(block_m, block_n, call.inner, call.itemsize)
         product = ceil_div(tiles, profile.processors) * tile_us
-        is_ragged = call.rows % (call.world_size * block_m) != 0
-        results_us = call.rows * call.columns * max(call.itemsize, 2) / bytes_per_us
-        ragged = {
-            "ragged_link": link * is_ragged,
-            "ragged_results": results_us * is_ragged,
-        }
+    elif schedule == "batch":
+        product = profile.library_product_us(
+            rows_of_rank, call.columns, call.inner, call.itemsize, products=call.world_size
+        )
     elif schedule == "by_rank":
         product = call.world_size * profile.library_product_us(
             rows_of_rank, call.columns, call.inner, call.itemsize
@@ -221,7 +223,6 @@ def parts_us(
         "longer": max(product, link),
         "ramp": math.sqrt(link),
         "memory": call.itemsize * (call.rows + call.columns) * call.inner / bytes_per_us,
-        **ragged,
     }
 
 

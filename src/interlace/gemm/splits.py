@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from interlace.comm import process_group_named, rank_and_size
 from interlace.errors import ArgumentError
+from interlace.units import ceil_div
 
 
 def rank_in(group_name: str) -> tuple[int, int]:
@@ -25,6 +26,14 @@ def balanced_rows(rows: int, rank: int, world_size: int) -> int:
     symbolic.
     """
     return (rows + world_size - 1 - rank) // world_size
+
+
+def balanced_tiles(rows: int, world_size: int, block: int) -> list[int]:
+    """Return the rows of each rank if whole tiles of ``block`` rows are dealt out evenly: only the
+    last rank that has rows may have a tile that is not full.
+    """
+    whole = [block * tiles for tiles in balanced(ceil_div(rows, block), world_size)]
+    return [min(count, max(rows - sum(whole[:rank]), 0)) for rank, count in enumerate(whole)]
 
 
 def validate_list(operator: str, name: str, splits: object) -> None:

@@ -12,7 +12,7 @@ from interlace.comm import Group, copies
 from interlace.comm.constants import on_device
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_matrix
+from interlace.comm.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replays import places
 from interlace.gemm import fetch
 from interlace.gemm.call import GemmCall
@@ -215,7 +215,7 @@ def _result(operands: Operands, gathered: torch.Tensor | None, gather: bool) -> 
     """Return the gathered x as callers get it: ``[M, K]``, or no rows unless ``gather``.
 
     Args:
-        whole: The gathered rows; None where x is all of it.
+        gathered: The gathered rows; None where x is all of it.
     """
     if not gather:
         return operands.x.new_empty([0, operands.inner])
@@ -239,7 +239,7 @@ def prepare(
     Args:
         splits: The rows of each rank.
         y: ``[M, padded columns]``.
-        whole: The gathered x, ``[M, padded K]``, with its scales behind it.
+        gathered: The gathered x, ``[M, padded K]``, with its scales behind it.
         mark: The number from the ranks' agreement.
     """
     require(group.backend)
@@ -248,9 +248,8 @@ def prepare(
     ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
     descriptors = has_descriptors(group)
-    # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
-    # rank's rows there is nothing.
-    tiles = descriptors and all(count % config.block_m == 0 for count in splits[:-1])
+    part_rows = _part_rows(splits, config.block_m)
+    tiles = descriptors and part_rows > 0
     gathered_tiles: Any = gathered[:, : max(operands.inner, 1)]
     if descriptors:
         gathered_tiles = describe_matrix(
@@ -258,8 +257,8 @@ def prepare(
         )
     result = None
     if tiles:
-        block = [config.block_m, config.block_n]
-        result = describe_matrix(y[:, : operands.columns], y.shape[1], block)
+        parts = y[:, : operands.columns].unflatten(0, (-1, part_rows))
+        result = describe_parts(parts, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // operands.out_dtype.itemsize
     inner_align = ALIGNMENT_BYTES // dtype.itemsize
     scales = None
@@ -278,6 +277,7 @@ def prepare(
         "routes": routes,
         "call": mark,
         "most_rows": max(splits),
+        "part_rows": max(part_rows, 1),
         "N": operands.columns,
         "K": operands.inner,
         "row_groups": y.shape[1] // align,
@@ -295,3 +295,13 @@ def prepare(
         shared | {"INNER_ALIGN": inner_align},
         (operands, y, gathered),
     )
+
+
+def _part_rows(splits: Sequence[int], block_m: int) -> int:
+    """Return the rows of the parts of the result that no tile may reach beyond; 0 if there are no
+    such parts.
+    """
+    if len(set(splits)) == 1:
+        return splits[0]
+    # Tiles end where their rank's rows end, and behind the last rank's rows there is nothing.
+    return sum(splits) if all(count % block_m == 0 for count in splits[:-1]) else 0

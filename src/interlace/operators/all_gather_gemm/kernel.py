@@ -23,9 +23,17 @@ _ROUTE = tl.constexpr(layout.ROUTE)
 
 
 class Output(NamedTuple):
-    """The result ``[M, N]``: a tensor descriptor or None, its address and its rows' stride."""
+    """The result ``[M, N]``.
+
+    Attributes:
+        tiles: A tensor descriptor of it, ``[part, row, column]``, or None.
+        part_rows: Rows of each of these parts.
+        address: Its address.
+        row_stride: Elements between two rows.
+    """
 
     tiles: Any
+    part_rows: Any
     address: Any
     row_stride: Any
 
@@ -92,7 +100,9 @@ def _multiply(
                 total = tl.where((all_arrived + m * 0 > 0)[:, None], total, float("nan"))
             value = total.to(OUT)
             if SENDING.tile_stores:
-                output.tiles.store([first + row, column], value)
+                # The part leaves out what a tile has beyond its source's rows.
+                part, line = first // output.part_rows, first % output.part_rows + row
+                output.tiles.store([part, line, column], tl.reshape(value, [1, BLOCK_M, BLOCK_N]))
             else:
                 cells = (first + m).to(tl.int64)[:, None] * output.row_stride + n[None, :]
                 inside = (m < rows)[:, None] & (n < N)[None, :]
@@ -101,13 +111,13 @@ def _multiply(
 
 @triton.jit(
     do_not_specialize=[
-        "y_address", "signals", "call", "most_rows", "N", "K", "x_stride", "w_stride",
+        "y_address", "signals", "call", "most_rows", "part_rows", "N", "K", "x_stride", "w_stride",
         "x_scale_stride", "w_scale_stride", "row_groups", "inner_groups",
     ]
 )
 def all_gather_gemm(
     x, w, bias, x_scale, w_scale, scales, gathered, result, y_address, signals, epochs, ctx, routes,
-    call, most_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
+    call, most_rows, part_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
     inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
@@ -127,7 +137,7 @@ def all_gather_gemm(
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
     arrivals = Arrivals(routes, flags, il.mark(epoch, call), most_rows)
-    output = Output(result, y_address, row_groups * SENDING.align)
+    output = Output(result, part_rows, y_address, row_groups * SENDING.align)
     tiles_m, tiles_n = (most_rows + BLOCK_M - 1) // BLOCK_M, (N + BLOCK_N - 1) // BLOCK_N
     tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,

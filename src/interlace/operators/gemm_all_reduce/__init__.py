@@ -62,8 +62,8 @@ class GemmAllReduce(GemmOperator):
             schedule="tiled",
         ),
         GEMV,
-        REMOTE_STORES,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
+        dataclasses.replace(REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True)),
         dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
         TRIGGERED,
         UNFUSED,

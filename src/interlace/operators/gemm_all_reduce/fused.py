@@ -20,7 +20,7 @@ from interlace.gemm.launch import (
     spread_ns,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
-from interlace.gemm.splits import balanced
+from interlace.gemm.splits import balanced, balanced_tiles
 
 NAME = "gemm_all_reduce"
 
@@ -63,16 +63,17 @@ def prepare(
         mark: The number from the ranks' agreement.
         buffers: The address of rank 0's copy of the first output buffer.
         buffer_bytes: Bytes from one buffer to the next.
-        taken: The index of the buffer that this rank's result goes to.
+        own_buffer: The index of the buffer that this rank's result goes to.
     """
     require(group.backend)
     from interlace.operators.gemm_all_reduce import kernel
 
-    dtype, rows = operands.out_dtype, balanced(operands.rows, group.world_size)
-    descriptors = has_descriptors(group)
-    # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
-    # rank's rows there is nothing.
-    tiles = descriptors and all(count % config.block_m == 0 for count in rows[:-1])
+    dtype, tiles = operands.out_dtype, has_descriptors(group)
+    rows = balanced(operands.rows, group.world_size)
+    if tiles:
+        # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
+        # rank's rows there is nothing.
+        rows = balanced_tiles(operands.rows, group.world_size, config.block_m)
     slots = slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     stride, results = padded_columns(operands.columns, dtype), None
     if tiles:
@@ -85,7 +86,7 @@ def prepare(
         ]
         results = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
-    arguments = operand_arguments(operands, config, descriptors) | {
+    arguments = operand_arguments(operands, config, tiles) | {
         "slots": slots.tiles,
         "results": results,
         "slot_address": slots.workspace.data.address,
@@ -110,6 +111,6 @@ def prepare(
         kernel.gemm_all_reduce,
         (programs(group, config),),
         arguments,
-        constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
+        constants(operands, config, group, descriptors=tiles, tile_stores=tiles),
         (operands,),
     )

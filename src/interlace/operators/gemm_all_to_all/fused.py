@@ -24,6 +24,7 @@ from interlace.gemm.launch import (
     spread_ns,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all"
 
@@ -112,7 +113,7 @@ def prepare(
         mark: The number from the ranks' agreement.
         buffers: The address of rank 0's copy of the first output buffer.
         buffer_bytes: Bytes from one buffer to the next.
-        taken: The index of the buffer that this rank's result goes to.
+        own_buffer: The index of the buffer that this rank's result goes to.
         batch: What the operands consist of; default: one product.
         tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
             else by ordinary stores.
@@ -131,14 +132,14 @@ def prepare(
     dtype = operands.out_dtype
     stride = padded_columns(batch.columns, dtype)
     received = [batch.count * sum(counts[dest] for counts in sent) for dest in range(ranks)]
-    # Ranks may take different branches here: both put the same bytes in the same memory.
-    even = tile_stores and all(count % config.block_m == 0 for count in sent[me])
     descriptors = has_descriptors(group) and group.stride % 16 == 0
+    part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
-    if descriptors and even and ranks > 1:
+    if descriptors and tile_stores and part_rows and ranks > 1:
         sizes = [
             (BUFFERS + 1, buffer_bytes // dtype.itemsize),
-            (max(received), stride),
+            (ceil_div(max(received), part_rows), part_rows * stride),
+            (part_rows, stride),
             (batch.columns, 1),
         ]
         tiles = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
@@ -155,6 +156,7 @@ def prepare(
         "own_buffer": own_buffer,
         "most_rows": max(max(counts) for counts in sent),
         "own_rows": received[me],
+        "part_rows": part_rows or 1,
         "product_rows": batch.rows,
         "N": batch.columns,
         "K": operands.inner,
@@ -171,3 +173,15 @@ def prepare(
         shared | {"BATCH": batch.count},
         (operands,),
     )
+
+
+def _part_rows(sent: Sent, most_received: int, block_m: int) -> int:
+    """Return the rows of the parts of an output that no tile may reach beyond; 0 if there are no
+    such parts.
+    """
+    counts = {count for of_source in sent for count in of_source}
+    # As many rows from every source: a part for each, of each product.
+    if len(counts) == 1:
+        return max(counts)
+    # Tiles end where the source's rows end, so the output may be a single part.
+    return most_received if all(count % block_m == 0 for count in counts) else 0

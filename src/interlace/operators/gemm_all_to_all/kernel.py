@@ -29,13 +29,13 @@ _ROUTE = tl.constexpr(layout.ROUTE)
 @triton.jit(
     do_not_specialize=[
         "buffers", "buffer_bytes", "own_buffer", "signals", "call", "most_rows", "own_rows",
-        "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
+        "part_rows", "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
         "row_groups", "spread_ns",
     ]
 )
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
-    own_buffer, most_rows, own_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
+    own_buffer, most_rows, own_rows, part_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
     w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
     TILING: tl.constexpr,
 ):
@@ -52,7 +52,8 @@ def gemm_all_to_all(
 
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
-    Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the
+    With tile stores, ``tiles`` describes ``[rank, buffer, part, row, column]``, with ``part_rows``
+    rows in each part of an output. Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the
     other; routes are of the first product's rows, and what a destination gets of the others'
     follows.
 
@@ -125,10 +126,11 @@ def gemm_all_to_all(
                 total = add_bias(total, bias, column, N)
             value = total.to(OUT)
             buffer = tl.sum(tl.where(peers == dest, number, 0))
-            # A whole tile at the end of what this source sends would cover the next source's rows.
             if SENDING.tile_stores:
-                block = tl.reshape(value, [1, 1, BLOCK_M, BLOCK_N])
-                il.put_tile(tiles, [dest, buffer, offset + row, column], block)
+                # The part of the output leaves out what a tile has beyond this source's rows.
+                part, line = offset // part_rows, offset % part_rows + row
+                block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
+                il.put_tile(tiles, [dest, buffer, part, line, column], block)
             else:
                 m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
                 target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)

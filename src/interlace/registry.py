@@ -52,7 +52,7 @@ class Implementation:
     summary: str
     run: Callable[[Any], Any] = _run_by_operator
     refusal: Callable[[Any], str | None] = lambda _: None
-    schedule: Literal["whole", "by_rank", "tiled"] = "whole"
+    schedule: Literal["whole", "batch", "by_rank", "tiled"] = "whole"
     is_stock: bool = False
     former_names: tuple[str, ...] = ()
 

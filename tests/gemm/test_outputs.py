@@ -144,14 +144,14 @@ def _memory_of_many_sizes(impl):
         interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
     )
     group.release()  # what other tests have kept
-    w = torch.ones(512, 4)
-    for rows in range(2, 28, 2):
-        Call("gemm_all_reduce", rows, 512, 4, impl=impl, config=config).make()
+    for size in range(1, 14):
+        Call("gemm_all_reduce", 4, 512 * size, 4, impl=impl, config=config).make()
     kept = len(group.kept)
     # Nobody has asked for an output of these sizes: the ones that are used stay.
     unasked = []
-    for rows in (40, 26):
-        operands = Operands(torch.ones(rows, 4), w, None, None, None, w.dtype)
+    for size in (20, 13):
+        w = torch.ones(512 * size, 4)
+        operands = Operands(torch.ones(4, 4), w, None, None, None, w.dtype)
         y = _run("gemm_all_reduce", impl, operands, config, group, dist.group.WORLD, False)
         unasked.append(y is None)
     interlace.synchronize()
@@ -164,15 +164,17 @@ def test_memory_is_bounded(ranks, impl):
     assert ranks(2).run(_memory_of_many_sizes, impl) == [(8, [True, False], 0)] * 2
 
 
-def _sum_of(rows, impl, process_group, replace):
-    """The all-reduce of ones ``[rows, 4] @ [4, 512]`` by ``impl``; None if there is no output for
-    it.
+def _sum_of(rows, impl, process_group, replace, columns=512):
+    """The all-reduce of ones ``[rows, 4] @ [4, columns]`` by ``impl``; None if there is no output
+    for it.
     """
     group, config = (
         interlace.group_of(process_group),
         interlace.GemmAllReduceConfig(block_m=16, block_n=512, block_k=16),
     )
-    operands = Operands(torch.ones(rows, 4), torch.ones(512, 4), None, None, None, torch.float32)
+    operands = Operands(
+        torch.ones(rows, 4), torch.ones(columns, 4), None, None, None, torch.float32
+    )
     return _run("gemm_all_reduce", impl, operands, config, group, process_group, replace)
 
 
@@ -200,17 +202,17 @@ def _captured_on_one_rank():
     """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
-    for rows in range(2, 18, 2):
-        _sum_of(rows, "remote_stores", process_group, True)
+    for size in range(1, 9):
+        _sum_of(4, "remote_stores", process_group, True, 512 * size)
     next(iter(group.kept.values())).output.captured = dist.get_rank() == 1
-    for rows in (18, 20):
-        y = _sum_of(rows, "remote_stores", process_group, True)
-    return [2 * key[2][1] for key in group.kept], float(y.max())
+    for size in (9, 10):
+        y = _sum_of(4, "remote_stores", process_group, True, 512 * size)
+    return [key[2][-1] // 512 for key in group.kept], float(y.max())
 
 
 def test_ranks_give_up_the_same_output(ranks):
     """A rank that gave up another one than its peers would map it again alone in a later call."""
-    assert ranks(2).run(_captured_on_one_rank) == [([2, 6, 8, 10, 12, 14, 16, 18, 20], 8.0)] * 2
+    assert ranks(2).run(_captured_on_one_rank) == [([1, 3, 4, 5, 6, 7, 8, 9, 10], 8.0)] * 2
 
 
 def _without_driver(impl, replace):

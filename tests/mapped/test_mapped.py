@@ -399,8 +399,8 @@ def test_padding_that_would_waste_memory(ranks: Any) -> None:
     for kind, message in ranks(2).run(_too_much_padding):
         assert kind == "ArgumentError"
         assert message.startswith(
-            "MappedOutput: 3 rows of 500 elements a rank must fill pieces of 4096 bytes; padding "
-            "rows"
+            "MappedOutput: 3 rows of 500 elements a rank must fill pieces of 4096 bytes; more "
+            "than half would be padding."
         )
         assert "(world size, 3, 500)" in message
 

@@ -13,6 +13,7 @@ from interlace.gemm.implementations.chunked import multiply_in_chunks
 from interlace.gemm.implementations.triggered import count_product
 from interlace.gemm.operands import Operands
 from interlace.mapped import Fused, TriggeredTransfers, empty_rotating, fuse
+from interlace.mapped.layout import stride_of_rows
 from interlace.mapped.output import ORDERS
 from interlace.units import ceil_div
 
@@ -28,10 +29,16 @@ def carriers(case: Case, config: GemmConfig, pieces: tuple[int, ...] = (1,)) -> 
         config: The configuration of the product that counts its tiles.
         pieces: Numbers of pieces per rank in which copy engines take that product.
     """
-    if "remote_stores" not in case.operator.words:
+    shape, owner = case.shape, case.owner
+    if "remote_stores" not in case.operator.words or shape.rows % owner.world_size:
         return []
     counted = [way for count in pieces for way in counted_ways(case, config, count)]
-    return [*mapped_ways(case), chunked_way(case), *counted]
+    ways = [chunked_way(case), *counted]
+    rows_of_rank, itemsize = shape.rows // owner.world_size, shape.dtype.itemsize
+    # Of other shapes a matrix [M, N] over the peers' memory would mostly be padding.
+    if stride_of_rows(rows_of_rank, shape.columns, itemsize, owner.granularity) is not None:
+        ways = [*mapped_ways(case), *ways]
+    return ways
 
 
 def mapped_ways(case: Case) -> list[Way]:

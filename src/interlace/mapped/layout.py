@@ -51,18 +51,24 @@ def chunk_of_rows(owner: str, rows: int, columns: int, itemsize: int, granularit
     Raises:
         ArgumentError: More than half would be padding.
     """
-    unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)
-    stride = round_up(max(columns, 1), unit)
-    nbytes = max(rows, 1) * stride * itemsize
-    if nbytes > max(granularity, 2 * rows * columns * itemsize):
+    stride = stride_of_rows(rows, columns, itemsize, granularity)
+    if stride is None:
         raise ArgumentError(
             f"{owner}: {rows} rows of {columns} elements a rank must fill pieces of {granularity} "
-            "bytes; padding rows would take "
-            f"{nbytes} bytes for {rows * columns * itemsize}. Give the shape with the ranks in a "
-            "dimension of their own, "
-            f"(world size, {rows}, {columns}): padding then goes between ranks."
+            "bytes; more than half would be padding. Give the shape with the ranks in a dimension "
+            f"of their own, (world size, {rows}, {columns}): padding then goes between ranks."
         )
-    return Chunk((rows, columns), (stride, 1), nbytes)
+    return Chunk((rows, columns), (stride, 1), max(rows, 1) * stride * itemsize)
+
+
+def stride_of_rows(rows: int, columns: int, itemsize: int, granularity: int) -> int | None:
+    """Return the elements from one row to the next with which ``rows`` fill whole multiples of
+    ``granularity`` bytes; None if more than half would be padding.
+    """
+    unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)
+    stride = round_up(max(columns, 1), unit)
+    is_wasteful = max(rows, 1) * stride > max(granularity // itemsize, 2 * rows * columns)
+    return None if is_wasteful else stride
 
 
 def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chunk:

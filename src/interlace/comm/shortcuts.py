@@ -6,7 +6,7 @@ Four activities of Python take most of an interpreted kernel's time, and are cut
   few numbers. They are cached.
 - Every operation on two values works out the dtype and the shape of its result, though most have
   two values of the same dtype and shape, or a value and a small integer.
-- The language is patched again at every call of a device function. Once per module is enough.
+- The language is patched again at every call of a device function. Once is enough.
 - Every sum and product of integers is checked for overflow. GPUs do not check either.
 
 Triton is unchanged outside of :func:`taken`, so that other kernels of the process keep their
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import triton.language as language
 import triton.runtime.interpreter as interpreter
 from triton.language import core, semantic
 
@@ -88,7 +89,7 @@ def _without_checks(options: Any) -> Any:
 
 
 class _Patches:
-    """Patch Triton's language once per module for the launches that run within :func:`taken`.
+    """Patch Triton's language once for the launches that run within :func:`taken`.
 
     An instance replaces Triton's function that patches the language, and is the scope that this
     function returns as well.
@@ -96,14 +97,17 @@ class _Patches:
 
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
-        self._scopes: dict[int, Any] = {}
+        self._scopes: dict[frozenset[str], Any] = {}
 
     def __call__(self, function: Any) -> _Patches:
-        # A module is identified by the address of its globals: no module is unloaded during a
-        # launch and leaves its address to another module.
-        key = id(function.__globals__)
-        if key not in self._scopes:
-            self._scopes[key] = self._patch(function)
+        # Triton patches the modules of its language that the function's own module has imported.
+        languages = frozenset(
+            value.__name__
+            for value in function.__globals__.values()
+            if value is language or value is core
+        )
+        if languages not in self._scopes:
+            self._scopes[languages] = self._patch(function)
         return self
 
     def restore(self) -> None:

@@ -57,6 +57,13 @@ def cases_of(kernel):
                 {"BLOCK": 4096},
             )
         ],
+        "scatter_and_sum": lambda: [
+            (types, {"WORLD_SIZE": ranks, "ROWS": 4, "COLS": 1024, **more})
+            for types, ranks, more in (
+                (_scattering("*bf16"), 4, {}),
+                (_scattering("*fp32"), 3, {"bias": None}),
+            )
+        ],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
@@ -71,6 +78,15 @@ _SETTLING = dict.fromkeys(("counters", "tiles", "is_valid"), "*i32") | {
     "pieces": "i32",
 }
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
+
+
+def _scattering(dtype):
+    return (
+        _MEETING
+        | dict.fromkeys(("landing_address", "half_bytes"), "i64")
+        | dict.fromkeys(("rows", "columns"), "i32")
+        | dict.fromkeys(("parts", "bias", "y"), dtype)
+    )
 
 
 def _stage_rows():

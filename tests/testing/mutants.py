@@ -248,6 +248,11 @@ MUTANTS = [
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
     ),
     *_of(
+        "gemm_reduce_scatter, pushed",
+        (f"{_STAGED}:scatter_and_sum", "half reused"),
+        (f"{_STAGED}:scatter_and_sum", "no wait", ("barrier", 0)),
+    ),
+    *_of(
         "gemm_all_reduce, fused",
         (_AR, "no release", ("signal", 0)),
         (_AR, "signal before put", ("signal", 0)),
@@ -267,6 +272,11 @@ MUTANTS = [
         (_A2A, "no wait", ("wait", 1)),
         (_A2A, "wrong epoch", ("wait", 1)),
         (_A2A, "no wait", ("arrive_last", 0)),
+    ),
+    *_of(
+        "gemm_all_to_all, pushed",
+        (f"{_STAGED}:spread_rows", "half reused"),
+        (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
     ),
     *_of(
         "all_gather_gemm, fused",

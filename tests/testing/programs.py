@@ -82,18 +82,20 @@ def _product(
 
 
 def _rows(rank: Rank, impl: str) -> int:
-    """Mapped outputs need whole pages for each rank."""
-    return (32 if impl == "remote_stores" else 20) * rank.world_size
+    """Mapped outputs need whole pages for each rank. Few rows are moved by one program, so that a
+    rank may be ahead of every program of another.
+    """
+    return {"remote_stores": 32, "pushed": 4}.get(impl, 20) * rank.world_size
 
 
 def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None:
-    """Ranks get different numbers of rows, but for mapped outputs; ``empty``: the last rank gets
-    none.
+    """Ranks get different numbers of rows, but for mapped outputs and pushed rows; ``empty``: the
+    last rank gets none.
     """
     config = interlace.GemmReduceScatterConfig(**_TILES)
     splits = (
         [_rows(rank, impl) // rank.world_size] * rank.world_size
-        if impl == "remote_stores"
+        if impl in ("remote_stores", "pushed")
         else [36, 4, 20][: rank.world_size]
     )
     splits[-1] *= not empty
@@ -417,10 +419,12 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
     "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),
     "gemm_reduce_scatter, remote_stores": functools.partial(reduce_scatter, impl="remote_stores"),
+    "gemm_reduce_scatter, pushed": functools.partial(reduce_scatter, impl="pushed"),
     "gemm_all_reduce, fused": all_reduce,
     "gemm_all_reduce, remote_stores": functools.partial(all_reduce, impl="remote_stores"),
     "gemm_all_to_all, fused": all_to_all,
     "gemm_all_to_all, remote_stores": functools.partial(all_to_all, impl="remote_stores"),
+    "gemm_all_to_all, pushed": functools.partial(all_to_all, impl="pushed"),
     "all_gather_gemm, fused": all_gather,
     "all_gather_gemm, chunked": functools.partial(all_gather, impl="chunked"),
     "all_gather_gemm, pushed": functools.partial(all_gather, impl="pushed"),

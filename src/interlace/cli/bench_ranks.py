@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +175,21 @@ def run_sweep_rank(
     """Measure drawn calls until the time is over, as rank 0 sees it."""
     from interlace.bench import sweep
 
-    end = time.monotonic() + budget_s
-
     def measure(draw: Draw) -> list[Result]:
+        return [sweep.bench(draw, getattr(torch, dtype))]
+
+    return _measure_all(_within(budget_s, drawn), measure, folder, header, file)
+
+
+def _within(budget_s: float, drawn: list[Draw]) -> Iterator[Draw]:
+    """Return drawn calls until the time is over, as rank 0 sees it. Each step is collective."""
+    end = time.monotonic() + budget_s
+    for draw in drawn:
         is_over = torch.tensor(float(time.monotonic() > end), device="cuda")
         dist.broadcast(is_over, 0)
-        return [] if is_over.item() else [sweep.bench(draw, getattr(torch, dtype))]
-
-    return _measure_all(drawn, measure, folder, header, file)
+        if is_over.item():
+            return
+        yield draw
 
 
 def _measure_all(

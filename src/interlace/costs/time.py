@@ -134,7 +134,8 @@ class MachineProfile:
             for block_m, block_n in _LIBRARY_TILES
             for split in _LIBRARY_SPLITS
         )
-        read_elements = (products * rows + columns) * inner
+        # The products of a batch follow one another, and the cache seldom holds all of w.
+        read_elements = products * (rows + columns) * inner
         moved_bytes = itemsize * read_elements + max(itemsize, 2) * results
         return self.product.launch_us + max(shortest, moved_bytes / bytes_per_us)
 

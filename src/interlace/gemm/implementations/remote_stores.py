@@ -8,7 +8,6 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.outputs import Output, run_into_output
 from interlace.gemm.implementations.refusals import needs
-from interlace.mapped.layout import stride_of_rows
 from interlace.registry import Implementation
 from interlace.units import ceil_div, next_power_of_2
 
@@ -39,16 +38,12 @@ def _shape(call: GemmCall, ranks: int, granularity: int) -> tuple[int, ...]:
     ``[R, M / R, N]``, for one product per rank.
     """
     operands = call.operands
-    rows, columns, itemsize = (
-        ceil_div(operands.rows, ranks),
-        operands.columns,
-        operands.out_dtype.itemsize,
-    )
+    rows, columns = ceil_div(operands.rows, ranks), operands.columns
     if rows <= _FEW_ROWS and call.operator.collective == "all_reduce":
-        # Which rank sums which rows is nobody's business, so some ranks may have fewer.
-        rows = next_power_of_2(rows)
-    stride = stride_of_rows(rows, columns, itemsize, granularity)
-    if stride == columns or (stride is not None and rows <= _FEW_ROWS):
+        # Which rank sums which rows is nobody's business, so some ranks may have fewer. Powers of 2
+        # need little padding.
+        return ranks * next_power_of_2(rows), columns
+    if rows * columns * operands.out_dtype.itemsize % granularity == 0:
         return ranks * rows, columns
     return ranks, rows, columns
 

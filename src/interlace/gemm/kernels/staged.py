@@ -1,5 +1,5 @@
 """Small kernels that move rows before a product, either together with the copies of ``fetch.py`` or
-without them.
+without them, or after it.
 
 The README.md of ``all_gather_gemm`` explains the protocols.
 """
@@ -216,5 +216,60 @@ def spread_rows(
             value = il.get(landing + cells, me, group, inside, 0.0)
             value = il.nan_unless(arrived, value)
             tl.store(gathered + cells, value, mask=(m < rows) & (k < gathered_stride))
+    il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["landing_address", "half_bytes", "signals", "call"])
+def scatter_and_sum(
+    parts, bias, y, landing_address, half_bytes, signals, epochs, ctx, call, rows, columns,
+    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """Store each part of a product in its owner's memory, and sum what the ranks have for this one.
+
+    ``parts`` is ``[rank, row, column]`` without gaps; the sum ``y``, ``[row, column]``, is float32,
+    in the order of ranks, plus the ``bias`` of each column, if there is one.
+
+    Protocol: as :func:`spread_rows`, with the landing ``[source, row, column]``: each program puts
+    its tiles, meets its peers' programs of the same index, and sums the tiles that these have put
+    here. Sums of tiles that did not arrive become NaN.
+
+    Example: two ranks with one row each; the products are [a0, a1] on rank 0 and [b0, b1] on rank
+    1. Rank 0 puts a1 into rank 1's landing, and its sum is a0 + b0.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch = il.next_epoch(epochs)
+    group = il.join(ctx)
+    me = il.rank(group)
+    stamp = il.mark(epoch, call)
+    flags = il.pointer(signals, tl.int32)
+    landing = il.pointer(landing_address + (epoch & 1) * half_bytes, y.dtype.element_ty)
+    part_cells = rows.to(tl.int64) * columns
+    tiles = tiles_of(rows, columns, ROWS, COLS)
+    # 1. Store the peers' parts, the neighbour's first.
+    for tile in range(program, tiles, programs):
+        m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
+        cells = m * columns + n
+        for step in tl.static_range(WORLD_SIZE - 1):
+            to = (me + 1 + step) % WORLD_SIZE
+            value = tl.load(parts + to * part_cells + cells, mask=inside, other=0.0)
+            il.put(landing + me * part_cells + cells, value, to, group, inside)
+    # 2. Programs of the same index meet on all ranks: each needs the same tiles of its peers only.
+    arrived = il.barrier(flags + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
+    # 3. Sum this rank's rows.
+    for tile in range(program, tiles, programs):
+        m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
+        cells = m * columns + n
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for source in tl.static_range(WORLD_SIZE):
+            is_own = inside & (me + m * 0 == source)
+            own = tl.load(parts + source * part_cells + cells, mask=is_own, other=0.0)
+            is_theirs = inside & (me + m * 0 != source)
+            theirs = il.get(landing + source * part_cells + cells, me, group, is_theirs, 0.0)
+            total += own.to(tl.float32) + theirs.to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)
+        value = il.nan_unless(arrived, total.to(y.dtype.element_ty))
+        tl.store(y + cells, value, mask=inside)
     il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -63,7 +63,9 @@ class GemmAllReduce(GemmOperator):
         ),
         GEMV,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
-        dataclasses.replace(REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True)),
+        dataclasses.replace(
+            REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
+        ),
         dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
         TRIGGERED,
         UNFUSED,

@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL
 from interlace.gemm.implementations.triggered import TRIGGERED
@@ -56,6 +57,7 @@ class GemmAllToAll(GemmOperator):
             schedule="tiled",
         ),
         REMOTE_STORES,
+        PUSHED_ALL_TO_ALL,
         CHUNKED,
         TRIGGERED,
         UNFUSED,

@@ -13,6 +13,7 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER, NCCL
@@ -66,6 +67,7 @@ class GemmReduceScatter(GemmOperator):
             schedule="tiled",
         ),
         REMOTE_STORES,
+        PUSHED_REDUCE_SCATTER,
         Implementation(
             "chunked",
             "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",

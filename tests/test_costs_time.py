@@ -141,16 +141,10 @@ def test_points_of_older_results() -> None:
 
 
 def test_the_shipped_profile_is_what_the_results_say() -> None:
-    """Of each implementation, half of its times within 11 % and nine of ten within 36 %; the fused
-    kernels are the worst, where rows do not fill their tiles.
-    """
-    documents = [
-        json.loads(file.read_text())
-        for file in sorted(RESULTS.glob("*.json"))
-        if any(word in file.name for word in ("gemm", "gemv", "sweep"))
-    ]
+    """Of each implementation, half of its times within 11 % and nine of ten within 25 %."""
+    documents = [json.loads((RESULTS / name).read_text()) for name in H200.results]
     points = profile_fit.points_of(documents)
-    assert len(points) > 1400
+    assert len(points) > 1300
     for operator, compositions in H200.compositions.items():
         for name in compositions:
             own = [
@@ -158,7 +152,7 @@ def test_the_shipped_profile_is_what_the_results_say() -> None:
             ]
             wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(H200, own))
             assert statistics.median(wrong) < 0.11, (operator, name)
-            assert wrong[int(0.9 * len(wrong))] < 0.36, (operator, name)
+            assert wrong[int(0.9 * len(wrong))] < 0.25, (operator, name)
     refitted = profile_fit.fit(H200, [each for each in points if each.implementation == "two_shot"])
     shipped = H200.compositions["gemm_all_reduce"]["two_shot"]
     assert refitted["gemm_all_reduce"]["two_shot"] == pytest.approx(shipped, rel=0.02)

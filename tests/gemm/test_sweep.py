@@ -87,14 +87,15 @@ def test_ratios(tmp_path: Path) -> None:
     assert "auto / best stock pair" in (tmp_path / "curves.svg").read_text()
 
 
-def test_the_recorded_sweep_by_the_shipped_profile() -> None:
-    """Two H200s; the profile was fitted to this sweep among others."""
-    for file in SWEEPS:
-        results = [
-            today(result, "NVIDIA H200") for result in json.loads(file.read_text())["results"]
-        ]
-        for rows in ratios_of(results).values():
-            pairs, best = zip(*rows, strict=True)
-            assert geometric_mean(pairs) < 0.96
-            assert geometric_mean(best) < 1.01
-            assert max(pairs) < 1.25
+def test_the_recorded_sweeps_by_the_shipped_profile() -> None:
+    """Two H200s; the profile was fitted to the sweep of seed 11 and has not seen the others."""
+    results = [
+        today(result, "NVIDIA H200")
+        for file in SWEEPS
+        for result in json.loads(file.read_text())["results"]
+    ]
+    for ratios in ratios_of(results).values():
+        pairs, best = zip(*ratios, strict=True)
+        assert geometric_mean(pairs) < 0.91
+        assert geometric_mean(best) < 1.03
+        assert max(pairs) < 1.2

@@ -155,7 +155,7 @@ class Case(Benchmark[GemmConfig]):
     def error(self, i: int, config: GemmConfig) -> float:
         """Return the relative difference of one call from float64, on this rank."""
         y, expected = self.call(i, "fused", config), self.expected(i)
-        return float((y.double() - expected).norm() / expected.norm())
+        return relative_error(y, expected)
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the result in float64; the unfused pair's for a collective of no library."""
@@ -256,6 +256,16 @@ class Case(Benchmark[GemmConfig]):
         return Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference over that of ``expected``, in float64; 0 for a rank without
+    rows.
+    """
+    if not expected.numel():
+        return 0.0
+    exact = expected.double()
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def check_ways(case: Case, ways: Iterable[Way]) -> None:
     """Compare our ways with the operator's unfused pair.
 
@@ -275,9 +285,8 @@ def check_way(case: Case, way: Way, expected: torch.Tensor) -> float:
     """
     y = way.call(0)
     assert isinstance(y, torch.Tensor)
-    difference = (y.reshape(expected.shape).double() - expected.double()).norm()
     # Both have roundings, so half of their difference is one's.
-    return case.accept([float(difference / expected.double().norm()) / 2], way.name)
+    return case.accept([relative_error(y.reshape(expected.shape), expected) / 2], way.name)
 
 
 def bench(

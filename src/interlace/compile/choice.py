@@ -124,17 +124,18 @@ def choose_sum(
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
     batches = isinstance(operator, BatchOperator)
-    side_by_side = not batches and choice.impl == "fused" and are_small(products, rows)
-    # A batch has no operands to lay side by side, so chunks need only be faster than the pair.
+    # A batch has no operands to lay side by side.
+    one_product = not (batches or choice.impl == "chunked" or operator.is_pair(choice.impl))
+    side_by_side = one_product and are_small(products, rows)
+    # Where operands are too large to be copied, chunks need only be faster than the pair.
     in_parts = bool(operator.sum_name) and (
-        first.device.type == "cpu"
-        or ("chunked" in choice.faster if batches else choice.impl == "chunked")
+        first.device.type == "cpu" or "chunked" in choice.faster
     )
     if first.device.type == "cuda" and not choice.is_known:
         raise LeftAlone(
             f"nothing is known on this GPU of the sizes of {operator.name}, of a sum of products"
         )
-    if choice.impl == "fused" and not (side_by_side or in_parts or batches):
+    if one_product and not (side_by_side or in_parts):
         raise LeftAlone(
             "it is a sum of products whose operands are too large to be put side by side"
         )

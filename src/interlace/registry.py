@@ -42,8 +42,9 @@ class Implementation:
             implementations apart themselves have none.
         refusal: Returns what a call must have for this implementation and has not, or None.
         schedule: How it computes its product, for predictions of its time (see
-            :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"by_rank"``,
-            one for each rank's rows; ``"tiled"``, the tiles of its own kernel.
+            :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a
+            batch of them, one for each rank's rows; ``"by_rank"``, one after another for each
+            rank's rows; ``"tiled"``, the tiles of its own kernel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         former_names: Words that meant this implementation in earlier versions.
     """

@@ -14,19 +14,12 @@ from interlace.costs.gemm import ProductCost, operand_bytes
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.registry import Implementation
 
 ROOT = 0
 """The rank whose product every rank gets."""
-
-
-def _run_fused(call: GemmCall) -> torch.Tensor:
-    # Triton is imported by the first call, not by the declaration.
-    from gemm_broadcast import fused
-
-    return fused.run(call)
 
 
 @interlace.operator
@@ -37,10 +30,7 @@ class GemmBroadcast(GemmOperator):
     formula = "broadcast(x @ w.T + bias)"
     collective = "broadcast"
     split_names = ()
-    implementations = (
-        Implementation("fused", "one kernel that sends tiles as it computes them", _run_fused),
-        UNFUSED,
-    )
+    implementations = (FUSED, UNFUSED)
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
         """Return all rows: every rank has the whole result."""
@@ -49,6 +39,12 @@ class GemmBroadcast(GemmOperator):
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return all rows."""
         return rows
+
+    def run_fused(self, call: GemmCall) -> torch.Tensor:
+        """Run the kernel, by which Triton is imported: the first call does it, not the import."""
+        from gemm_broadcast import fused
+
+        return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear`` on the root, then ``broadcast``."""

@@ -33,10 +33,7 @@ def gemm_broadcast(
     BLOCK_N: tl.constexpr = TILING.block_n
     GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    me = il.rank(group)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     others = (peers < WORLD_SIZE) & (peers != me)
     flags = il.pointer(signals, tl.int32)

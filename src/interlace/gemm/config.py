@@ -43,3 +43,14 @@ class GemmConfig(Configuration):
         self.require_power_of_two("num_warps", 1, 32)
         for name, least in _AT_LEAST.items():
             self.require_between(name, least, _MOST)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumConfig(GemmConfig):
+    """The configuration of a kernel that adds up parts of all ranks; see :class:`GemmConfig`.
+
+    ``interleave`` counts programs that begin a round of tiles with the same rank.
+    """
+
+    group_m: int = 4
+    interleave: int = 1

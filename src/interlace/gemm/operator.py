@@ -92,6 +92,14 @@ class GemmOperator(Operator):
         shape = [call.rows.result, call.operands.columns]
         return call.operands.x.new_empty(shape, dtype=call.operands.out_dtype)
 
+    def run_fused(self, call: GemmCall) -> Any:
+        """Run the operator's own kernel, for ``implementations.fused.FUSED``.
+
+        Raises:
+            NotImplementedError: The operator has no such kernel.
+        """
+        raise NotImplementedError(f"{self.name} has no kernel of its own")
+
     @abc.abstractmethod
     def run_unfused(self, call: GemmCall) -> Any:
         """Run the call as a program without Interlace would: ``F.linear``, torch.distributed."""

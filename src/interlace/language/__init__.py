@@ -4,12 +4,20 @@ Put, get, signal and wait between the ranks of a group, for every ``@triton.jit`
 model is in ``README.md``.
 """
 
-from interlace.language.addresses import join, peer_pointer, pointer, rank, world_size
+from interlace.language.addresses import (
+    join,
+    other_ranks,
+    peer_pointer,
+    pointer,
+    rank,
+    world_size,
+)
 from interlace.language.counting import arrive_last, count
 from interlace.language.deadlines import clock_ns, fill_nan, nan_unless, report_miscount
 from interlace.language.epochs import (
     advance_epoch,
     clear_old,
+    enter,
     following_epoch,
     in_turn,
     mark,
@@ -30,6 +38,7 @@ __all__ = [
     "clock_ns",
     "complete_tiles",
     "count",
+    "enter",
     "fence",
     "fill_nan",
     "following_epoch",
@@ -40,6 +49,7 @@ __all__ = [
     "mark",
     "nan_unless",
     "next_epoch",
+    "other_ranks",
     "peer_pointer",
     "pointer",
     "previous_epoch",

@@ -68,3 +68,18 @@ def peer_pointer(ptr, peer, group):
     # All ranks' copies lie in one range of addresses, one constant stride apart.
     stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
     return ptr + tl.multiple_of(stride, 16) * peer
+
+
+@triton.jit
+def other_ranks(this_rank, WORLD_SIZE: tl.constexpr):
+    """Return the numbers of all ranks, and which of them are peers of ``this_rank``.
+
+    Args:
+        this_rank: int32 scalar, the value of :func:`rank`.
+        WORLD_SIZE: number of ranks.
+
+    Returns:
+        Two tiles of as many elements as the next power of 2: int32, counting from 0, and bool.
+    """
+    lanes = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    return lanes, (lanes < WORLD_SIZE) & (lanes != this_rank)

@@ -11,7 +11,7 @@ import triton.language as tl
 from interlace.comm import context
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import interpreting
-from interlace.language.addresses import peer_pointer, rank
+from interlace.language.addresses import join, peer_pointer, rank
 
 EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
 
@@ -75,6 +75,25 @@ def mark(epoch, call):
         The stamp (int32 scalar).
     """
     return (epoch & EPOCH_MASK) | call
+
+
+@triton.jit
+def enter(epochs, ctx, call):
+    """Begin a call: what every kernel that signals and waits needs to know of it.
+
+    Args:
+        epochs: int32 pointer to the operator's ``MAX_PROGRAMS`` epoch cells.
+        ctx: the group's context; see :func:`join`.
+        call: int32 scalar: the value of ``Group.agree`` for the call's arguments.
+
+    Returns:
+        ``(epoch, stamp, group, rank)``, as :func:`next_epoch`, :func:`mark`, :func:`join` and
+        :func:`rank` return them.
+    """
+    epoch = next_epoch(epochs)
+    stamp = mark(epoch, call)
+    group = join(ctx)
+    return epoch, stamp, group, rank(group)
 
 
 @triton.jit

@@ -90,10 +90,7 @@ def collect(
     20], or [11, 22], or [11, 22] followed by the sums of the peer.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    group = il.join(ctx)
-    rank = il.rank(group)
-    stamp = il.mark(epoch, call)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     meetings = il.pointer(signals, tl.int32)
     partings = meetings + _PROGRAMS * 2 * WORLD_SIZE
     # Each program has signals of its own, so that it may go on before the slowest program is here.

@@ -8,12 +8,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import add_bias, multiply_tile, scale_tile, tile_place
 
-_FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
-_ROWS = tl.constexpr(layout.ROWS)
-_ROUTE = tl.constexpr(layout.ROUTE)
 _PARTS_IN_FLIGHT = tl.constexpr(3)
 
 
@@ -118,8 +115,7 @@ def send_and_sum(
     program, programs = tl.program_id(0), tl.num_programs(0)
     me = il.rank(group)
     N, row_stride, flags = matrices.N, slots.row_stride, slots.flags
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (slots.most_rows + BLOCK_M - 1) // BLOCK_M
     rounds = (tiles_m * tiles_n + programs - 1) // programs
@@ -136,8 +132,8 @@ def send_and_sum(
         dest = (me + 1 + turn) % WORLD_SIZE
         this_round = step // WORLD_SIZE * programs + program
         tile = tl.where(dest == me, this_round - programs, this_round)
-        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
-        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
+        first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):

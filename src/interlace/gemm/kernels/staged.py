@@ -10,15 +10,8 @@ import triton.language as tl
 import interlace.language as il
 from interlace.comm.kernels import MOST_MOVERS
 from interlace.mapped.kernel import tile_at, tiles_of
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import COUNTER, DONE, FIRST_ROW, HEADER, MAX_RANKS, ROUTE, ROWS_SENT
 
-_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_DONE = tl.constexpr(layout.DONE)
-_COUNTER = tl.constexpr(layout.COUNTER)
-_FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
-_ROWS = tl.constexpr(layout.ROWS)
-_ROUTE = tl.constexpr(layout.ROUTE)
-_HEADER = tl.constexpr(layout.HEADER)
 _PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has a barrier of its own
 
 
@@ -52,13 +45,12 @@ def stage_rows(
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     K_padded = inner_groups * INNER_ALIGN
     last = il.previous_epoch(epoch)
     # 1. The peers must have fetched the previous call's rows before these are overwritten.
-    done = il.in_turn(flags + _DONE, last, _MAX_RANKS)
+    done = il.in_turn(flags + DONE, last, MAX_RANKS)
     free = il.wait(done + peers, last, peers, 0, group, is_peer).to(tl.int32)
     target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
     # 2. Rows are copied to symmetric memory, and this rank's own share to where it is multiplied.
@@ -88,11 +80,11 @@ def stage_rows(
             tl.store(scales + line, scale, mask=(line < rows) & (free + lines * 0 > 0))
     # 3. The last program to finish tells every peer that all rows are staged.
     if free > 0:
-        counter = il.peer_pointer(flags + _COUNTER, me, group)
+        counter = il.peer_pointer(flags + COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):
             stamp = il.mark(epoch, call)
             il.signal(flags + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
-    il.clear_old(flags + _HEADER, WORLD_SIZE, epoch, group)
+    il.clear_old(flags + HEADER, WORLD_SIZE, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -107,8 +99,7 @@ def await_rows(signals, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """
     group = il.join(ctx)
     me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     # This kernel alone counts the epoch in ``notes``; no other kernel writes it in the meantime.
     epoch = il.following_epoch(tl.load(notes))
     stamp = il.mark(epoch, call)
@@ -125,11 +116,10 @@ def release_rows(signals, ctx, notes, gathered, cells, WORLD_SIZE: tl.constexpr)
     """
     group = il.join(ctx)
     me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     epoch = tl.load(notes)
     # DONE is signalled even after a timeout: the copies are over, so peers may reuse their memory.
-    done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, epoch, _MAX_RANKS)
+    done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
     il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, is_peer)
     if tl.load(notes + 1) == 0:
         il.fill_nan(gathered, cells)
@@ -179,14 +169,11 @@ def spread_rows(
     its ``gathered`` and of rank 1's landing, and copies b from row 1 of its own landing.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    group = il.join(ctx)
-    me = il.rank(group)
-    stamp = il.mark(epoch, call)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
     landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
-    first = tl.load(routes + me * _ROUTE + _FIRST_ROW)
-    rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
+    first = tl.load(routes + me * ROUTE + FIRST_ROW)
+    rows = tl.load(routes + me * ROUTE + ROWS_SENT).to(tl.int32)
     # 1. Store this rank's rows at every rank, the neighbour first, so that ranks do not all send to
     # the same peer at a time.
     for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
@@ -208,8 +195,8 @@ def spread_rows(
     # 3. Copy the peers' rows out of the landing, whose half a later call will overwrite.
     for step in tl.static_range(WORLD_SIZE - 1):
         source = (me + 1 + step) % WORLD_SIZE
-        first = tl.load(routes + source * _ROUTE + _FIRST_ROW)
-        rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
+        first = tl.load(routes + source * ROUTE + FIRST_ROW)
+        rows = tl.load(routes + source * ROUTE + ROWS_SENT).to(tl.int32)
         for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
             m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
             cells = (first + m // share * distance + m % share) * gathered_stride + k
@@ -238,10 +225,7 @@ def scatter_and_sum(
     1. Rank 0 puts a1 into rank 1's landing, and its sum is a0 + b0.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    group = il.join(ctx)
-    me = il.rank(group)
-    stamp = il.mark(epoch, call)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
     landing = il.pointer(landing_address + (epoch & 1) * half_bytes, y.dtype.element_ty)
     part_cells = rows.to(tl.int64) * columns

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
     Matrices,
     Scales,
@@ -16,10 +16,6 @@ from interlace.gemm.kernels.tiles import (
     tile_place,
 )
 
-_HEADER = tl.constexpr(layout.HEADER)
-_FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
-_ROWS = tl.constexpr(layout.ROWS)
-_ROUTE = tl.constexpr(layout.ROUTE)
 
 
 class Output(NamedTuple):
@@ -69,8 +65,8 @@ def _multiply(
     # Loaded when the source changes: a tile that begins with a trip to memory begins a microsecond
     # later.
     known_source = me
-    first = tl.load(routes + me * _ROUTE + _FIRST_ROW).to(tl.int32)
-    rows = tl.load(routes + me * _ROUTE + _ROWS).to(tl.int32)
+    first = tl.load(routes + me * ROUTE + FIRST_ROW).to(tl.int32)
+    rows = tl.load(routes + me * ROUTE + ROWS_SENT).to(tl.int32)
     for task in tl.range(start, end, tl.num_programs(0)):
         source = (me + task // tiles_per_rank) % WORLD_SIZE
         tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, GROUP_M)
@@ -78,10 +74,10 @@ def _multiply(
         if not OWN:
             if source != known_source:
                 known_source = source
-                first = tl.load(routes + source * _ROUTE + _FIRST_ROW).to(tl.int32)
-                rows = tl.load(routes + source * _ROUTE + _ROWS).to(tl.int32)
+                first = tl.load(routes + source * ROUTE + FIRST_ROW).to(tl.int32)
+                rows = tl.load(routes + source * ROUTE + ROWS_SENT).to(tl.int32)
                 lanes = tl.arange(0, 1)
-                awaited = arrivals.flags + _HEADER + source + lanes
+                awaited = arrivals.flags + HEADER + source + lanes
                 has_rows = rows + lanes > 0
                 complete = il.wait(awaited, arrivals.stamp, source + lanes, 0, group, has_rows)
                 all_arrived = all_arrived * complete.to(tl.int32)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.config import GemmConfig
+from interlace.gemm.config import SumConfig
 from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
@@ -22,25 +23,12 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.replicated import replicated
 from interlace.gemm.splits import balanced
-from interlace.registry import Implementation, operator
+from interlace.registry import operator
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmAllReduceConfig(GemmConfig):
-    """One way to run the fused kernel of ``gemm_all_reduce``; see :class:`GemmConfig` for the
-    fields.
-
-    ``interleave`` counts programs that begin a round of tiles with the same rank.
-    """
-
-    group_m: int = 4
-    interleave: int = 1
-
-
-def _run_fused(call: GemmCall) -> torch.Tensor:
-    from interlace.operators.gemm_all_reduce import fused
-
-    return fused.run(call)
+class GemmAllReduceConfig(SumConfig):
+    """One way to run the fused kernel of ``gemm_all_reduce``."""
 
 
 @operator
@@ -55,12 +43,7 @@ class GemmAllReduce(GemmOperator):
     split_names = ()
     adds_ranks = True
     implementations = (
-        Implementation(
-            "fused",
-            "one kernel that sends tiles as it computes them",
-            _run_fused,
-            schedule="tiled",
-        ),
+        FUSED,
         GEMV,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
         dataclasses.replace(
@@ -81,6 +64,12 @@ class GemmAllReduce(GemmOperator):
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return all rows."""
         return rows
+
+    def run_fused(self, call: GemmCall) -> torch.Tensor:
+        """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernel`."""
+        from interlace.operators.gemm_all_reduce import fused
+
+        return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""

@@ -4,15 +4,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import COUNTER, DONE, GRANTS, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, send_and_sum
 from interlace.gemm.kernels.tiles import Matrices, Scales, start_in_turn
 
-_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_DONE = tl.constexpr(layout.DONE)
-_COUNTER = tl.constexpr(layout.COUNTER)
-_GRANTS = tl.constexpr(layout.GRANTS)
-_HEADER = tl.constexpr(layout.HEADER)
 
 
 @triton.jit(
@@ -43,16 +38,12 @@ def gemm_all_reduce(
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    granted = il.in_turn(flags, epoch, _MAX_RANKS)
-    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
-    numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
+    granted = il.in_turn(flags, epoch, MAX_RANKS)
+    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
+    numbers = il.in_turn(flags + GRANTS, epoch, MAX_RANKS)
     # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
         number = own_buffer + tl.zeros_like(peers)
@@ -67,7 +58,7 @@ def gemm_all_reduce(
     half = epoch & 1
     row_stride = row_groups * SENDING.align
     slot_half = slot_address + half * half_bytes
-    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + _HEADER, per_source)
+    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + HEADER, per_source)
     sums = Results(results, outputs, buffers, buffer_bytes)
     if arrived > 0:
         # 2. Parts go to their owners; each owner's sums go to every rank's buffer.
@@ -77,7 +68,7 @@ def gemm_all_reduce(
         if SENDING.tile_stores:
             il.complete_tiles()
         # 3. The last program to have sent everything tells the peers that their buffers are whole.
-        if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+        if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
             il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
     # 4. Nobody reads or writes anything of this call once all peers have said so.
     if program == programs - 1:
@@ -87,5 +78,5 @@ def gemm_all_reduce(
             own_address = outputs + offset + me * tl.multiple_of(group[2], 16)
             OUT: tl.constexpr = SENDING.dtype
             il.fill_nan(il.pointer(own_address, OUT), M.to(tl.int64) * row_stride)
-    il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
+    il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

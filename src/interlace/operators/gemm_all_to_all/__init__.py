@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import CHUNKED
+from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL
@@ -23,7 +24,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, check_sum
-from interlace.registry import Implementation, operator
+from interlace.registry import operator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,6 @@ class GemmAllToAllConfig(GemmConfig):
     """One way to run the fused kernel of ``gemm_all_to_all``; see :class:`GemmConfig` for the
     fields.
     """
-
-
-def _run_fused(call: GemmCall) -> torch.Tensor:
-    from interlace.operators.gemm_all_to_all import fused
-
-    return fused.run(call)
 
 
 @operator
@@ -50,12 +45,7 @@ class GemmAllToAll(GemmOperator):
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (
-        Implementation(
-            "fused",
-            "one kernel that sends tiles as it computes them",
-            _run_fused,
-            schedule="tiled",
-        ),
+        FUSED,
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
         CHUNKED,
@@ -137,6 +127,12 @@ class GemmAllToAll(GemmOperator):
         check_sum(f"{self.name}: input_splits", sends, world_size, rows, "the rows of x")
         check_sum(f"{self.name}: output_splits", receives, world_size, None, "the rows of x")
         return rows, len({*sends, *receives}) == 1
+
+    def run_fused(self, call: GemmCall) -> torch.Tensor:
+        """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
+        from interlace.operators.gemm_all_to_all import fused
+
+        return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_to_all_single``."""

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import COUNTER, DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
     Matrices,
     Scales,
@@ -16,14 +16,6 @@ from interlace.gemm.kernels.tiles import (
     tile_place,
 )
 
-_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_DONE = tl.constexpr(layout.DONE)
-_COUNTER = tl.constexpr(layout.COUNTER)
-_GRANTS = tl.constexpr(layout.GRANTS)
-_FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
-_ROWS = tl.constexpr(layout.ROWS)
-_PLACE = tl.constexpr(layout.PLACE)
-_ROUTE = tl.constexpr(layout.ROUTE)
 
 
 @triton.jit(
@@ -68,16 +60,12 @@ def gemm_all_to_all(
     BLOCK_N: tl.constexpr = TILING.block_n
     GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    grants = il.in_turn(flags, epoch, _MAX_RANKS)
-    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
-    numbers = il.in_turn(flags + _GRANTS, epoch, _MAX_RANKS)
+    grants = il.in_turn(flags, epoch, MAX_RANKS)
+    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
+    numbers = il.in_turn(flags + GRANTS, epoch, MAX_RANKS)
     row_stride = row_groups * SENDING.align
     own_offset = own_buffer.to(tl.int64) * buffer_bytes
     own_address = buffers + own_offset + me * tl.multiple_of(group[2], 16)
@@ -102,9 +90,9 @@ def gemm_all_to_all(
     for task in tl.range(program, tl.where(granted, tasks * WORLD_SIZE, 0), programs):
         dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
         tile = task // (INTERLEAVE * WORLD_SIZE) * INTERLEAVE + task % INTERLEAVE
-        first = tl.load(routes + dest * _ROUTE + _FIRST_ROW).to(tl.int32)
-        rows = tl.load(routes + dest * _ROUTE + _ROWS).to(tl.int32)
-        offset = tl.load(routes + dest * _ROUTE + _PLACE).to(tl.int32)
+        first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
+        rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
+        offset = tl.load(routes + dest * ROUTE + PLACE).to(tl.int32)
         tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
         product = tile_m // tiles_m
         if BATCH > 1:
@@ -141,7 +129,7 @@ def gemm_all_to_all(
             il.complete_tiles()
         # 3. The last program to have sent all its tiles tells every destination.
         if granted:
-            if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+            if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
                 il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
         # 4. This rank's buffer is whole once all sources have said so.
         if program == programs - 1:

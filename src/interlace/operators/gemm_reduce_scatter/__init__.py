@@ -12,7 +12,8 @@ import torch.distributed as dist
 from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.config import GemmConfig
+from interlace.gemm.config import SumConfig
+from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
@@ -25,21 +26,8 @@ from interlace.registry import Implementation, operator
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmReduceScatterConfig(GemmConfig):
-    """One way to run the fused kernel of ``gemm_reduce_scatter``; see :class:`GemmConfig` for the
-    fields.
-
-    ``interleave`` counts programs that begin a round of tiles with the same rank.
-    """
-
-    group_m: int = 4
-    interleave: int = 1
-
-
-def _run_fused(call: GemmCall) -> torch.Tensor:
-    from interlace.operators.gemm_reduce_scatter import fused
-
-    return fused.run(call)
+class GemmReduceScatterConfig(SumConfig):
+    """One way to run the fused kernel of ``gemm_reduce_scatter``."""
 
 
 def _run_chunked(call: GemmCall) -> torch.Tensor:
@@ -60,12 +48,7 @@ class GemmReduceScatter(GemmOperator):
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
-        Implementation(
-            "fused",
-            "one kernel that sends tiles as it computes them",
-            _run_fused,
-            schedule="tiled",
-        ),
+        FUSED,
         REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
         Implementation(
@@ -93,6 +76,12 @@ class GemmReduceScatter(GemmOperator):
         """Return this rank's share of the rows."""
         (row_list,) = splits
         return balanced_rows(rows, rank, world_size) if row_list is None else row_list[rank]
+
+    def run_fused(self, call: GemmCall) -> torch.Tensor:
+        """Run the kernel of :mod:`interlace.operators.gemm_reduce_scatter.kernel`."""
+        from interlace.operators.gemm_reduce_scatter import fused
+
+        return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels import layout
+from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
     Matrices,
@@ -15,10 +15,6 @@ from interlace.gemm.kernels.tiles import (
     tile_place,
 )
 
-_MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
-_DONE = tl.constexpr(layout.DONE)
-_COUNTER = tl.constexpr(layout.COUNTER)
-_HEADER = tl.constexpr(layout.HEADER)
 
 
 @triton.jit(
@@ -49,20 +45,16 @@ def gemm_reduce_scatter(
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     half = epoch & 1
     row_stride = row_groups * SENDING.align
     slot_half = slot_address + half * half_bytes
-    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + _HEADER, per_source)
+    arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + HEADER, per_source)
     sums = Results(results, y_address, peers * 0, 0)
     if spread_ns > 0:
         start_in_turn(spread_ns)
@@ -72,12 +64,12 @@ def gemm_reduce_scatter(
     )
     if WORLD_SIZE > 1:
         # 2. The last program to have sent everything tells the peers that this call is over here.
-        if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
+        if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
             il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
         # 3. No rank may be two calls ahead: it would write a half that a peer still reads.
         if program == programs - 1:
             il.wait(done + peers, stamp, peers, 0, group, is_peer)
-        il.clear_old(flags + _HEADER, WORLD_SIZE * per_source, epoch, group)
+        il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
 
 
@@ -98,10 +90,9 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     me = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != me)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     last = il.previous_epoch(epoch)
-    done = il.in_turn(il.pointer(signals, tl.int32) + _DONE, last, _MAX_RANKS)
+    done = il.in_turn(il.pointer(signals, tl.int32) + DONE, last, MAX_RANKS)
     free = il.wait(done + peers, last, peers, 0, group, is_peer)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
@@ -142,7 +133,7 @@ def multiply_and_sum(
     stamp = il.mark(epoch, call)
     row_stride = row_groups * SENDING.align
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
-    arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + _HEADER, PIECES)
+    arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + HEADER, PIECES)
     lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
     sources, pieces = lanes // PIECES, lanes % PIECES
     is_peer = (sources < WORLD_SIZE) & (sources != me)
@@ -157,7 +148,7 @@ def multiply_and_sum(
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > pieces_here:
             awaited = is_peer & (pieces < needed)
-            arrived = il.wait(flags + _HEADER + lanes, stamp, sources, tile, group, awaited)
+            arrived = il.wait(flags + HEADER + lanes, stamp, sources, tile, group, awaited)
             all_arrived = all_arrived * arrived.to(tl.int32)
             pieces_here = needed
             if SENDING.tile_stores:
@@ -175,9 +166,8 @@ def multiply_and_sum(
             cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
             inside = (m < rows)[:, None] & (n < N)[None, :]
             tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
-    if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
-        peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-        mask = (peers < WORLD_SIZE) & (peers != me)
-        done = il.in_turn(flags + _DONE, epoch, _MAX_RANKS)
+    if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
+        peers, mask = il.other_ranks(me, WORLD_SIZE)
+        done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
         il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, mask)
-    il.clear_old(flags + _HEADER, WORLD_SIZE * PIECES, epoch, group)
+    il.clear_old(flags + HEADER, WORLD_SIZE * PIECES, epoch, group)

@@ -134,12 +134,8 @@ def embedding_all_to_all_backward(
     WIDTH: tl.constexpr = VECTORS.width
     DRAWN: tl.constexpr = RUNS.ticket * RUNS.block
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    rank = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
+    peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     # The columns are products with ALIGN, whose divisor the compiler knows.
     landed = landing + rank * tl.multiple_of(group[2], 16)

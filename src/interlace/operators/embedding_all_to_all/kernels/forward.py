@@ -189,13 +189,9 @@ def embedding_all_to_all_forward(
     BAGS: tl.constexpr = POOLING.bags
     OUT: tl.constexpr = VECTORS.out_dtype
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    rank = il.rank(group)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     lookups = Lookups(tables, indices, offsets, weights, B)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     # Two sets of signals take turns, as a peer may be one call ahead or behind.
     granting = il.in_turn(flags, epoch, MAX_RANKS)

@@ -49,10 +49,7 @@ def grouped_gemm_combine(
     DESCRIPTORS: tl.constexpr = TILING.descriptors
     GROUP: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    rank = il.rank(group)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     lanes = tl.arange(0, L_LANES)
     the_plan = Plan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
@@ -116,8 +113,7 @@ def grouped_gemm_combine(
         # The last program has acquired the puts of all, and its signals release them.
         finished = il.peer_pointer(il.pointer(signals, tl.int32) + FINISHED, rank, group)
         if il.arrive_last(finished, program, programs):
-            peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-            is_peer = (peers < WORLD_SIZE) & (peers != rank)
+            peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
             done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
             il.signal(done + rank + peers * 0, stamp, peers, group, is_peer)
 
@@ -142,12 +138,8 @@ def sum_results(
     rank 1 and that of slot 1 from itself; with one slot per token, y is each result times the
     slot's weight.
     """
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    rank = il.rank(group)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    is_peer = (peers < WORLD_SIZE) & (peers != rank)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
+    peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
     arrived = il.wait(done + peers, stamp, peers, 0, group, is_peer)

@@ -158,10 +158,7 @@ def dispatch_grouped_gemm(
     PUSHERS: tl.constexpr = PUSHING.programs
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     program = tl.program_id(0)
-    epoch = il.next_epoch(epochs)
-    stamp = il.mark(epoch, call)
-    group = il.join(ctx)
-    rank = il.rank(group)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     peers = tl.arange(0, R_LANES)
     flags = il.pointer(signals, tl.int32)
     hidden = hidden_groups * PUSHING.align

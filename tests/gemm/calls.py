@@ -9,14 +9,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gemm.splits import balanced
-
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8": torch.float8_e4m3fn,
-}
+from interlace.registry import operator_named
+from interlace.testing.cases.base import DTYPES
+from interlace.testing.cases.products import exact_results, split_options
 
 IMPLS = {
     "gemm_all_to_all": ["unfused", "fused"],
@@ -59,6 +54,10 @@ class Call:
     impl: str = "unfused"
     config: Any = None
     seed: int = 0
+
+    @property
+    def collective(self) -> str:
+        return operator_named(self.operator).collective
 
     def rows_of(self, rank: int) -> int:
         """Rows of x on a rank."""
@@ -123,11 +122,7 @@ class Call:
         options: dict[str, Any] = {"group": group, "impl": self.impl, "config": self.config}
         if self.out_dtype is not None:
             options["out_dtype"] = DTYPES[self.out_dtype]
-        if self.splits is not None and self.operator == "gemm_all_to_all":
-            options["input_splits"] = list(self.splits[rank])
-            options["output_splits"] = [sent[rank] for sent in self.splits]
-        elif self.splits is not None:
-            options["splits"] = list(self.splits)
+        options |= split_options(self.collective, self.splits, rank)
         return options
 
     # In float64
@@ -142,26 +137,14 @@ class Call:
 
     def results(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Every rank's result from every rank's inputs."""
-        ranks = len(inputs)
-        biases = [
-            tensors.get("bias", torch.zeros(self.columns, dtype=torch.float64))
-            for tensors in inputs
-        ]
-        if self.operator == "all_gather_gemm":
-            x = torch.cat([tensors["x"] for tensors in inputs])
-            return [x @ tensors["w"].T + bias for tensors, bias in zip(inputs, biases, strict=True)]
-        parts = [tensors["x"] @ tensors["w"].T for tensors in inputs]
-        if self.operator == "gemm_all_to_all":
-            sent = self.splits or [[self.rows // ranks] * ranks] * ranks
-            pieces = [
-                (part + bias).split(list(counts))
-                for part, bias, counts in zip(parts, biases, sent, strict=True)
-            ]
-            return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
-        total = torch.stack(parts).sum(0) + biases[0]
-        if self.operator == "gemm_all_reduce":
-            return [total] * ranks
-        return list(total.split(list(self.splits or balanced(self.rows, ranks))))
+        nothing = torch.zeros(self.columns, dtype=torch.float64)
+        return exact_results(
+            self.collective,
+            [tensors["x"] for tensors in inputs],
+            [tensors["w"] for tensors in inputs],
+            [tensors.get("bias", nothing) for tensors in inputs],
+            self.splits,
+        )
 
     def check(self, results: list[torch.Tensor]) -> None:
         """Every rank's result is as right as the arithmetic allows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -160,7 +161,6 @@ class ProductCase(Case):
         ]
 
     def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
-        ranks = len(inputs)
         xs = [leaf["x"] * call.get("x_scale", 1) for leaf, call in zip(leaves, inputs, strict=True)]
         ws = [
             leaf["w"] * call["w_scale"].mT if "w_scale" in call else leaf["w"]
@@ -169,29 +169,12 @@ class ProductCase(Case):
         biases = [
             leaf.get("bias", torch.zeros(self.columns, dtype=torch.float64)) for leaf in leaves
         ]
-        if self.collective == "all_gather":
-            return [torch.cat(xs) @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
-        parts = [x @ w.T for x, w in zip(xs, ws, strict=True)]
-        if self.collective == "all_to_all":
-            sent = self.splits or [[self.rows // ranks] * ranks] * ranks
-            pieces = [
-                (part + bias).split(list(counts))
-                for part, bias, counts in zip(parts, biases, sent, strict=True)
-            ]
-            return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
-        total = torch.stack(parts).sum(0) + biases[0]
-        if self.collective == "all_reduce":
-            return [total] * ranks
-        return list(total.split(list(self.splits or balanced(self.rows, ranks))))
+        return exact_results(self.collective, xs, ws, biases, self.splits)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         operator, rank = getattr(interlace, self.operator), dist.get_rank(group)
         options: dict[str, Any] = {"group": group, "impl": self.impl}
-        if self.splits is not None and self.collective == "all_to_all":
-            options["input_splits"] = list(self.splits[rank])
-            options["output_splits"] = [sent[rank] for sent in self.splits]
-        elif self.splits is not None:
-            options["splits"] = list(self.splits)
+        options |= split_options(self.collective, self.splits, rank)
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             arguments = {name: tensor for name, tensor in tensors.items() if name != "grad"}
@@ -202,6 +185,51 @@ class ProductCase(Case):
             return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
 
         return make
+
+
+def exact_results(
+    collective: str,
+    xs: Sequence[torch.Tensor],
+    ws: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    splits: Any,
+) -> list[torch.Tensor]:
+    """Return every rank's result of a product and its collective, by torch alone.
+
+    Args:
+        collective: ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or ``"reduce_scatter"``.
+        xs: every rank's x, ``[M, K]``; the results are of their dtype.
+        ws: every rank's w, ``[N, K]``.
+        biases: every rank's bias, ``[N]``; sums take the first one.
+        splits: None for rows that are shared out evenly; else the rows from rank s to rank d as
+            ``splits[s][d]`` (all-to-all), or the rows of each rank's result (reduce-scatter).
+    """
+    ranks = len(xs)
+    if collective == "all_gather":
+        gathered = torch.cat(list(xs))
+        return [gathered @ w.T + bias for w, bias in zip(ws, biases, strict=True)]
+    parts = [x @ w.T for x, w in zip(xs, ws, strict=True)]
+    if collective == "all_to_all":
+        sent = splits or [[len(xs[0]) // ranks] * ranks] * ranks
+        pieces = [
+            (part + bias).split(list(counts))
+            for part, bias, counts in zip(parts, biases, sent, strict=True)
+        ]
+        return [torch.cat([piece[rank] for piece in pieces]) for rank in range(ranks)]
+    total = torch.stack(parts).sum(0) + biases[0]
+    if collective == "all_reduce":
+        return [total] * ranks
+    return list(total.split(list(splits or balanced(len(total), ranks))))
+
+
+def split_options(collective: str, splits: Any, rank: int) -> dict[str, list[int]]:
+    """Return the arguments by which a rank gives ``splits`` to an operator, by name."""
+    if splits is None:
+        return {}
+    if collective == "all_to_all":
+        received = [sent[rank] for sent in splits]
+        return {"input_splits": list(splits[rank]), "output_splits": received}
+    return {"splits": list(splits)}
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:

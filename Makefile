@@ -4,9 +4,9 @@
 PYTHON = python3
 BIN = .venv/bin
 STAMP = .venv/.installed
-# Ranks that wait for one another, and processes that start, leave time: three processes that run tests keep two cores
+# Ranks that wait for one another, and processes that start, leave time: four processes that run tests keep two cores
 # busy, and are a fifth quicker than two.
-PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(STAMP)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime.errors import InterpreterError
 
 from interlace.comm import shortcuts
@@ -81,6 +81,42 @@ def test_another_triton_goes_its_own_way() -> None:
     assert counted.calls == 2
 
 
+def _operand(values: Any, dtype: Any) -> Any:
+    array = np.asarray(values)
+    kind = dtype if array.ndim == 0 else core.block_type(dtype, list(array.shape))
+    return core.tensor(interpreter.TensorHandle(np.atleast_1d(array), dtype), kind)
+
+
+@pytest.mark.parametrize(
+    "rules", [(), (True, True), (True, False), (False, False, False), (False, False, True, True)]
+)
+def test_promotion_is_triton_s(rules: tuple[bool, ...]) -> None:
+    """Of every pair of these operands: the same dtypes, shapes, values and errors."""
+    block = np.arange(4)
+    operands = [
+        _operand(block.astype(np.int32), tl.int32), _operand(block.astype(np.int64), tl.int64),
+        _operand(block.astype(np.float32), tl.float32), _operand(np.int32(7), tl.int32),
+        _operand(block.astype(np.uint64), core.pointer_type(tl.float32)),
+        _operand(block.astype(np.uint32), tl.uint32), _operand(block > 1, tl.int1),
+        0, -3, 1 << 40, 2.5, True,
+    ]  # fmt: skip
+    triton_s = semantic.TritonSemantic.binary_op_type_checking_impl
+    quick = shortcuts._quick_promotion(triton_s)
+
+    def outcome(promote: Any, *pair: Any) -> Any:
+        try:
+            promoted = promote(interpreter.interpreter_semantic, *pair, *rules)
+        except Exception as error:
+            return type(error), str(error)
+        return [
+            (str(one.type), one.handle.data.tolist(), one.handle.data.dtype) for one in promoted
+        ]
+
+    for lhs in operands[:7]:
+        for rhs in operands:
+            assert outcome(quick, lhs, rhs) == outcome(triton_s, lhs, rhs)
+
+
 @triton.jit
 def _add_one(x, y):
     tl.store(y, tl.load(x) + 1)
@@ -96,7 +132,9 @@ def _of_triton() -> tuple[Any, ...]:
     builder = interpreter.interpreter_builder
     return (
         core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype,
-        interpreter._patch_lang, builder.options, tl.load, tl.range, core.tensor.__add__,
+        interpreter._patch_lang, builder.options,
+        semantic.TritonSemantic.binary_op_type_checking_impl, tl.load, tl.range,
+        core.tensor.__add__,
     )  # fmt: skip
 
 

@@ -180,11 +180,13 @@ def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @functools.lru_cache(maxsize=4)
 def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Triton's promotion of two operands with a short way for the most frequent ones."""
+    """Return Triton's promotion of two operands with a short way for the most frequent ones.
 
-    def quick_promote(
-        self: Any, lhs: Any, rhs: Any, lhs_may_point: bool = False, *rules: Any, **more_rules: Any
-    ) -> Any:
+    Its rules are flags: whether the left operand may be a pointer, whether the right one may,
+    whether to find a common dtype, and whether the operation is a division.
+    """
+
+    def quick_promote(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> Any:
         if type(lhs) is core.tensor:
             name = lhs.dtype.name
             if type(rhs) is core.tensor:
@@ -193,11 +195,17 @@ def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
                     other = rhs.dtype.name
                     if name in _CLOSED and name == other:
                         return lhs, rhs
-                    if lhs_may_point and other in _INTEGERS and lhs.dtype.is_ptr():
+                    if rules[:1] == (True,) and other in _INTEGERS and lhs.dtype.is_ptr():
                         return lhs, rhs
-            elif type(rhs) is int and name in _INTEGERS and rhs in _INTEGERS[name]:
+            elif (
+                type(rhs) is int
+                and name in _INTEGERS
+                and rhs in _INTEGERS[name]
+                and rules[2:3] != (False,)
+                and not more_rules
+            ):
                 return lhs, _constant(rhs, lhs)
-        return promote(self, lhs, rhs, lhs_may_point, *rules, **more_rules)
+        return promote(self, lhs, rhs, *rules, **more_rules)
 
     return quick_promote
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm import constants, tables
+from interlace.comm import constants, memory_cuda, tables
 from interlace.comm import replays as module
 from interlace.comm.group import Group
 from interlace.comm.replays import Replays
@@ -59,7 +59,7 @@ def test_a_copy_is_not_replayed_to_another_allocation_at_the_same_address(
     """Its copies would go to the memory that lay there when it was captured."""
     received, nothing = torch.empty(1), torch.empty(0)
     allocations = iter([1, 1, 1, 2, 2])
-    monkeypatch.setattr(module, "allocation_of", lambda _: next(allocations))
+    monkeypatch.setattr(memory_cuda, "allocation_of", lambda _: next(allocations))
 
     def copy() -> None:
         done.append("enqueue copy")

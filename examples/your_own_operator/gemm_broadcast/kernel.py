@@ -34,8 +34,7 @@ def gemm_broadcast(
     GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-    others = (peers < WORLD_SIZE) & (peers != me)
+    peers, others = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     landing = il.pointer(landing_address, y.dtype.element_ty)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)

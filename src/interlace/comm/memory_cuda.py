@@ -60,6 +60,19 @@ def _call(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def allocation_of(address: int) -> int:
+    """Return the driver's number of the allocation at an address of a GPU's memory.
+
+    The driver gives no number a second time within a process, though it gives addresses again.
+
+    Raises:
+        BackendError: The driver knows of no allocation at the address.
+    """
+    driver = _driver()
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+    return int(_call(driver.cuPointerGetAttribute(attribute, address)))
+
+
 class CudaHeap(Heap):
     """Allocate GPU memory of all ranks at fixed distances; see the module."""
 

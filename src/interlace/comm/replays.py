@@ -35,7 +35,6 @@ import torch
 
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
-from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
@@ -62,37 +61,6 @@ def library_settings() -> tuple[Hashable, ...]:
         torch_c._get_deterministic_algorithms(),
         torch_c._get_sm_carveout_experimental(),
     )
-
-
-def allocation_of(address: int) -> int:
-    """Return the driver's number of the allocation at an address of a GPU's memory.
-
-    The driver gives no number a second time within a process, though it gives addresses again.
-
-    Raises:
-        BackendError: The driver knows of no allocation at the address.
-    """
-    driver = _driver()
-    error, number = driver.cuPointerGetAttribute(_allocation_attribute(), address)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(
-            f"the memory of a copy must be an allocation of the CUDA driver; got {address:#x}, of "
-            f"which it says {error.name}."
-        )
-    return int(number)
-
-
-@functools.cache
-def _driver() -> Any:
-    """Return the bindings of the CUDA driver; they are imported on the CUDA backend only."""
-    from cuda.bindings import driver
-
-    return driver
-
-
-@functools.cache
-def _allocation_attribute() -> Any:
-    return _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 @dataclasses.dataclass
@@ -164,6 +132,9 @@ class Replays:
         if with_libraries:
             key = (key, library_settings())
         if copied:
+            # Imported here, since that module's own imports lead back to this one.
+            from interlace.comm.memory_cuda import allocation_of
+
             key = (key, *(allocation_of(part.data_ptr()) for part in copied if part.numel()))
         self._runs += 1
         replayable = self._graphs.get(key)

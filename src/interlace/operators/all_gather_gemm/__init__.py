@@ -14,6 +14,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
@@ -45,12 +46,6 @@ class AllGatherGemmConfig(GemmConfig):
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _run_fused(call: GemmCall) -> Pair:
-    from interlace.operators.all_gather_gemm import fused
-
-    return fused.run(call)
-
-
 def _run_chunked(call: GemmCall) -> Pair:
     from interlace.operators.all_gather_gemm import fused
 
@@ -74,11 +69,8 @@ class AllGatherGemm(GemmOperator):
     config_type = AllGatherGemmConfig
     returns_gathered = True
     implementations = (
-        Implementation(
-            "fused",
-            "one kernel that multiplies rows as copy engines bring them",
-            _run_fused,
-            schedule="tiled",
+        dataclasses.replace(
+            FUSED, summary="one kernel that multiplies rows as copy engines bring them"
         ),
         Implementation(
             "pushed",
@@ -141,6 +133,12 @@ class AllGatherGemm(GemmOperator):
         """Return the product without elements, and the gathered x, which may have some."""
         call.group.check()
         return self.run_unfused(call)
+
+    def run_fused(self, call: GemmCall) -> Pair:
+        """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
+        from interlace.operators.all_gather_gemm import fused
+
+        return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> Pair:
         """Run ``all_gather``, then ``F.linear``."""

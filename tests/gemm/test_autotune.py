@@ -60,7 +60,7 @@ def _call(rows: int = 6) -> None:
 
 def _order(rows: int = 6) -> list[str]:
     group = interlace.group_of()
-    kinds = [order for kind, order in group.cache.measured.items() if (rows, 4) in kind[1]]
+    kinds = [each.order for kind, each in group.cache.measured.items() if (rows, 4) in kind[1]]
     return [each.name for each in kinds[0]] if kinds else []
 
 

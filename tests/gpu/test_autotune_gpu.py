@@ -39,7 +39,7 @@ def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
             interlace.gemm_reduce_scatter(x, w)
             torch.cuda.synchronize()
             seconds = time.monotonic() - start
-        measured = [list(order) for order in group.cache.measured.values()][-1]
+        measured = [list(each.order) for each in group.cache.measured.values()][-1]
         files = len(list(Path(folder).glob("*.json")))
         y = interlace.gemm_reduce_scatter(x, w).double()
         # A program that runs later remembers, and ranks agree on what rank 0 remembers.
@@ -47,7 +47,7 @@ def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
         patch.setattr(autotune, "measure", lambda *_: pytest.fail("it is remembered"))
         with interlace.autotune():
             interlace.gemm_reduce_scatter(x, w)
-        again = [list(order) for order in group.cache.measured.values()][-1]
+        again = [list(each.order) for each in group.cache.measured.values()][-1]
     interlace.synchronize()
     error = float((y - expected).norm() / expected.norm())
     names = [each.name for each in measured]

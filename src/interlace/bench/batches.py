@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from interlace.bench import products
 from interlace.bench.benchmark import Benchmark, Way, Work
-from interlace.bench.products import SETS, tolerance
+from interlace.bench.products import tolerance
 from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
@@ -50,7 +50,7 @@ class Case(Benchmark[GemmConfig]):
     default_shapes: ClassVar[tuple[str, ...]]
     shape: Shape
 
-    operand_sets = SETS
+    operand_sets = 2
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(shape.operator), shape, group)
@@ -62,7 +62,7 @@ class Case(Benchmark[GemmConfig]):
 
         self.sets = [
             (random(shape.rows, shape.inner), random(shape.inner, shape.columns))
-            for _ in range(SETS)
+            for _ in range(self.operand_sets)
         ]
         self.product = self.sets[0][0].new_empty([shape.count, shape.rows, shape.columns])
         self.sent = self.product.new_empty(
@@ -82,7 +82,7 @@ class Case(Benchmark[GemmConfig]):
 
     def operands(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and w of the i-th call."""
-        return self.sets[i % SETS]
+        return self.sets[i % self.operand_sets]
 
     def run_operator(self, x: torch.Tensor, w: torch.Tensor, impl: str) -> Any:
         """Run the operator, which the pass for ``torch.compile`` makes."""
@@ -155,7 +155,7 @@ class Case(Benchmark[GemmConfig]):
 
     def check(self, config: GemmConfig | None = None) -> float:
         """Return the largest error of our implementations on any rank."""
-        return self.accept([error for i in range(SETS) for error in self.errors(i)])
+        return self.accept([error for i in range(self.operand_sets) for error in self.errors(i)])
 
     def errors(self, i: int) -> list[float]:
         """Return the relative differences of our implementations from float64, on this rank."""

@@ -24,8 +24,10 @@ PATTERNS = (
 
 _SHARDS = (2, 4, 8)
 _MOST_LOG2_TOKENS = 15
-_MOST_FLOPS = 8e12
-"""Larger calls take more than 10 ms each, and say no more than those of half their size."""
+MOST_FLOPS = {"float8_e4m3fn": 16e12, "bfloat16": 8e12, "float16": 8e12, "float32": 0.5e12}
+"""Of a drawn call, by the dtype of its operands: larger calls take more than 10 ms each, and say no
+more than those of half their size.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,7 @@ def models() -> list[Model]:
     return [Model(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
 
 
-def draws(seed: int, world_size: int) -> Iterator[Draw]:
+def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
     """Yield calls without end, each operator in turn.
 
     The number of tokens is drawn between 1 and 32768, each power of two as likely as any other; a
@@ -87,13 +89,14 @@ def draws(seed: int, world_size: int) -> Iterator[Draw]:
         seed: the same calls come for the same seed.
         world_size: number of ranks that measure; all-gather and all-to-all need rows that it
             divides.
+        dtype: dtype of the operands, on which the largest product depends.
     """
     chance, known = random.Random(seed), models()
     while True:
         for pattern in PATTERNS:
             while True:
                 drawn = _draw(pattern, chance, known, world_size)
-                if 2 * drawn.rows * drawn.columns * drawn.inner <= _MOST_FLOPS:
+                if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
                     break
             yield drawn
 

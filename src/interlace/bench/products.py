@@ -19,17 +19,42 @@ from interlace.comm.group import solo_group
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import FLOAT8, Operands
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
+from interlace.units import ceil_div
 
-__all__ = ["SETS", "Case", "Shape", "bench", "check_ways", "declared", "tolerance", "tune"]
+__all__ = [
+    "Case",
+    "Shape",
+    "bench",
+    "check_ways",
+    "declared",
+    "sets_past_cache",
+    "tolerance",
+    "tune",
+]
 
-SETS = 2
-"""Sets of operands that calls take in turn: weights in the L2 are then another call's."""
+_MOST_SETS = 16
+"""Sets of operands that calls take in turn, at most."""
+
+
+def sets_past_cache(call_bytes: int, device: torch.device) -> int:
+    """Return how many sets of operands calls must take in turn to find none of them in the L2.
+
+    In a program, the weights of other layers are read between two calls of a layer.
+
+    Args:
+        call_bytes: The bytes of one call's operands and result.
+        device: The device of the operands.
+    """
+    if device.type != "cuda":
+        return 2
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MOST_SETS, max(2, ceil_div(2 * cache_bytes, call_bytes)))
 
 
 def declared(operator: str) -> GemmOperator:
@@ -64,8 +89,9 @@ def tolerance(shape: Shape) -> float:
     The parts and the output are rounded, by half a unit in the last place, uniformly (/ sqrt(3));
     sums over K are float32.
     """
+    result_dtype = torch.bfloat16 if shape.dtype == FLOAT8 else shape.dtype
     return (
-        2.0 * torch.finfo(shape.dtype).eps / 2
+        2.0 * torch.finfo(result_dtype).eps / 2
         + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
     )
 
@@ -75,6 +101,7 @@ class Case(Benchmark[GemmConfig]):
 
     Attributes:
         sets: Pairs of x and w.
+        scale: The scale of float8 operands; None for other dtypes.
         gathered: The x that stock pairs multiply: all ranks' rows, if the operator gathers them.
         product, received: The memory of stock pairs.
         choice: What ``impl="auto"`` runs.
@@ -82,8 +109,6 @@ class Case(Benchmark[GemmConfig]):
 
     operator: GemmOperator
     shape: Shape
-
-    operand_sets = SETS
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(declared(shape.operator), shape, group)
@@ -95,9 +120,13 @@ class Case(Benchmark[GemmConfig]):
         def random(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
 
+        elements = (x_rows + shape.columns) * shape.inner + shape.rows * shape.columns
+        self.operand_sets = sets_past_cache(elements * shape.dtype.itemsize, device)
         self.sets = [
-            (random(x_rows, shape.inner), random(shape.columns, shape.inner)) for _ in range(SETS)
+            (random(x_rows, shape.inner), random(shape.columns, shape.inner))
+            for _ in range(self.operand_sets)
         ]
+        self.scale = torch.ones([], device=device) if shape.dtype == FLOAT8 else None
         self.gathered = (
             random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
         )
@@ -114,7 +143,7 @@ class Case(Benchmark[GemmConfig]):
 
     def operands(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x and w of the i-th call."""
-        return self.sets[i % SETS]
+        return self.sets[i % self.operand_sets]
 
     def call(self, i: int, impl: str, config: GemmConfig | None = None) -> torch.Tensor:
         """Run the operator; return the product."""
@@ -125,8 +154,8 @@ class Case(Benchmark[GemmConfig]):
             w,
             None,
             splits=[None] * len(self.operator.split_names),
-            x_scale=None,
-            w_scale=None,
+            x_scale=self.scale,
+            w_scale=self.scale,
             out_dtype=None,
             group=self.group,
             impl=impl,

@@ -41,26 +41,29 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
             continue
         timing = measure(way.call, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US)
         times[name] = way.entry(timing)
-    measured = [name for name in _measured_order(case) if name in times]
+    measured = _measure_at_first_call(case)
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
     return {
         "operator": operator,
         **{name: value for name, value in dataclasses.asdict(draw).items() if name != "pattern"},
         **case.header(case.choice.config, candidates[0], worst),
-        "measured": (measured or candidates)[0],
+        "measured": next(iter(measured), candidates[0]),
+        "measured_us": measured,
         "predicted": case.choice.reason,
         "times": times,
         "left_out": left_out,
     }
 
 
-def _measured_order(case: products.Case) -> list[str]:
-    """Return the implementations in the order that the first call measures; empty if there is only
-    one worth measuring.
+def _measure_at_first_call(case: products.Case) -> dict[str, float]:
+    """Return the times in microseconds that the first call measures, the shortest first; empty if
+    there is only one implementation worth measuring.
     """
     before = len(case.owner.cache.measured)
     with autotune():
         case.call(0, "auto")
-    orders = list(case.owner.cache.measured.values())[before:]
-    return [each.name for order in orders for each in order]
+    times_us: dict[str, float] = {}
+    for kind in list(case.owner.cache.measured.values())[before:]:
+        times_us |= kind.times_us
+    return dict(sorted(times_us.items(), key=lambda item: item[1]))

@@ -214,7 +214,9 @@ def bench_sweep(
         ),
     ] = None,
     world_size: Ranks = None,
-    dtype: HalfDtype = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16, float32 or float8_e4m3fn.")
+    ] = "bfloat16",
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,

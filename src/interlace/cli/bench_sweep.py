@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from interlace.bench import profile_fit, report
-from interlace.bench.draws import draws
+from interlace.bench.draws import MOST_FLOPS, draws
 from interlace.cli import bench
 from interlace.cli.bench_ranks import run_sweep_rank
 from interlace.cli.console import make_console
@@ -42,8 +42,8 @@ def run_sweep(
         ]
         document = {**documents[0], "results": results}
     else:
-        bench.require_dtype(dtype, ("bfloat16", "float16"))
-        work = list(itertools.islice(draws(seed, world_size or 2), _MOST_DRAWS))
+        bench.require_dtype(dtype, tuple(MOST_FLOPS))
+        work = list(itertools.islice(draws(seed, world_size or 2, dtype), _MOST_DRAWS))
         with tempfile.TemporaryDirectory(prefix="interlace-sweep-") as folder:
             # Every call is to be measured, whatever this user's programs have measured before.
             os.environ["INTERLACE_CACHE_DIR"] = folder

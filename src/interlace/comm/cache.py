@@ -51,8 +51,7 @@ class CallCache:
         agreed: Marks of the calls that :meth:`Agreement.agree` has compared.
         gathered: This rank's values and all answers of :meth:`Agreement.gather`.
         settled: Results of :meth:`Agreement.any_rank` that cannot change any more.
-        measured: The order of implementations that ranks have measured together, by what they have
-            agreed on.
+        measured: What ranks have measured together, by what they have agreed on.
         kept: Objects that operators keep from call to call, such as mapped outputs.
         replays: CUDA graphs of calls that came twice with the same addresses.
         tables: Small tables of numbers on the device.

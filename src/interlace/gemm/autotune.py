@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,10 +111,23 @@ def may_measure(call: GemmCall) -> bool:
     )
 
 
-def measured_order(
+class Measured(NamedTuple):
+    """What ranks have measured together for one kind of call.
+
+    Attributes:
+        order: The implementations that may run it: the fastest first, those that were not measured
+            last.
+        times_us: The measured times in microseconds by implementation.
+    """
+
+    order: tuple[Implementation, ...]
+    times_us: Mapping[str, float]
+
+
+def measured(
     call: GemmCall, candidates: tuple[Implementation, ...], predicted_us: Mapping[str, float]
-) -> tuple[Implementation, ...]:
-    """Return the candidates with those first that were measured, the fastest one before all.
+) -> Measured:
+    """Return the candidates in the order of measured times.
 
     Collective: ranks exchange what they remember of this kind of call, and measure together what
     rank 0 does not remember.
@@ -125,7 +138,7 @@ def measured_order(
     """
     near = near_the_best([each for each in candidates if each.name in predicted_us], predicted_us)
     if len(near) < 2:
-        return candidates
+        return Measured(candidates, {})
     kind = kind_of(call)
     # Ranks may remember different times, so one rank's memory counts for all.
     times_us = call.group.exchange("measured times", _memory().read(kind))[0]
@@ -133,7 +146,8 @@ def measured_order(
         times_us = measure(call, near, predicted_us)
         if call.group.rank == 0:
             _memory().write(kind, times_us)
-    return tuple(sorted(candidates, key=lambda each: times_us.get(each.name, math.inf)))
+    order = sorted(candidates, key=lambda each: times_us.get(each.name, math.inf))
+    return Measured(tuple(order), times_us)
 
 
 def near_the_best(

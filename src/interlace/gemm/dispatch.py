@@ -111,12 +111,12 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     """
     if not decision.predicted_us or not autotune.may_measure(call):
         return
-    measured = call.group.cache.measured
-    if decision.kind not in measured:
-        measured[decision.kind] = autotune.measured_order(
+    known = call.group.cache.measured
+    if decision.kind not in known:
+        known[decision.kind] = autotune.measured(
             call, decision.implementations, decision.predicted_us
         )
-    decision.implementations, decision.is_measured = measured[decision.kind], True
+    decision.implementations, decision.is_measured = known[decision.kind].order, True
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:

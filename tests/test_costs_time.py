@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -22,23 +23,43 @@ H200 = profile_of("NVIDIA H200")
 def test_a_wave_more_takes_a_wave_longer() -> None:
     """132 processors compute 12 x 11 tiles of 128 x 256 at a time."""
     one, two = (
-        H200.library_product_us(rows, 11 * 256, 8192, 2) for rows in (12 * 128, 2 * 12 * 128)
+        H200.library_product_us(Call(rows, 11 * 256, 8192, 2, 2)) for rows in (12 * 128, 24 * 128)
     )
-    tile_us = H200.tile_us(128, 256, 8192, 2)
+    tile_us = H200.tile_us(128, 256, 8192, H200.product.flops_per_s)
     assert one == pytest.approx(H200.product.launch_us + tile_us, rel=0.02)
     assert two == pytest.approx(H200.product.launch_us + 2 * tile_us, rel=0.02)
 
 
 def test_few_rows_take_as_long_as_reading_the_weight() -> None:
     weight_us = 2 * 16384 * 8192 / H200.product.memory_bytes_per_s * 1e6
-    assert H200.library_product_us(1, 16384, 8192, 2) == pytest.approx(
+    assert H200.library_product_us(Call(1, 16384, 8192, 2, 2)) == pytest.approx(
         H200.product.launch_us + weight_us, rel=0.01
     )
 
 
 def test_operands_of_8_bits_take_half_the_time() -> None:
-    wide, narrow = (H200.library_product_us(8192, 8192, 8192, itemsize) for itemsize in (2, 1))
+    wide, narrow = (
+        H200.library_product_us(Call(8192, 8192, 8192, itemsize, 2)) for itemsize in (2, 1)
+    )
     assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+def test_float32_takes_no_tensor_cores() -> None:
+    """The library's kernels take an order of magnitude longer, and ours three."""
+    half, single = (Call.of_dtype(dtype, 8192, 8192, 8192, 2) for dtype in ("bfloat16", "float32"))
+    assert H200.library_product_us(single) > 10 * H200.library_product_us(half)
+    tiled = [
+        parts_us(H200, "gemm_all_reduce", call, "tiled", (128, 128))["product"]
+        for call in (half, single)
+    ]
+    assert tiled[1] > 1000 * tiled[0]
+
+
+def test_float8_has_wider_results() -> None:
+    call = Call.of_dtype("float8_e4m3fn", 200, 4096, 2048, 4)
+    assert (call.itemsize, call.output_itemsize, call.is_exact) == (1, 2, False)
+    sums = H200.link_us("gemm_reduce_scatter", call)
+    assert sums == H200.link_us("gemm_reduce_scatter", Call(200, 4096, 2048, 2, 4))
 
 
 def test_parts() -> None:
@@ -52,8 +73,15 @@ def test_parts() -> None:
     assert whole["link"] == pytest.approx(150 * 4096 * 2 / H200.link_bytes_per_s * 1e6)
     assert (whole["fixed"], whole["peers"]) == (1.0, 2.0)
     assert whole["longer"] == max(whole["product"], whole["link"])
-    assert by_rank["product"] == pytest.approx(4 * H200.library_product_us(50, 4096, 2048, 2))
-    assert tiled["product"] == pytest.approx(H200.tile_us(128, 256, 2048, 2)), "64 tiles"
+    assert by_rank["product"] == pytest.approx(4 * H200.library_product_us(call, 50))
+    tile_us = H200.tile_us(128, 256, 2048, H200.product.flops_per_s)
+    assert tiled["product"] == pytest.approx(tile_us), "64 tiles"
+    by_peer = parts_us(H200, "gemm_reduce_scatter", call, "by_peer", (128, 256))
+    assert by_peer["product"] == pytest.approx(3 * H200.library_product_us(call, 50) + tile_us)
+    assert whole["uneven"] == 0
+    uneven = dataclasses.replace(call, rows=201)
+    parts = parts_us(H200, "gemm_reduce_scatter", uneven, "whole", (128, 256))
+    assert parts["uneven"] == parts["product"]
     assert whole["product"] <= batch["product"] < by_rank["product"], (
         "one launch, four times 50 rows"
     )
@@ -84,7 +112,11 @@ def test_a_guess() -> None:
     assert half.is_guess
     assert not H200.is_guess
     assert half.product.flops_per_s == H200.product.flops_per_s / 2
-    assert half.tile_us(128, 256, 4096, 2) == H200.tile_us(128, 256, 4096, 2)
+    assert half.tile_us(128, 256, 4096, half.product.flops_per_s) == H200.tile_us(
+        128, 256, 4096, H200.product.flops_per_s
+    )
+    assert not half.corrections
+    assert half.margin > H200.margin
     assert half.link_bytes_per_s == H200.link_bytes_per_s
     assert "66 of 132 processors" in half.source
 
@@ -133,11 +165,49 @@ def test_points_of_older_results() -> None:
         },
     }  # fmt: skip
     call = Call(256, 512, 64, 2, 4)
+    exact = dataclasses.replace(call, itemsize=4, is_exact=True)
     found = profile_fit.points_of([{"results": [result, {**result, "dtype": "float32"}]}])
     assert found == [
-        profile_fit.Point("all_gather_gemm", "pushed", call, "whole", (128, 64), 7.0),
-        profile_fit.Point("all_gather_gemm", "unfused", call, "whole", (128, 64), 9.0),
+        profile_fit.Point("all_gather_gemm", impl, each, "whole", (128, 64), us)
+        for each in (call, exact)
+        for impl, us in (("pushed", 7.0), ("unfused", 9.0))
     ]
+
+
+def test_a_pair_comes_before_what_is_hardly_shorter() -> None:
+    times = {"fused": 98.0, "chunked": 99.0, "nccl": 100.0, "pushed": 120.0}
+    assert H200.in_order(times, {"nccl"}) == ["nccl", "fused", "chunked", "pushed"]
+    assert H200.in_order(times | {"fused": 96.0}, {"nccl"})[:2] == ["fused", "nccl"]
+
+
+def test_corrections_count_near_measured_calls() -> None:
+    """One call took twice the composed time. At the same sizes half of the difference is taken for
+    that call's own; far away nothing of it is left.
+    """
+    made = {"fixed": 10.0, "product": 1.0}
+    profile = dataclasses.replace(
+        H200, compositions={"gemm_all_reduce": {"chunked": made}}, corrections={}
+    )
+
+    def composed_us(call: Call) -> float:
+        us = profile.predict_us("gemm_all_reduce", "chunked", call, "by_rank", (0, 0))
+        assert us is not None
+        return us
+
+    call, far = Call(512, 4096, 4096, 2, 2), Call(16384, 512, 512, 2, 2)
+    points = [
+        profile_fit.Point(
+            "gemm_all_reduce", "chunked", each, "by_rank", (0, 0), factor * composed_us(each)
+        )
+        for each, factor in ((call, 2.0), (far, 1.0))
+    ]
+    corrections = profile_fit.corrections_of(profile, points)["gemm_all_reduce"]
+    corrected = dataclasses.replace(profile, corrections={"gemm_all_reduce": corrections})
+    expected = ((call, math.sqrt(2)), (far, 1.0), (dataclasses.replace(call, rows=1024), 1.23))
+    for each, factor in expected:
+        us = corrected.predict_us("gemm_all_reduce", "chunked", each, "by_rank", (0, 0))
+        assert us == pytest.approx(factor * composed_us(each), rel=0.01)
+    assert corrections.factor("fused", call) == 1.0, "it was not measured"
 
 
 def test_the_shipped_profile_is_what_the_results_say() -> None:

@@ -53,7 +53,7 @@ class Implementation:
     summary: str
     run: Callable[[Any], Any] = _run_by_operator
     refusal: Callable[[Any], str | None] = lambda _: None
-    schedule: Literal["whole", "batch", "by_rank", "tiled"] = "whole"
+    schedule: Literal["whole", "batch", "by_rank", "by_peer", "tiled"] = "whole"
     is_stock: bool = False
     former_names: tuple[str, ...] = ()
 
@@ -76,6 +76,8 @@ class Operator(abc.ABC):
             chunk; empty if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
             adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
+        choosers: The values of ``impl`` by which the operator chooses an implementation itself:
+            ``"auto"``, and ``"measured"`` if it can measure at the first call of a kind.
         implementations: The first one that takes any call comes first.
     """
 
@@ -88,6 +90,7 @@ class Operator(abc.ABC):
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
+    choosers: ClassVar[tuple[str, ...]] = ("auto",)
     implementations: ClassVar[tuple[Implementation, ...]]
 
     @abc.abstractmethod
@@ -109,7 +112,7 @@ class Operator(abc.ABC):
     @property
     def words(self) -> tuple[str, ...]:
         """Return the values of ``impl``."""
-        return ("auto", *(implementation.name for implementation in self.implementations))
+        return (*self.choosers, *(implementation.name for implementation in self.implementations))
 
     def implementation(self, name: str) -> Implementation:
         """Return the implementation of that name.
@@ -147,7 +150,7 @@ class Operator(abc.ABC):
         Raises:
             ArgumentError: There is no such implementation.
         """
-        if name != "auto":
+        if name not in self.choosers:
             self.implementation(name)
 
 

@@ -45,8 +45,10 @@ class _Machine:
         patch.setattr(autotune, "may_measure", lambda call: call.group.world_size > 1)
         patch.setattr(autotune, "_memory", lambda: self.memory)
         patch.setattr(autotune, "_attempt", self.attempt)
+        stopwatch = SimpleNamespace(us_of_a_call=lambda us, calls, samples: us)
+        patch.setattr(autotune, "_Stopwatch", lambda call: stopwatch)
 
-    def attempt(self, call: Any, implementation: Any, samples: int) -> float | None:
+    def attempt(self, call: Any, implementation: Any, calls: int, stopwatch: Any) -> float | None:
         self.timed.append(implementation.name)
         us: float | None = self.times.get(implementation.name)
         return us
@@ -143,12 +145,13 @@ def test_as_many_are_measured_as_fit_in_the_budget() -> None:
 
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("1", True), ("0", False), ("", False)):
+    for value, by_default, by_word in (("1", True, True), ("0", False, False), ("", False, True)):
         monkeypatch.setenv("INTERLACE_AUTOTUNE", value)
         autotune._by_environment.cache_clear()
-        assert autotune.is_enabled() is expected
+        assert autotune.is_enabled() is by_default
+        assert autotune.is_enabled("measured") is by_word
         with interlace.autotune(False):
-            assert not autotune.is_enabled()
+            assert not autotune.is_enabled("measured")
         with interlace.autotune():
             assert autotune.is_enabled()
     autotune._by_environment.cache_clear()

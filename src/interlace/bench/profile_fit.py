@@ -1,4 +1,4 @@
-"""Compositions of a machine profile, fitted to measured times of implementations.
+"""Compositions and corrections of a machine profile, fitted to measured times of implementations.
 
 What is fitted, and why it is enough, says :mod:`interlace.costs.time`.
 """
@@ -17,12 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from interlace.bench.roles import role_of
-from interlace.costs.time import Call, MachineProfile, Schedule, parts_us
+from interlace.costs.time import (
+    Call,
+    Corrections,
+    MachineProfile,
+    Schedule,
+    parts_us,
+    place_of,
+)
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import Implementation, operator_matching, operators
-
-_ITEMSIZES = {"bfloat16": 2, "float16": 2}
-"""Dtypes whose times are fitted; the rates of others follow from theirs."""
 
 _PAIR_NAMES = {
     "one_shot": ("cuBLAS + torch one-shot",),
@@ -68,15 +72,13 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
     A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
-    is that one's ``impl="gemv"``. Results of other operators are passed over, and of other dtypes
-    than 16-bit ones.
+    is that one's ``impl="gemv"``. Results of other operators are passed over.
     """
     points = []
     for document in documents:
         for result in document["results"]:
             declaration = operators().get(str(result.get("operator")))
-            itemsize = _ITEMSIZES.get(str(result.get("dtype")))
-            if declaration is None or itemsize is None or "splits" in result:
+            if declaration is None or "splits" in result:
                 continue
             is_gemv = declaration.pattern[:1] == ("gemv",)
             if not (is_gemv or isinstance(declaration, GemmOperator)):
@@ -84,7 +86,9 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
             if not set(declaration.sizes) <= result.keys():
                 continue
             rows, columns, inner = (int(result[name]) for name in declaration.sizes)
-            call = Call(rows, columns, inner, itemsize, int(result["world_size"]))
+            call = Call.of_dtype(
+                str(result["dtype"]), rows, columns, inner, int(result["world_size"])
+            )
             target = declaration
             if is_gemv:
                 target = operator_matching("gemm", declaration.collective)
@@ -144,6 +148,62 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> dict[str, dict[str,
     return dict(compositions)
 
 
+def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
+    """Return a profile with the compositions and corrections that explain the points best."""
+    by_itemsize: dict[int, list[Point]] = defaultdict(list)
+    for point in points:
+        by_itemsize[point.call.itemsize].append(point)
+    compositions = {itemsize: fit(profile, own) for itemsize, own in by_itemsize.items()}
+    composed = dataclasses.replace(
+        profile,
+        compositions=compositions.pop(2, {}),
+        other_compositions={str(itemsize): own for itemsize, own in sorted(compositions.items())},
+        corrections={},
+    )
+    return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
+
+
+def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str, Corrections]:
+    """Return by how much measured times differ from composed ones, as weights of the calls.
+
+    The logarithms of measured / composed are taken for a smooth function of the sizes plus a
+    deviation of each call's own that is as large (Gaussian-process regression with the nearness of
+    calls as kernel). So a call that differs from its neighbours counts for little.
+
+    Args:
+        profile: The compositions, without corrections.
+    """
+    grouped: dict[tuple[str, str], dict[Call, float]] = defaultdict(dict)
+    for point in points:
+        composed_us = point.predicted_us(profile)
+        if composed_us is not None:
+            ratio = math.log(point.us / composed_us)
+            grouped[point.operator, point.implementation][point.call] = ratio
+    corrections = {}
+    for operator in sorted({operator for operator, _ in grouped}):
+        own = {name: ratios for (each, name), ratios in grouped.items() if each == operator}
+        calls = sorted({call for ratios in own.values() for call in ratios}, key=_size_of)
+        weights = {}
+        for implementation, ratios in sorted(own.items()):
+            by_call = dict(zip(ratios, _weights(ratios), strict=True))
+            weights[implementation] = [by_call.get(call, 0.0) for call in calls]
+        corrections[operator] = Corrections([_size_of(call) for call in calls], weights)
+    return corrections
+
+
+def _size_of(call: Call) -> tuple[int, int, int, int]:
+    return call.rows, call.columns, call.inner, call.world_size
+
+
+def _weights(ratios: Mapping[Call, float]) -> list[float]:
+    """Return the weight of each call in the mean of the Gaussian process through the ratios."""
+    places = np.array([place_of(*_size_of(call)) for call in ratios])
+    distances = ((places[:, None] - places[None]) ** 2).sum(axis=-1)
+    covariance = np.exp(-distances / 2) + np.eye(len(places))
+    weights = np.linalg.solve(covariance, np.array(list(ratios.values())))
+    return [round(float(weight), 4) for weight in weights]
+
+
 def _composition(profile: MachineProfile, points: Sequence[Point]) -> dict[str, float]:
     parts = [
         parts_us(profile, point.operator, point.call, point.schedule, point.tile)
@@ -172,7 +232,7 @@ def least_squares(
     """Return the factors, none negative, by which the columns come closest to the values.
 
     Of the subsets of columns whose unconstrained factors are not negative, the best is the answer.
-    With nine columns there are 511 subsets.
+    With eight columns there are 255 subsets.
     """
     columns = matrix.shape[1]
     best, least = np.zeros(columns), math.inf
@@ -193,7 +253,7 @@ def unseen_choices(
 ) -> dict[str, list[tuple[float, float]]]:
     """Return how good choices are at calls that the fit has not seen, by operator.
 
-    The calls are dealt into ``folds`` parts. For each part, compositions are fitted to the others.
+    The calls are dealt into ``folds`` parts. For each part, the profile is fitted to the others.
 
     Returns:
         For each call the time of the implementation with the shortest predicted time, as a multiple
@@ -206,11 +266,11 @@ def unseen_choices(
     ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for fold in range(folds):
         seen = [point for i, group in enumerate(groups) if i % folds != fold for point in group]
-        fitted = dataclasses.replace(profile, compositions=fit(profile, seen))
+        refitted = fitted(profile, seen)
         for group in groups[fold::folds]:
             declaration = operators()[group[0].operator]
             pairs = [point.us for point in group if declaration.is_pair(point.implementation)]
-            chosen = predicted_fastest(fitted, group)
+            chosen = predicted_fastest(refitted, group)
             if chosen is None or not pairs:
                 continue
             ratios[declaration.name].append(
@@ -220,10 +280,18 @@ def unseen_choices(
 
 
 def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point | None:
-    """Return the point whose predicted time is the shortest; None if the profile knows none."""
-    predicted = ((point.predicted_us(profile), point) for point in points)
-    known = [(us, point) for us, point in predicted if us is not None]
-    return min(known, key=lambda each: each[0])[1] if known else None
+    """Return the point of one call that ``impl="auto"`` takes; None if the profile knows none."""
+    known = {}
+    for point in points:
+        us = point.predicted_us(profile)
+        if us is not None:
+            known[point.implementation] = us, point
+    if not known:
+        return None
+    declaration = operators()[next(iter(known.values()))[1].operator]
+    times_us = {name: us for name, (us, _) in known.items()}
+    pairs = {name for name in known if declaration.is_pair(name)}
+    return known[profile.in_order(times_us, pairs)[0]][1]
 
 
 def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:

@@ -18,6 +18,10 @@ _SAMPLES, _GRAPH_US = 5, 600.0
 """Less than other benchmarks take: many shapes say more than the last percent of one."""
 
 
+_HOPELESS = 12
+"""What is predicted to take so many times the best is not measured."""
+
+
 def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Check and time all implementations of one drawn call; collective.
 
@@ -32,8 +36,13 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     expected = case.call(0, "unfused")
     times, worst = {}, 0.0
     left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
+    predicted_us = case.choice.times_us
+    least_us = min(predicted_us.values(), default=0.0)
     for way in case.implementations(case.choice.config):
         name = way.impl
+        if predicted_us.get(name, 0.0) > _HOPELESS * least_us:
+            left_out[name] = f"predicted to take {predicted_us[name] / least_us:.0f} times the best"
+            continue
         try:
             worst = max(worst, products.check_way(case, way, expected))
         except (InterlaceError, RuntimeError) as error:  # on every rank alike

@@ -38,9 +38,8 @@ def run_explain(
         raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
     name = _gpu_named(gpu)
     console = make_console()
-    itemsize = getattr(torch, dtype).itemsize
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
-        call = Call(rows, columns, inner, itemsize, world_size)
+        call = Call.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
             f"{name}"
@@ -80,7 +79,7 @@ def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table
     for name, us in choice.times_us.items():
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
         table.add_row(marked, f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else "")
-    product_us = profile.library_product_us(call.rows, call.columns, call.inner, call.itemsize)
+    product_us = profile.library_product_us(call)
     table.add_row("the product alone", f"{product_us:.0f}", "", style="dim")
     table.add_row(
         "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"

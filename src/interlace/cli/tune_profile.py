@@ -31,19 +31,18 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
         )
     points = profile_fit.points_of(documents)
     start = profile_of(gpus.pop())
-    compositions = profile_fit.fit(start, points)
-    if not compositions:
+    fitted = profile_fit.fitted(start, points)
+    if not fitted.compositions:
         raise ArgumentError(f"results must have more of a product's times; got {len(points)}.")
     calls = {(point.operator, point.call) for point in points}
     profile = dataclasses.replace(
-        start,
-        compositions=compositions,
+        fitted,
         source=f"{start.source.split('; compositions')[0]}; compositions: {len(points)} times of "
         f"{len(calls)} calls",
         results=sorted(file.name for file in files),
     )
     table = make_table("operator", "implementation", "times", "median error", "90 % below")
-    for operator, implementations in compositions.items():
+    for operator, implementations in profile.compositions.items():
         for name in implementations:
             own = [
                 each for each in points if (each.operator, each.implementation) == (operator, name)

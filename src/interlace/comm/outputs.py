@@ -23,6 +23,7 @@ from interlace.comm.channel import HostChannel
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.health import Health
 from interlace.comm.memory import Block
+from interlace.comm.replays import Replays
 from interlace.comm.streams import Streams
 from interlace.units import round_up
 
@@ -108,6 +109,7 @@ class OutputPool:
         channel: HostChannel,
         health: Health,
         streams: Streams,
+        replays: Replays,
         allocate: Callable[[int], Block],
     ) -> None:
         """Create an empty pool.
@@ -116,10 +118,11 @@ class OutputPool:
             channel: Knows this process's rank.
             health: Is told when growth is interrupted on this rank.
             streams: Know the capture that a buffer may belong to.
+            replays: Know whether that capture is a graph of the group's own.
             allocate: Allocates so many bytes of symmetric memory; collective.
         """
         self._channel, self._health, self._streams = channel, health, streams
-        self._allocate = allocate
+        self._replays, self._allocate = replays, allocate
         self._space: _Space | None = None
         self._retained: list[_Space] = []
 
@@ -133,7 +136,7 @@ class OutputPool:
                 fit.
         """
         space = self._reserve(nbytes)
-        capture = self._streams.capture_id()
+        capture = self._capture()
         index = LANDING
         for i in range(BUFFERS):
             # A buffer of a captured graph serves calls of the same capture only.
@@ -149,7 +152,11 @@ class OutputPool:
             WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
                 fit.
         """
-        return self._output(self._reserve(nbytes), LANDING, self._streams.capture_id())
+        return self._output(self._reserve(nbytes), LANDING, self._capture())
+
+    def _capture(self) -> int | None:
+        """Return the program's capture that is going on, to which buffers belong from then on."""
+        return None if self._replays.capturing else self._streams.capture_id()
 
     @property
     def nbytes(self) -> int:

@@ -155,6 +155,14 @@ class Replays:
         replayable.graph.replay()
         return is_new
 
+    def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of calls whose results nobody reads, as a measurement makes them.
+
+        The calls have run before. Memory that they take is not kept for the graph, as it would be
+        for a graph of the program: drop it before anything else is called.
+        """
+        return self._capture(enqueue, is_short_lived=True)
+
     def refer_to(self, table: torch.Tensor) -> None:
         """Keep ``table`` alive as long as the call that is being enqueued may come again."""
         if self._tables is not None:
@@ -192,12 +200,14 @@ class Replays:
         self._graphs.popitem(last=False)
         return True
 
-    def _capture(self, enqueue: Callable[[], object]) -> Any:
+    def _capture(
+        self, enqueue: Callable[[], object], *, is_short_lived: bool = False
+    ) -> torch.cuda.CUDAGraph:
         """Return a CUDA graph of the work of ``enqueue()``."""
         self.capturing = True
         launches_before = launches.value
         try:
-            return _recorder(self._device).record(enqueue)
+            return _recorder(self._device).record(enqueue, is_short_lived=is_short_lived)
         finally:
             self.capturing = False
             # Captured work does not run yet, so the launches were none.
@@ -217,12 +227,20 @@ class _Recorder:
         # PyTorch gives up a pool with its last graph; this graph is never run and keeps the pool.
         self._anchor = self.record(lambda: torch.zeros(1, device=device))
 
-    def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Return a graph of the work of ``enqueue()``."""
+    def record(
+        self, enqueue: Callable[[], object], *, is_short_lived: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        """Return a graph of the work of ``enqueue()``.
+
+        Args:
+            is_short_lived: Take the tensors that the work makes from a pool of the graph's own, so
+                that their memory goes with it.
+        """
         graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if is_short_lived else self._pool
         with torch.cuda.stream(self._stream), releases.put_off(), _without_collection():
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 enqueue()
             finally:

@@ -44,7 +44,7 @@ class SymmetricMemory:
         self.heap = make_heap(channel, streams)
         self.workspaces: dict[str, Workspace] = {}
         self._retained: list[Workspace] = []  # replaced, but captured in a graph of the program
-        self.outputs = OutputPool(channel, health, streams, self.allocate)
+        self.outputs = OutputPool(channel, health, streams, replays, self.allocate)
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
         call_when_gone(self, streams.device, held.clear)

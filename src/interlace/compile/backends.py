@@ -29,13 +29,17 @@ class InductorPass(CustomGraphPass):
 
     Attributes:
         first: Another pass for this slot, which runs before this one; or None.
+        autotune: Whether operators measure their implementations at their first calls; see
+            :func:`interlace.compile.fuse`.
 
     Example:
         >>> torch._inductor.config.post_grad_custom_pre_pass = interlace.compile.InductorPass()
     """
 
-    def __init__(self, first: Callable[[Graph], None] | None = None) -> None:
-        self.first = first
+    def __init__(
+        self, first: Callable[[Graph], None] | None = None, *, autotune: bool = True
+    ) -> None:
+        self.first, self.autotune = first, autotune
         self._is_on = True
 
     def __call__(self, graph: Graph) -> None:
@@ -43,7 +47,7 @@ class InductorPass(CustomGraphPass):
         if self.first is not None:
             self.first(graph)
         if self._is_on:
-            fuse(graph)
+            fuse(graph, autotune=self.autotune)
 
     def turn_off(self) -> None:
         """Fuse nothing from now on, for where another pass has put itself around this one."""
@@ -55,7 +59,7 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        own = _fingerprint() if self._is_on else "off"
+        own = (_fingerprint(), self.autotune) if self._is_on else "off"
         if self.first is None:
             return own
         # A first pass without a key could change its output between runs, and a cached graph would
@@ -73,17 +77,20 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor with the pass: ``torch.compile(model, backend=backend)``.
 
-    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Results are
-    those of the uncompiled model within the operators' rounding; every rank of a group must compile
-    the same program. Nothing is sent when compiling.
+    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. One option is
+    ours: ``options={"interlace.autotune": False}`` keeps operators from measuring their
+    implementations at the first calls. Results are those of the uncompiled model within the
+    operators' rounding; every rank of a group must compile the same program. Nothing is sent when
+    compiling.
     """
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+    autotune = bool(patches.pop("interlace.autotune", True))
     # A pass in ``options`` replaces the one that is installed globally, as it does in Inductor.
     first = _single_pass(patches[_SLOT]) if _SLOT in patches else _installed_pass()
-    patches[_SLOT] = InductorPass(first)
+    patches[_SLOT] = InductorPass(first, autotune=autotune)
     compiled: Any = compile_fx(model, list(inputs), config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
@@ -124,11 +131,14 @@ def _fused(graph_module: GraphModule) -> GraphModule:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed(*, autotune: bool = True) -> Iterator[None]:
     """Make Inductor, the default backend of ``torch.compile``, run the pass within this context.
 
     Graphs are compiled at their first call, and backward graphs at the first backward pass, so the
     context must enclose both.
+
+    Args:
+        autotune: As of :class:`InductorPass`.
 
     Example:
         >>> with interlace.compile.installed():
@@ -136,18 +146,21 @@ def installed() -> Iterator[None]:
     """
     from torch._inductor import config
 
-    with config.patch({_SLOT: InductorPass(_installed_pass())}):
+    with config.patch({_SLOT: InductorPass(_installed_pass(), autotune=autotune)}):
         yield
 
 
 _permanent: InductorPass | None = None
 
 
-def install() -> None:
+def install(*, autotune: bool = True) -> None:
     """Make Inductor, the default backend of ``torch.compile``, run the pass in this process.
 
     For programs that name no backend, or refuse names that they do not know. What is in Inductor's
     slot already runs first. A second call does nothing.
+
+    Args:
+        autotune: As of :class:`InductorPass`.
 
     Example:
         >>> interlace.compile.install()
@@ -157,7 +170,7 @@ def install() -> None:
 
     global _permanent
     if _permanent is None:
-        _permanent = InductorPass(_installed_pass())
+        _permanent = InductorPass(_installed_pass(), autotune=autotune)
         setattr(config, _SLOT, _permanent)
 
 

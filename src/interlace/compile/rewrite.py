@@ -24,10 +24,10 @@ from interlace.compile.requirements import (
     rows_of,
 )
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_matching
+from interlace.registry import operator_matching, operators
 
 
-def fuse(graph: Graph) -> list[Finding]:
+def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
     """Replace each pair of product and collective by a fused operator if it is known to be faster.
 
     Nothing is computed or sent.
@@ -35,6 +35,8 @@ def fuse(graph: Graph) -> list[Finding]:
     Args:
         graph: A graph of ATen operators after autograd, forward or backward, as AOTAutograd passes
             it to a compiler. It is changed in place; pairs that are left alone stay unchanged.
+        autotune: Whether operators measure their implementations at the first call of a kind that
+            is not captured in a CUDA graph (see :func:`interlace.autotune`), where they can.
 
     Returns:
         A finding for every collective of the graph.
@@ -63,9 +65,24 @@ def fuse(graph: Graph) -> list[Finding]:
         for node, description in descriptions.items()
     ]
     if any(finding.operator for finding in findings):
+        if autotune:
+            _let_measure(graph)
         graph.lint()
     record(findings)
     return findings
+
+
+def _let_measure(graph: Graph) -> None:
+    """Let the operators of a graph measure, where they would go by predictions."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") != "interlace":
+            continue
+        declaration = operators().get(str(node.target).split(".")[1])
+        # The last two arguments are impl and config.
+        if declaration is not None and "measured" in declaration.choosers:
+            *arguments, impl, config = node.args
+            if impl == "auto":
+                node.args = (*arguments, "measured", config)
 
 
 def replace_copies(graph: Graph) -> None:

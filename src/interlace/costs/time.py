@@ -1,10 +1,11 @@
 """The time that an implementation of an operator takes on a machine, predicted before it runs.
 
-A prediction has two parts. A :class:`MachineProfile` says how long the machine takes for a product
-and for the bytes that leave a rank, each by itself. A *composition*, one for every implementation,
-says how these times make up the whole: an implementation that overlaps them takes little more than
-the longer one, a stock pair takes their sum. Compositions are fitted to measurements
-(:mod:`interlace.bench.profile_fit`) and shipped with the profile.
+A prediction has three parts. A :class:`MachineProfile` says how long the machine takes for a
+product and for the bytes that leave a rank, each by itself. A *composition*, one for every
+implementation, says how these times make up the whole: an implementation that overlaps them takes
+little more than the longer one, a stock pair takes their sum. *Corrections* say by how much
+measured calls of similar sizes took longer or shorter than that. Compositions and corrections are
+fitted to measurements (:mod:`interlace.bench.profile_fit`) and shipped with the profile.
 
 ``impl="auto"`` and ``interlace.explain`` read it. Nothing here imports torch.
 """
@@ -17,17 +18,18 @@ import importlib.resources
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from interlace.costs.registry import find_cost
 from interlace.errors import ConfigError
 from interlace.units import ceil_div, round_up
 
-Schedule = Literal["whole", "batch", "by_rank", "tiled"]
+Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled"]
 """How an implementation computes its product: one product of the library; one batch of the
 library's products, a product for each rank's rows; one product of the library after another, for
-each rank's rows; or tiles of its own kernel, none of which covers two ranks' rows.
+each rank's rows; the same for the peers' rows, and tiles of its own kernel for the rank's own; or
+tiles of its own kernel, none of which covers two ranks' rows.
 """
 
 Composition = Mapping[str, float]
@@ -43,6 +45,10 @@ _K_STEP = 64
 """A tile's K is rounded up to this many elements, in the library's kernels and in ours."""
 
 
+_MARGIN, _GUESS_MARGIN = 0.03, 0.15
+"""What the times of measured profiles, and of guessed ones, may be wrong by."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The sizes of one call of an operator around a product.
@@ -52,6 +58,8 @@ class Call:
             an all-gather, M counts the rows of all ranks.
         itemsize: bytes of an element of x and w.
         world_size: number of ranks.
+        output_itemsize: bytes of an element of the result; ``itemsize`` if it is None.
+        is_exact: whether the product is of float32 without tensor cores.
     """
 
     rows: int
@@ -59,6 +67,19 @@ class Call:
     inner: int
     itemsize: int
     world_size: int
+    output_itemsize: int | None = None
+    is_exact: bool = False
+
+    @staticmethod
+    def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> Call:
+        """Return a call whose operands have a dtype, such as ``"bfloat16"``, and whose result has
+        the one that comes by default.
+        """
+        itemsize = {"float8_e4m3fn": 1, "float32": 4}.get(dtype, 2)
+        output_itemsize = 2 if itemsize == 1 else None
+        return Call(
+            rows, columns, inner, itemsize, world_size, output_itemsize, is_exact=itemsize == 4
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +96,9 @@ class ProductRates:
         launch_us: time of a product that is nearly empty.
         tile_us: time of a tile beside its multiplications.
         split_us: time of adding up the parts, where K is split.
+        float32_flops_per_s: FLOPs per second of float32 operands without tensor cores, in the
+            library's kernels.
+        own_float32_flops_per_s: the same in ours, which are not made for that.
     """
 
     flops_per_s: float
@@ -83,6 +107,53 @@ class ProductRates:
     launch_us: float
     tile_us: float
     split_us: float
+    float32_flops_per_s: float
+    own_float32_flops_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrections:
+    """How far measured calls of one operator were from what compositions say.
+
+    The nearer a measured call is, the more it counts: at a distance of d, exp(-d**2 / 2) times its
+    weight, where doubling rows, columns or inner is a distance of 1, and doubling the ranks of 2.
+
+    Attributes:
+        calls: rows, columns, inner and ranks of the measured calls.
+        weights: for each implementation, the weight of each of these calls; 0 where it was not
+            measured.
+    """
+
+    calls: Sequence[Sequence[int]]
+    weights: Mapping[str, Sequence[float]]
+
+    def factor(self, implementation: str, call: Call) -> float:
+        """Return the factor by which a composed time is to be multiplied."""
+        weights = self.weights.get(implementation)
+        if weights is None:
+            return 1.0
+        place = place_of(call.rows, call.columns, call.inner, call.world_size)
+        return math.exp(
+            math.fsum(
+                weight * nearness(place, place_of(*known))
+                for weight, known in zip(weights, self.calls, strict=True)
+                if weight
+            )
+        )
+
+
+Place = tuple[float, float, float, float]
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(rows: int, columns: int, inner: int, world_size: int) -> Place:
+    """Return the coordinates of a call, between which distances are measured."""
+    return math.log2(rows), math.log2(columns), math.log2(inner), 2 * math.log2(world_size)
+
+
+def nearness(one: Place, other: Place) -> float:
+    """Return how much one call says of another: 1 if they are the same, 0 if they are far apart."""
+    return math.exp(-(math.dist(one, other) ** 2) / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +167,12 @@ class MachineProfile:
         processors: number of streaming multiprocessors.
         product: rates of products.
         link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
-        compositions: the composition of each implementation, by operator and name.
+        compositions: the composition of each implementation for 16-bit operands, by operator and
+            name.
+        other_compositions: those for operands of other sizes, by the bytes of an element; what is
+            missing is as for 16-bit operands.
+        corrections: what measured calls of 16-bit operands say beside the compositions, by
+            operator.
         is_guess: whether the figures are another GPU's, scaled.
     """
 
@@ -106,37 +182,79 @@ class MachineProfile:
     product: ProductRates
     link_bytes_per_s: float
     compositions: Mapping[str, Mapping[str, Composition]]
+    other_compositions: Mapping[str, Mapping[str, Mapping[str, Composition]]] = dataclasses.field(
+        default_factory=dict
+    )
+    corrections: Mapping[str, Corrections] = dataclasses.field(default_factory=dict)
     results: Sequence[str] = ()
     is_guess: bool = False
 
-    def tile_us(self, block_m: int, block_n: int, inner: int, itemsize: int) -> float:
-        """Return how long a processor takes for one tile of a product, in microseconds."""
-        # Tensor cores multiply 8-bit operands twice as fast as 16-bit ones.
-        flops_per_us = self.product.flops_per_s / 1e6 / self.processors * 2 / itemsize
+    @property
+    def margin(self) -> float:
+        """The fraction by which a predicted time must be below those of the stock pairs.
+
+        A pair that is taken without need costs less than a pair that is missed.
+        """
+        return _GUESS_MARGIN if self.is_guess else _MARGIN
+
+    def in_order(self, times_us: Mapping[str, float], pairs: Collection[str]) -> list[str]:
+        """Return implementations by their predicted times, the shortest first, where a pair comes
+        before what is hardly shorter.
+
+        Args:
+            times_us: predicted times by implementation.
+            pairs: names of those that are stock pairs.
+        """
+        return sorted(
+            times_us,
+            key=lambda name: times_us[name] * (1 - self.margin if name in pairs else 1.0),
+        )
+
+    def tile_us(self, block_m: int, block_n: int, inner: int, flops_per_s: float) -> float:
+        """Return how long a processor takes for one tile of a product, in microseconds.
+
+        Args:
+            flops_per_s: FLOPs per second of all processors together.
+        """
+        flops_per_us = flops_per_s / 1e6 / self.processors
         if block_m * block_n <= _SMALL_TILE:
             flops_per_us *= self.product.small_tile_efficiency
         flops = 2 * block_m * block_n * round_up(inner, _K_STEP)
         return flops / flops_per_us + self.product.tile_us
 
-    def library_product_us(
-        self, rows: int, columns: int, inner: int, itemsize: int, *, products: int = 1
-    ) -> float:
-        """Return how long the library takes for a product of ``rows x columns x inner``, in us.
+    def flops_per_s(self, call: Call, *, own: bool = False) -> float:
+        """Return the FLOPs per second of large tiles of a call's product.
 
         Args:
+            own: in our kernels, not the library's.
+        """
+        if call.is_exact:
+            rates = self.product
+            return rates.own_float32_flops_per_s if own else rates.float32_flops_per_s
+        # Tensor cores multiply 8-bit operands twice as fast as 16-bit ones.
+        return self.product.flops_per_s * 2 / call.itemsize
+
+    def library_product_us(self, call: Call, rows: int | None = None, products: int = 1) -> float:
+        """Return how long the library takes for a call's product, in microseconds.
+
+        Args:
+            rows: rows of the product, if they are not all of the call's.
             products: number of such products with the same w, as one batch.
         """
+        rows, columns, inner = call.rows if rows is None else rows, call.columns, call.inner
         bytes_per_us = self.product.memory_bytes_per_s / 1e6
         results = products * rows * columns
+        flops_per_s = self.flops_per_s(call)
         shortest = min(
-            self._waves_us(products, rows, columns, inner, itemsize, block_m, block_n, split)
+            self._waves_us(products, rows, columns, inner, flops_per_s, tile, split)
             + (self.product.split_us + 4 * split * results / bytes_per_us if split > 1 else 0.0)
-            for block_m, block_n in _LIBRARY_TILES
+            for tile in _LIBRARY_TILES
             for split in _LIBRARY_SPLITS
         )
         # The products of a batch follow one another, and the cache seldom holds all of w.
         read_elements = products * (rows + columns) * inner
-        moved_bytes = itemsize * read_elements + max(itemsize, 2) * results
+        output_itemsize = call.output_itemsize or call.itemsize
+        moved_bytes = call.itemsize * read_elements + output_itemsize * results
         return self.product.launch_us + max(shortest, moved_bytes / bytes_per_us)
 
     def _waves_us(
@@ -145,19 +263,35 @@ class MachineProfile:
         rows: int,
         columns: int,
         inner: int,
-        itemsize: int,
-        block_m: int,
-        block_n: int,
+        flops_per_s: float,
+        tile: tuple[int, int],
         split: int,
     ) -> float:
+        block_m, block_n = tile
         tiles = products * ceil_div(rows, block_m) * ceil_div(columns, block_n) * split
         waves = ceil_div(tiles, self.processors)
-        return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), itemsize)
+        return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), flops_per_s)
 
     def link_us(self, operator: str, call: Call) -> float:
         """Return how long the bytes that an operator's call sends are on their way, in us."""
-        cost = find_cost(operator).formula(**dataclasses.asdict(call))
+        cost = find_cost(operator).formula(
+            rows=call.rows,
+            columns=call.columns,
+            inner=call.inner,
+            itemsize=call.itemsize,
+            world_size=call.world_size,
+            output_itemsize=call.output_itemsize,
+        )
         return float(cost.link_bytes) / self.link_bytes_per_s * 1e6
+
+    def composition(self, operator: str, implementation: str, itemsize: int) -> Composition | None:
+        """Return the composition of an implementation, or None if the profile has none."""
+        own = self.other_compositions.get(str(itemsize), {})
+        for compositions in (own, self.compositions):
+            found = compositions.get(operator, {}).get(implementation)
+            if found is not None:
+                return found
+        return None
 
     def predict_us(
         self,
@@ -176,11 +310,16 @@ class MachineProfile:
         Returns:
             The time; None if the profile has no composition for the implementation.
         """
-        composition = self.compositions.get(operator, {}).get(implementation)
+        composition = self.composition(operator, implementation, call.itemsize)
         if composition is None:
             return None
         parts = parts_us(self, operator, call, schedule, tile)
-        return sum(factor * parts[name] for name, factor in composition.items())
+        composed = sum(factor * parts[name] for name, factor in composition.items())
+        corrections = self.corrections.get(operator)
+        # The measured calls were of 16-bit operands.
+        if corrections is None or call.itemsize != 2:
+            return composed
+        return composed * corrections.factor(implementation, call)
 
 
 def parts_us(
@@ -196,26 +335,23 @@ def parts_us(
     first; ``product`` and ``link``, the times of the product and of the link, each alone;
     ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
     transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
-    kernels for few rows are limited by.
+    kernels for few rows are limited by; ``uneven``, the product's time again where ranks do not get
+    equally many rows, because parts of odd sizes are multiplied and sent less well.
     """
     link = profile.link_us(operator, call)
     bytes_per_us = profile.product.memory_bytes_per_s / 1e6
     rows_of_rank = ceil_div(call.rows, call.world_size)
     if schedule == "tiled":
-        block_m, block_n = tile
-        tiles = call.world_size * ceil_div(rows_of_rank, block_m) * ceil_div(call.columns, block_n)
-        tile_us = profile.tile_us(block_m, block_n, call.inner, call.itemsize)
-        product = ceil_div(tiles, profile.processors) * tile_us
+        product = _own_tiles_us(profile, call, tile, call.world_size)
     elif schedule == "batch":
-        product = profile.library_product_us(
-            rows_of_rank, call.columns, call.inner, call.itemsize, products=call.world_size
-        )
+        product = profile.library_product_us(call, rows_of_rank, call.world_size)
     elif schedule == "by_rank":
-        product = call.world_size * profile.library_product_us(
-            rows_of_rank, call.columns, call.inner, call.itemsize
-        )
+        product = call.world_size * profile.library_product_us(call, rows_of_rank)
+    elif schedule == "by_peer":
+        products = (call.world_size - 1) * profile.library_product_us(call, rows_of_rank)
+        product = products + _own_tiles_us(profile, call, tile, 1)
     else:
-        product = profile.library_product_us(call.rows, call.columns, call.inner, call.itemsize)
+        product = profile.library_product_us(call)
     return {
         "fixed": 1.0,
         "peers": call.world_size - 2.0,
@@ -224,7 +360,18 @@ def parts_us(
         "longer": max(product, link),
         "ramp": math.sqrt(link),
         "memory": call.itemsize * (call.rows + call.columns) * call.inner / bytes_per_us,
+        "uneven": product if call.rows % call.world_size else 0.0,
     }
+
+
+def _own_tiles_us(profile: MachineProfile, call: Call, tile: tuple[int, int], ranks: int) -> float:
+    """Return how long our kernels' tiles take for the rows of so many ranks, in microseconds."""
+    block_m, block_n = tile
+    rows_of_rank = ceil_div(call.rows, call.world_size)
+    tiles = ranks * ceil_div(rows_of_rank, block_m) * ceil_div(call.columns, block_n)
+    flops_per_s = profile.flops_per_s(call, own=True)
+    waves = ceil_div(tiles, profile.processors)
+    return waves * profile.tile_us(block_m, block_n, call.inner, flops_per_s)
 
 
 # Profiles that are shipped
@@ -247,13 +394,19 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     if file.is_file():
         return parse_profile(file.read_text(encoding="utf-8"))
     model = parse_profile((folder / "nvidia_h200.json").read_text(encoding="utf-8"))
-    rate = model.product.flops_per_s * processors / model.processors
+    share = processors / model.processors
     return dataclasses.replace(
         model,
         gpu=gpu,
         source=f"a guess: {model.gpu}'s, with {processors} of {model.processors} processors",
         processors=processors,
-        product=dataclasses.replace(model.product, flops_per_s=rate),
+        product=dataclasses.replace(
+            model.product,
+            flops_per_s=model.product.flops_per_s * share,
+            float32_flops_per_s=model.product.float32_flops_per_s * share,
+            own_float32_flops_per_s=model.product.own_float32_flops_per_s * share,
+        ),
+        corrections={},
         is_guess=True,
     )
 
@@ -273,8 +426,12 @@ def parse_profile(text: str) -> MachineProfile:
     """
     try:
         values = json.loads(text)
-        return MachineProfile(**values | {"product": ProductRates(**values["product"])})
-    except (ValueError, TypeError, KeyError) as error:
+        corrections = {
+            operator: Corrections(**each) for operator, each in values["corrections"].items()
+        }
+        product = ProductRates(**values["product"])
+        return MachineProfile(**values | {"product": product, "corrections": corrections})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"a machine profile must be JSON with all its fields; {error}."
         ) from error

@@ -25,16 +25,17 @@ NEAR = 1.5
 _BUDGET_US = 100e3
 """What the calls of one measurement may take together, by their predicted times."""
 
-_WARM_UPS, _MOST_SAMPLES = 3, 7
-"""Calls before the timed ones: the second one makes a CUDA graph, which the third one replays."""
+_WARM_UPS = 2
+"""Calls before the timed ones, which compile kernels and take memory."""
 
-_SLEEP_CYCLES = 1_000_000
-"""Half a millisecond, in which the host enqueues a call before the GPU begins it."""
+_MOST_CALLS, _MOST_SAMPLES = 8, 5
+"""Calls in a CUDA graph, one after the other as in a program, and replays of the graph."""
 
-_COLD_BYTES = 256 << 20
-"""Written between two calls, so that no weight is still in the L2, as in a program's next layer."""
+_SLEEP_CYCLES = 400_000
+"""A fifth of a millisecond, in which hosts enqueue a graph before the GPUs begin it."""
 
-_enabled = 0
+_asked: bool | None = None
+"""What the innermost context says; None outside of any."""
 
 
 @contextlib.contextmanager
@@ -48,8 +49,10 @@ def autotune(enabled: bool = True) -> Iterator[None]:
     it counts after the context, too. Calls in a CUDA graph's capture are not measured: make the
     first call before.
 
-    ``INTERLACE_AUTOTUNE=1`` in the environment is the same for the whole program. Measured times
-    are in ``INTERLACE_CACHE_DIR``, by default ``~/.cache/interlace``.
+    ``INTERLACE_AUTOTUNE=1`` in the environment is the same for the whole program, and
+    ``INTERLACE_AUTOTUNE=0`` measures nothing even where a call asks for it by ``impl="measured"``,
+    as those of ``interlace.compile`` do. Measured times are in ``INTERLACE_CACHE_DIR``, by default
+    ``~/.cache/interlace``.
 
     Args:
         enabled: False to measure nothing within the context, whatever the environment says. It must
@@ -59,22 +62,30 @@ def autotune(enabled: bool = True) -> Iterator[None]:
         >>> with interlace.autotune():
         ...     model(batch)  # the first step measures
     """
-    global _enabled
-    before, _enabled = _enabled, 1 if enabled else -1
+    global _asked
+    before, _asked = _asked, enabled
     try:
         yield
     finally:
-        _enabled = before
+        _asked = before
 
 
-def is_enabled() -> bool:
-    """Return whether new kinds of calls are measured."""
-    return _enabled > 0 or (_enabled == 0 and _by_environment())
+def is_enabled(impl: str = "auto") -> bool:
+    """Return whether a new kind of calls is measured.
+
+    The context decides; outside of any, the environment; and else, whether the call asks for it by
+    ``impl="measured"``.
+    """
+    if _asked is not None:
+        return _asked
+    by_environment = _by_environment()
+    return impl == "measured" if by_environment is None else by_environment
 
 
 @functools.cache
-def _by_environment() -> bool:
-    return os.environ.get("INTERLACE_AUTOTUNE", "0") not in ("", "0")
+def _by_environment() -> bool | None:
+    value = os.environ.get("INTERLACE_AUTOTUNE", "")
+    return value != "0" if value else None
 
 
 @functools.cache
@@ -174,47 +185,79 @@ def measure(
     rank's. Collective.
     """
     left_us = _BUDGET_US / len(candidates)
+    stopwatch = _Stopwatch(call)
     times: dict[str, float] = {}
     for each in candidates:
-        samples = round(left_us / max(predicted_us[each.name], 1.0)) - _WARM_UPS
-        samples = max(1, min(samples, _MOST_SAMPLES))
+        most = max(1, round(left_us / max(predicted_us[each.name], 1.0)) - _WARM_UPS)
+        calls = max(1, min(_MOST_CALLS, most // _MOST_SAMPLES))
+        graph = _attempt(call, each, calls, stopwatch)
         # What fails on one rank is no candidate on any.
-        by_rank = call.group.exchange("a measured time", _attempt(call, each, samples))
-        if all(us is not None for us in by_rank):
-            times[each.name] = max(by_rank)
+        if not all(call.group.exchange("what can be measured", graph is not None)):
+            continue
+        assert graph is not None
+        us = stopwatch.us_of_a_call(graph, calls, min(_MOST_SAMPLES, max(1, most // calls)))
+        times[each.name] = max(call.group.exchange("a measured time", us))
     return times
 
 
-def _attempt(call: GemmCall, implementation: Implementation, samples: int) -> float | None:
-    """Return an implementation's median time on this rank; None if it cannot run here."""
+def _attempt(
+    call: GemmCall, implementation: Implementation, calls: int, stopwatch: _Stopwatch
+) -> torch.cuda.CUDAGraph | None:
+    """Return a CUDA graph of so many calls; None if the implementation cannot run here."""
     try:
-        return time_us(lambda: implementation.run(call), call, samples)
+        for _ in range(_WARM_UPS):
+            if implementation.run(call) is None:
+                return None
+        return stopwatch.record(lambda: implementation.run(call), calls)
     except (PeerTimeoutError, RankMismatchError):
         raise  # on every rank
     except Exception:
         return None
 
 
-def time_us(run: Callable[[], Any], call: GemmCall, samples: int) -> float | None:
-    """Return the median time of a call on this GPU, in microseconds, with cold weights; None if
-    there is no memory for its sizes.
+class _Stopwatch:
+    """Time CUDA graphs of calls, between which memory is read that displaces weights from the L2:
+    in a program, other layers run between two calls of one layer.
     """
-    for _ in range(_WARM_UPS):
-        if run() is None:
-            return None
-    device, times = call.group.device, []
-    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
-    meeting = torch.zeros(1, device=device)
-    for _ in range(samples):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The host enqueues the call while the GPU sleeps, so its time does not count; nor does the
-        # time by which one GPU begins earlier than another.
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        cold.fill_(0)
-        dist.all_reduce(meeting, group=call.process_group)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1e3)
-    return statistics.median(times)
+
+    def __init__(self, call: GemmCall) -> None:
+        self._group, self._process_group = call.group, call.process_group
+        device = call.group.device
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._other_layers = torch.zeros(2 * cache_bytes // 4, device=device)
+        self._meeting = torch.zeros(1, device=device)
+        self._between_us: dict[int, float] = {}
+
+    def record(self, run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of calls with other layers between them."""
+
+        def enqueue() -> None:
+            for _ in range(calls):
+                self._other_layers.sum()
+                run()
+
+        return self._group.replays.record(enqueue)
+
+    def us_of_a_call(self, graph: torch.cuda.CUDAGraph, calls: int, samples: int) -> float:
+        """Return the time of one call of a graph in microseconds, without what is between."""
+        if calls not in self._between_us:
+            between = self.record(lambda: None, calls)
+            self._between_us[calls] = self._median_us(between, _MOST_SAMPLES)
+        # A call may be hidden by what is between, but no call takes no time.
+        return max(0.1, self._median_us(graph, samples) - self._between_us[calls]) / calls
+
+    def _median_us(self, graph: torch.cuda.CUDAGraph, samples: int) -> float:
+        times = []
+        for _ in range(samples):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # The hosts enqueue while the GPUs sleep, so their time does not count; nor does the
+            # time by which one GPU begins earlier than another.
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            dist.all_reduce(self._meeting, group=self._process_group)
+            with self._group.running():
+                start.record()
+                graph.replay()
+                end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)) * 1e3)
+        return statistics.median(times)

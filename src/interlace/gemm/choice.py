@@ -31,9 +31,6 @@ _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
 # Up to this K the links have little time per tile, so programs should begin one after another.
 _SHORT_INNER = 4096
 
-_PREDICTED = (torch.bfloat16, torch.float16)
-"""Dtypes of the operands whose times were measured for the profiles."""
-
 # Small enough for the interpreter, which runs programs one after another.
 _CPU = {
     "block_m": 16,
@@ -43,12 +40,6 @@ _CPU = {
     "interleave": 2,
     "stagger": 0,
 }
-
-
-# The pass for torch.compile takes an operator whose predicted time is below that of the stock pairs
-# by this fraction: what measured profiles are wrong by, and guessed ones may be.
-_MARGIN = 0.02
-_GUESS_MARGIN = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +118,14 @@ def choose_on(
         shared_bytes=gpu.shared_bytes,
     )
     tabulated = by_table(operator, gpu.name, point, start, default)
-    if dtype in _PREDICTED and world_size > 1:
+    if world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
-        call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)
+        call = Call.of_dtype(point.dtype, **sizes, world_size=world_size)
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
-        terms = dataclasses.replace(terms, is_even=rows % world_size == 0)
+        # Float8 has a wider result.
+        terms = dataclasses.replace(
+            terms, is_even=rows % world_size == 0, converts=dtype.itemsize == 1
+        )
         tile = config.block_m, config.block_n
         times_us = predicted_times(profile, operator, call, tile, terms)
         if times_us:
@@ -162,26 +156,19 @@ def predicted_times(
 def _fastest(
     operator: str, profile: MachineProfile, config: Config, times_us: dict[str, float]
 ) -> Choice[Config]:
-    """Return the choice of the first of these times, which are sorted."""
-    declaration = operator_named(operator)
-    stock_us = min(
-        (time for name, time in times_us.items() if declaration.is_pair(name)),
-        default=math.inf,
-    )
-    limit_us = stock_us * (1 - (_GUESS_MARGIN if profile.is_guess else _MARGIN))
+    """Return the choice of the shortest of these times, which are sorted."""
+    pairs = {name for name in times_us if operator_named(operator).is_pair(name)}
+    limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
     times = ", ".join(f"{name} {time:.0f} us" for name, time in times_us.items())
     source = f", by {profile.source}" if profile.is_guess else ""
+    order = profile.in_order(times_us, pairs)
     return Choice(
-        next(iter(times_us)),
+        order[0],
         config,
         f"predicted for {profile.gpu}{source}: {times}",
-        times_us=times_us,
+        times_us={name: times_us[name] for name in order},
         is_known=True,
-        faster=tuple(
-            name
-            for name, time in times_us.items()
-            if time < limit_us and not declaration.is_pair(name)
-        ),
+        faster=tuple(name for name in order if name not in pairs and times_us[name] < limit_us),
     )
 
 

@@ -90,12 +90,12 @@ def run(
         group_name=group_name,
         config=decision.config,
         mark=decision.mark,
-        is_explicit=impl != "auto",
+        is_explicit=impl not in operator.choosers,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
-    if autotune.is_enabled() and not decision.is_measured and not is_new_each_time:
+    if not (decision.is_measured or is_new_each_time) and autotune.is_enabled(impl):
         _measure(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
@@ -158,7 +158,7 @@ def _decide(
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
-        choice.times_us if impl == "auto" and not config else {},
+        choice.times_us if impl in operator.choosers and not config else {},
         (operator.name, *agreed.items()),
     )
 
@@ -171,7 +171,7 @@ def resolve(
     Raises:
         ArgumentError: ``impl`` was asked for and cannot run such a call.
     """
-    if impl == "auto":
+    if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
         return tuple(each for each in candidates if each.refusal(terms) is None)
     implementation = operator.implementation(impl)

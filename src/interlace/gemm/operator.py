@@ -42,6 +42,7 @@ class GemmOperator(Operator):
     sizes = ("rows", "columns", "inner")
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
     command_module = "interlace.cli.bench_products"
+    choosers = ("auto", "measured")
     split_names: ClassVar[tuple[str, ...]] = ("splits",)
     returns_gathered: ClassVar[bool] = False
     adds_ranks: ClassVar[bool] = False

@@ -21,7 +21,8 @@ class Choice(Generic[Config]):
         impl: The implementation.
         config: The fused kernel's configuration.
         reason: Why, for :func:`interlace.explain`.
-        times_us: Predicted times in microseconds by implementation, the shortest first.
+        times_us: Predicted times in microseconds by implementation, in the order in which a call
+            tries them: the shortest first, with a pair before what is hardly shorter.
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.

@@ -166,7 +166,9 @@ class AllGatherGemm(GemmOperator):
         is_uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
         # Implementations that the gradient's operator does not have, or not for uneven rows, were
         # not asked for there.
-        is_shared = impl in ("fused", "unfused") or (impl == "chunked" and not is_uneven)
+        is_shared = impl in (*self.choosers, "fused", "unfused") or (
+            impl == "chunked" and not is_uneven
+        )
         ctx.impl = impl if is_shared else "auto"
         gathered = output[1]
         if ctx.needs_input_grad[1] and not gather:

@@ -56,7 +56,7 @@ class GemmReduceScatter(GemmOperator):
             "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
             _run_chunked,
             needs(same_dtype=True),
-            schedule="by_rank",
+            schedule="by_peer",
             former_names=("split",),
         ),
         TRIGGERED,
@@ -95,7 +95,7 @@ class GemmReduceScatter(GemmOperator):
         """Save both operands."""
         x, w, bias, _, _, splits, _, ctx.group_name, impl, _ = inputs
         # The gradient's operator has no product whose output could be the peers' memory.
-        ctx.impl = impl if impl in ("auto", "fused", "chunked", "unfused") else "auto"
+        ctx.impl = impl if impl in (*self.choosers, "fused", "chunked", "unfused") else "auto"
         # The all-gather of the backward pass needs the rows of every rank, as they were divided.
         ranks = rank_in(ctx.group_name)[1]
         ctx.splits = balanced(x.shape[0], ranks) if splits is None else splits

@@ -23,7 +23,7 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
 )
-from interlace.registry import operator_matching
+from interlace.registry import operator_matching, operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.units import ceil_div, round_up
 
@@ -139,9 +139,10 @@ def run(
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
-    if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled()):
+    if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled(impl)):
         gemm = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
-        result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, "auto", "")
+        chooser = impl if impl == "measured" else "auto"
+        result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, chooser, "")
         return result.view(*x.shape[:-1], w.shape[0])
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
     if matrix.stride(-1) != 1:
@@ -195,9 +196,10 @@ def _decide(
     }
     choice = choose(**call)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
-    is_open = impl == "auto" and not config and not choice.is_exact
+    chooses = impl in operator_named(OPERATOR).choosers
+    is_open = chooses and not config and not choice.is_exact
     return Decision(
-        choice.impl if impl == "auto" else impl,
+        choice.impl if chooses else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,
         mark,
         is_open and bool(_choice_as_gemm(**call).times_us),

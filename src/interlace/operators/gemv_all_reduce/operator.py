@@ -20,6 +20,7 @@ class GemvAllReduce(Operator):
     pattern = ("gemv", "all_reduce")
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
+    choosers = ("auto", "measured")
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
         Implementation("fused", "one kernel that sends sums as it computes them"),

@@ -6,6 +6,7 @@ import torch
 
 from interlace.errors import ArgumentError
 from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
+from interlace.registry import operator_named
 
 
 def validate(
@@ -44,8 +45,7 @@ def validate(
                 f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on "
                 f"{bias.device}."
             )
-    if impl not in ("auto", "fused", "gemm", "unfused"):
-        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused, gemm or unfused; got {impl!r}.")
+    operator_named(OPERATOR).validate_impl(impl)
     if config is not None and not isinstance(config, GemvAllReduceConfig):
         raise ArgumentError(
             f"{OPERATOR}: config must be a GemvAllReduceConfig; got {type(config).__name__}."

@@ -133,7 +133,11 @@ def tile_of(config: str) -> tuple[int, int]:
     return block_m, block_n
 
 
-def fit(profile: MachineProfile, points: Sequence[Point]) -> dict[str, dict[str, dict[str, float]]]:
+Compositions = dict[str, dict[str, dict[str, float]]]
+"""Factors of the parts of a time, by operator, implementation and part."""
+
+
+def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
     """Return the compositions that explain the points best, by operator and implementation.
 
     Factors are not negative, and the mean square of the logarithms' differences is least.
@@ -141,7 +145,7 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> dict[str, dict[str,
     grouped: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for point in points:
         grouped[point.operator, point.implementation].append(point)
-    compositions: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    compositions: Compositions = defaultdict(dict)
     for (operator, implementation), own in sorted(grouped.items()):
         if len(own) >= _LEAST_POINTS:
             compositions[operator][implementation] = _composition(profile, own)
@@ -153,14 +157,49 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
     by_itemsize: dict[int, list[Point]] = defaultdict(list)
     for point in points:
         by_itemsize[point.call.itemsize].append(point)
-    compositions = {itemsize: fit(profile, own) for itemsize, own in by_itemsize.items()}
-    composed = dataclasses.replace(
+    wide = dataclasses.replace(
         profile,
-        compositions=compositions.pop(2, {}),
-        other_compositions={str(itemsize): own for itemsize, own in sorted(compositions.items())},
+        compositions=fit(profile, by_itemsize[2]),
+        other_compositions={},
         corrections={},
     )
+    others = {
+        str(itemsize): _merged(scaled(wide, own), fit(profile, own))
+        for itemsize, own in sorted(by_itemsize.items())
+        if itemsize != 2
+    }
+    composed = dataclasses.replace(wide, other_compositions=others)
     return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
+
+
+def _merged(first: Compositions, then: Compositions) -> Compositions:
+    """Return the compositions of both, those of ``then`` where both have one."""
+    return {
+        operator: first.get(operator, {}) | then.get(operator, {})
+        for operator in sorted({*first, *then})
+    }
+
+
+def scaled(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
+    """Return the profile's compositions with the mean of the points' times, by operator and
+    implementation.
+
+    A composition has up to eight factors, more than a few calls can tell, so all of them are scaled
+    alike, by the geometric mean of measured / composed, drawn to 1 as if one more ratio were 1.
+    """
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for point in points:
+        us = point.predicted_us(profile)
+        if us is not None:
+            ratios[point.operator, point.implementation].append(math.log(point.us / us))
+    compositions: Compositions = defaultdict(dict)
+    for (operator, name), logarithms in ratios.items():
+        scale = math.exp(math.fsum(logarithms) / (len(logarithms) + 1))
+        compositions[operator][name] = {
+            part: float(f"{factor * scale:.4g}")
+            for part, factor in profile.compositions[operator][name].items()
+        }
+    return dict(compositions)
 
 
 def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str, Corrections]:

@@ -81,6 +81,21 @@ def tune_profile(
     run_profile(files, Outputs(json=json_file))
 
 
+@tune_app.command("machine")
+def tune_machine(
+    budget: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds after which no further call is measured."),
+    ] = 20,
+    world_size: Ranks = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure this machine's profile, by which impl="auto" predicts times, and keep it for you."""
+    from interlace.cli.tune_machine import run_machine
+
+    run_machine(budget, world_size, Outputs(json=json_file))
+
+
 def _show_version(is_asked_for: bool) -> None:
     if is_asked_for:
         from interlace import __version__

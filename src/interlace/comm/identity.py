@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from interlace import __version__
+from interlace.costs.time import own_profile
 
 PACKAGE = Path(__file__).parents[1]
 TABLES = PACKAGE / "tuning" / "tables"
@@ -49,11 +50,21 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "the_version_of_interlace": __version__,
         "the_tuned_tables": digest_of(TABLES)[:16],
-        "the_machine_profiles": digest_of(PROFILES)[:16],
+        "the_machine_profiles": digest_of(PROFILES)[:16] + _own_profile(device),
         "the_version_of_torch": torch.__version__,
         "the_version_of_Triton": _version_of_triton(),
         "the_model_of_the_GPU": gpu,
     }
+
+
+@functools.cache
+def _own_profile(device: torch.device) -> str:
+    """Return a digest of the profile that this user has measured of a GPU; empty without one."""
+    if device.type != "cuda":
+        return ""
+    profile = own_profile(torch.cuda.get_device_name(device))
+    # The text of a dataclass is its content.
+    return "" if profile is None else f" {hashlib.sha256(repr(profile).encode()).hexdigest()[:16]}"
 
 
 @functools.cache

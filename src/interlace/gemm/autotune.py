@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from interlace.cache_folder import cache_folder
 from interlace.comm.identity import identity
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
+from interlace.gemm.operands import Operands
+from interlace.gemm.splits import balanced
 from interlace.registry import Implementation
-from interlace.tuning.measured import MeasuredTimes, default_folder
+from interlace.tuning.measured import MeasuredTimes
+from interlace.units import ceil_div
 
 NEAR = 1.5
 """Implementations are measured whose predicted time is at most so many times the shortest."""
@@ -28,8 +33,8 @@ _BUDGET_US = 100e3
 _WARM_UPS = 2
 """Calls before the timed ones, which compile kernels and take memory."""
 
-_MOST_CALLS, _MOST_SAMPLES = 8, 5
-"""Calls in a CUDA graph, one after the other as in a program, and replays of the graph."""
+_MOST_CALLS, _MOST_SAMPLES = 16, 5
+"""Calls in a CUDA graph, and replays of the graph."""
 
 _SLEEP_CYCLES = 400_000
 """A fifth of a millisecond, in which hosts enqueue a graph before the GPUs begin it."""
@@ -90,25 +95,41 @@ def _by_environment() -> bool | None:
 
 @functools.cache
 def _memory() -> MeasuredTimes:
-    return MeasuredTimes(default_folder())
+    return MeasuredTimes(cache_folder("measured"))
 
 
-def kind_of(call: GemmCall) -> dict[str, Any]:
-    """Return everything that the times of a call depend on, as JSON can hold it."""
-    operands = call.operands
+def kind_of(
+    operator: str,
+    operands: Operands,
+    ranks: int,
+    *,
+    by_rank: Sequence[int] = (),
+    gather: bool = False,
+) -> dict[str, Any]:
+    """Return everything that the times of a call depend on, as JSON can hold it.
+
+    Args:
+        by_rank: Rows of each rank, if they are not shared out as evenly as can be.
+    """
+    is_balanced = list(by_rank) == balanced(sum(by_rank), ranks)
     return {
-        **identity(call.group.device),
-        "operator": call.operator.name,
-        "ranks": call.group.world_size,
+        **identity(operands.x.device),
+        "operator": operator,
+        "ranks": ranks,
         "x": list(operands.x.shape),
         "w": list(operands.w.shape),
         "w_along_K": operands.w.stride(1) == 1,
         "dtype": str(operands.x.dtype),
         "out_dtype": str(operands.out_dtype),
         "bias": operands.bias is not None,
-        "rows": list(call.rows.by_rank),
-        "gather": call.gather,
+        "rows": None if is_balanced or not by_rank else list(by_rank),
+        "gather": gather,
     }
+
+
+def remembered(kind: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the times in microseconds that were measured for a kind of call; None if none were."""
+    return _memory().read(kind)
 
 
 def may_measure(call: GemmCall) -> bool:
@@ -150,9 +171,15 @@ def measured(
     near = near_the_best([each for each in candidates if each.name in predicted_us], predicted_us)
     if len(near) < 2:
         return Measured(candidates, {})
-    kind = kind_of(call)
+    kind = kind_of(
+        call.operator.name,
+        call.operands,
+        call.group.world_size,
+        by_rank=call.rows.by_rank,
+        gather=call.gather,
+    )
     # Ranks may remember different times, so one rank's memory counts for all.
-    times_us = call.group.exchange("measured times", _memory().read(kind))[0]
+    times_us = call.group.exchange("measured times", remembered(kind))[0]
     if times_us is None:
         times_us = measure(call, near, predicted_us)
         if call.group.rank == 0:
@@ -185,79 +212,71 @@ def measure(
     rank's. Collective.
     """
     left_us = _BUDGET_US / len(candidates)
-    stopwatch = _Stopwatch(call)
+    layers = _layers(call)
     times: dict[str, float] = {}
     for each in candidates:
         most = max(1, round(left_us / max(predicted_us[each.name], 1.0)) - _WARM_UPS)
         calls = max(1, min(_MOST_CALLS, most // _MOST_SAMPLES))
-        graph = _attempt(call, each, calls, stopwatch)
+        graph = _record(each, layers, calls)
         # What fails on one rank is no candidate on any.
         if not all(call.group.exchange("what can be measured", graph is not None)):
             continue
         assert graph is not None
-        us = stopwatch.us_of_a_call(graph, calls, min(_MOST_SAMPLES, max(1, most // calls)))
+        samples = min(_MOST_SAMPLES, max(1, most // calls))
+        us = _median_us(graph, call, samples) / calls
         times[each.name] = max(call.group.exchange("a measured time", us))
     return times
 
 
-def _attempt(
-    call: GemmCall, implementation: Implementation, calls: int, stopwatch: _Stopwatch
+def _layers(call: GemmCall) -> list[GemmCall]:
+    """Return calls that are the same but for the memory of their weights, as those of a program's
+    layers are: enough of them that no call finds its weight in the L2.
+    """
+    w = call.operands.w
+    cache_bytes = torch.cuda.get_device_properties(call.group.device).L2_cache_size
+    count = min(_MOST_CALLS, ceil_div(2 * cache_bytes, max(1, w.nbytes)))
+    weights = [w, *(w.clone() for _ in range(count - 1))]
+    return [
+        dataclasses.replace(call, operands=dataclasses.replace(call.operands, w=weight))
+        for weight in weights
+    ]
+
+
+def _record(
+    implementation: Implementation, layers: Sequence[GemmCall], calls: int
 ) -> torch.cuda.CUDAGraph | None:
-    """Return a CUDA graph of so many calls; None if the implementation cannot run here."""
+    """Return a CUDA graph of so many calls, one after the other as in a program; None if the
+    implementation cannot run here.
+    """
+
+    def enqueue() -> None:
+        for i in range(calls):
+            implementation.run(layers[i % len(layers)])
+
     try:
         for _ in range(_WARM_UPS):
-            if implementation.run(call) is None:
+            if implementation.run(layers[0]) is None:
                 return None
-        return stopwatch.record(lambda: implementation.run(call), calls)
+        return layers[0].group.replays.record(enqueue)
     except (PeerTimeoutError, RankMismatchError):
         raise  # on every rank
     except Exception:
         return None
 
 
-class _Stopwatch:
-    """Time CUDA graphs of calls, between which memory is read that displaces weights from the L2:
-    in a program, other layers run between two calls of one layer.
-    """
-
-    def __init__(self, call: GemmCall) -> None:
-        self._group, self._process_group = call.group, call.process_group
-        device = call.group.device
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self._other_layers = torch.zeros(2 * cache_bytes // 4, device=device)
-        self._meeting = torch.zeros(1, device=device)
-        self._between_us: dict[int, float] = {}
-
-    def record(self, run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """Return a CUDA graph of calls with other layers between them."""
-
-        def enqueue() -> None:
-            for _ in range(calls):
-                self._other_layers.sum()
-                run()
-
-        return self._group.replays.record(enqueue)
-
-    def us_of_a_call(self, graph: torch.cuda.CUDAGraph, calls: int, samples: int) -> float:
-        """Return the time of one call of a graph in microseconds, without what is between."""
-        if calls not in self._between_us:
-            between = self.record(lambda: None, calls)
-            self._between_us[calls] = self._median_us(between, _MOST_SAMPLES)
-        # A call may be hidden by what is between, but no call takes no time.
-        return max(0.1, self._median_us(graph, samples) - self._between_us[calls]) / calls
-
-    def _median_us(self, graph: torch.cuda.CUDAGraph, samples: int) -> float:
-        times = []
-        for _ in range(samples):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            # The hosts enqueue while the GPUs sleep, so their time does not count; nor does the
-            # time by which one GPU begins earlier than another.
-            torch.cuda._sleep(_SLEEP_CYCLES)
-            dist.all_reduce(self._meeting, group=self._process_group)
-            with self._group.running():
-                start.record()
-                graph.replay()
-                end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)) * 1e3)
-        return statistics.median(times)
+def _median_us(graph: torch.cuda.CUDAGraph, call: GemmCall, samples: int) -> float:
+    """Return the median time of a graph on this rank's GPU, in microseconds."""
+    meeting, times = torch.zeros(1, device=call.group.device), []
+    for _ in range(samples):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The hosts enqueue while the GPUs sleep, so their time does not count; nor does the time by
+        # which one GPU begins earlier than another.
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        dist.all_reduce(meeting, group=call.process_group)
+        with call.group.running():
+            start.record()
+            graph.replay()
+            end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)) * 1e3)
+    return statistics.median(times)

@@ -174,9 +174,30 @@ class GemmOperator(Operator):
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"
+        measured_us = self._measured_us(operands, world_size, lists)
+        if measured_us is not None:
+            times = ", ".join(f"{each} {us:.0f} us" for each, us in measured_us.items())
+            reason = (
+                f"{reason}; measured here by interlace.autotune, and so within it or with "
+                f"impl='measured' {next(iter(measured_us))}: {times}"
+            )
         chosen = f"{name} ({choice.config})" if name == "fused" else name
         dtype = str(x.dtype).removeprefix("torch.")
         return f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}", chosen, reason
+
+    def _measured_us(
+        self, operands: Operands, world_size: int, splits: Splits
+    ) -> dict[str, float] | None:
+        """Return the times that were measured for a call, the shortest first; None if none were."""
+        # Imported here, since that module's own imports lead back to this one.
+        from interlace.gemm import autotune
+
+        if operands.x.device.type != "cuda" or any(rows is not None for rows in splits):
+            return None
+        times_us = autotune.remembered(autotune.kind_of(self.name, operands, world_size))
+        if times_us is None:
+            return None
+        return dict(sorted(times_us.items(), key=lambda item: item[1]))
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return the rows that a choice goes by, and whether they are shared out evenly, as far as

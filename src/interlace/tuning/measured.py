@@ -18,17 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from interlace.cache_folder import is_own
+
 MOST_FILES = 4096
 """Kinds of calls that are remembered; a file has some hundred bytes."""
-
-
-def default_folder() -> Path:
-    """Return the folder of measured times: in ``INTERLACE_CACHE_DIR``, or the user's cache."""
-    chosen = os.environ.get("INTERLACE_CACHE_DIR")
-    if chosen:
-        return Path(chosen) / "measured"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "interlace" / "measured"
 
 
 class MeasuredTimes:
@@ -88,8 +81,7 @@ class MeasuredTimes:
 
     def _is_own(self) -> bool:
         """Return whether the folder is the user's; another user's files are not trusted."""
-        status = self._folder.stat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+        if is_own(self._folder):
             return True
         self._warn(f"{self._folder} is ignored: others than this user may write to it")
         return False

@@ -1,0 +1,30 @@
+"""The folders in which Interlace remembers what it has measured or computed for a user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of that name: in ``INTERLACE_CACHE_DIR``, or in the user's cache.
+
+    The user's cache is ``XDG_CACHE_HOME``, by default ``~/.cache``; the folder need not exist.
+    """
+    chosen = os.environ.get("INTERLACE_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / name
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "interlace" / name
+
+
+def is_own(path: Path) -> bool:
+    """Return whether nobody but this user may write to a folder or a file.
+
+    What other users could have written must not be trusted.
+
+    Raises:
+        OSError: It does not exist, or cannot be looked at.
+    """
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022

@@ -1,0 +1,132 @@
+"""``interlace tune machine``: from measured times to a profile, and where it is kept. The times are
+made up, since there is no GPU here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.bench import machine_profile
+from interlace.bench.machine_profile import ProductTime
+from interlace.cli.tune_machine import write
+from interlace.comm import identity
+from interlace.costs import time
+from interlace.costs.time import Call, MachineProfile, profile_of
+
+H200 = profile_of("NVIDIA H200")
+SLOW = dataclasses.replace(
+    H200,
+    product=dataclasses.replace(
+        H200.product, flops_per_s=3e14, memory_bytes_per_s=1.5e12, launch_us=5.0
+    ),
+    link_bytes_per_s=1e11,
+    corrections={},
+)
+"""A GPU with less than half of an H200's rates."""
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("INTERLACE_CACHE_DIR", str(tmp_path))
+    profile_of.cache_clear()
+    yield
+    profile_of.cache_clear()
+
+
+def _products(profile: MachineProfile) -> list[ProductTime]:
+    chance, found = random.Random(1), []
+    for _ in range(40):
+        sizes = [2 ** chance.randint(low, 14) for low in (3, 9, 8)]
+        us = profile.library_product_us(Call(sizes[0], sizes[1], sizes[2], 2, 1))
+        found.append(ProductTime(sizes[0], sizes[1], sizes[2], us))
+    return found
+
+
+def _result(profile: MachineProfile, rows: int, factor: float) -> dict[str, Any]:
+    """Return a sweep's result in which implementations take ``factor`` times the prediction."""
+    call = Call(rows, 8192, 2048, 2, 2)
+    times = {}
+    for name, schedule in (("chunked", "by_rank"), ("unfused", "whole")):
+        us = profile.predict_us("gemm_all_reduce", name, call, schedule, (128, 256))  # type: ignore[arg-type]
+        assert us is not None
+        role = "pair" if name == "unfused" else "ours"
+        times[name] = {"role": role, "impl": name, "median_us": us * factor}
+    return {
+        "operator": "gemm_all_reduce", "dtype": "bfloat16", "world_size": 2, "rows": rows,
+        "columns": 8192, "inner": 2048, "config": "block_m=128, block_n=256", "times": times,
+    }  # fmt: skip
+
+
+def test_rates_are_found() -> None:
+    """The products' times are within 2 % of those that the rates were hidden in."""
+    found = dataclasses.replace(H200, product=machine_profile.fit_rates(H200, _products(SLOW)))
+    for each in _products(SLOW):
+        us = found.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
+        assert us == pytest.approx(each.us, rel=0.1)
+    assert found.product.flops_per_s == pytest.approx(3e14, rel=0.05)
+    assert found.product.float32_flops_per_s == pytest.approx(
+        H200.product.float32_flops_per_s * found.product.flops_per_s / H200.product.flops_per_s,
+        rel=1e-3,
+    )
+
+
+def test_a_profile_of_another_gpu() -> None:
+    """Implementations take 1.3 times what the H200's compositions say of this GPU's rates."""
+    measured = {
+        "products": [dataclasses.asdict(each) for each in _products(SLOW)],
+        "link_bytes_per_s": 1e11,
+        "results": [_result(SLOW, rows, 1.3) for rows in (256, 1024, 4096, 8192, 16384)],
+    }
+    guess = profile_of("Another GPU", 80)
+    profile = machine_profile.profile_from(guess, "Another GPU", 132, measured, "measured here")
+    assert (profile.gpu, profile.processors, profile.is_guess) == ("Another GPU", 132, False)
+    assert profile.link_bytes_per_s == 1e11
+    for rows in (512, 2048, 12000):
+        call = Call(rows, 8192, 2048, 2, 2)
+        for name, schedule in (("chunked", "by_rank"), ("unfused", "whole")):
+            kind = "gemm_all_reduce", name, call, schedule, (128, 256)
+            expected = SLOW.predict_us(*kind)  # type: ignore[arg-type]
+            assert expected is not None
+            assert profile.predict_us(*kind) == pytest.approx(1.3 * expected, rel=0.12)  # type: ignore[arg-type]
+    unmeasured = profile.compositions["gemm_all_to_all"]["fused"]
+    assert unmeasured == guess.compositions["gemm_all_to_all"]["fused"]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
+    digest = identity._own_profile.__wrapped__
+    assert digest(gpu) == ""
+    assert profile_of("Another GPU", 132).is_guess
+    write(time.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
+    profile_of.cache_clear()
+    assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
+    assert time.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
+    assert digest(gpu), "ranks that have different profiles must not be a group"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "reason"),
+    [
+        ("{", 0o600, "a machine profile must be JSON with all its fields"),
+        (json.dumps(dataclasses.asdict(SLOW)), 0o666, "others than this user may write to it"),
+    ],
+)
+@pytest.mark.usefixtures("own_cache")
+def test_a_profile_that_cannot_be_trusted(text: str, mode: int, reason: str) -> None:
+    file = time.own_file("NVIDIA H200")
+    file.parent.mkdir(mode=0o700)
+    file.write_text(text)
+    os.chmod(file, mode)
+    with pytest.warns(RuntimeWarning, match=f"is ignored: {reason}"):
+        profile = profile_of("NVIDIA H200")
+    assert profile == H200

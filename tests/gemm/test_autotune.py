@@ -41,7 +41,9 @@ class _Machine:
             "gemm_all_reduce", GemmAllReduce.config_type, rows=8, columns=8, inner=8,
             dtype=torch.float32, world_size=2, device=torch.device("cpu"),
         )  # fmt: skip
-        predicted = Choice("chunked", choice.config, "predicted", times_us=PREDICTED)
+        predicted = Choice(
+            "chunked", choice.config, "predicted", times_us=PREDICTED, worst_error=1.5
+        )
         patch.setattr(GemmAllReduce, "choose", lambda *_, **__: predicted)
         patch.setattr(autotune, "may_measure", lambda call: call.group.world_size > 1)
         patch.setattr(autotune, "_memory", lambda: self.memory)
@@ -140,9 +142,9 @@ def test_nothing_is_measured_on_the_cpu(ranks: Any) -> None:
 
 def test_as_many_are_measured_as_fit_in_the_budget() -> None:
     candidates: Any = [SimpleNamespace(name=name) for name in "abcd"]
-    few = autotune.near_the_best(candidates, {"a": 10.0, "b": 14.9, "c": 15.1, "d": 11.0})
+    few = autotune.near_the_best(candidates, {"a": 10.0, "b": 14.9, "c": 15.1, "d": 11.0}, 1.5)
     assert [each.name for each in few] == ["a", "b", "d"]
-    slow = autotune.near_the_best(candidates, dict.fromkeys("abcd", 20e3))
+    slow = autotune.near_the_best(candidates, dict.fromkeys("abcd", 20e3), 1.5)
     assert [each.name for each in slow] == ["a", "b"]
 
 

@@ -49,7 +49,10 @@ _K_STEP = 64
 
 
 _MARGIN, _GUESS_MARGIN = 0.03, 0.15
-"""What the times of measured profiles, and of guessed ones, may be wrong by."""
+"""The fraction that the times of measured profiles, and of guessed ones, are often wrong by."""
+
+_ERROR, _GUESS_ERROR = 1.5, 3.0
+"""The factor that they are seldom wrong by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,11 @@ class MachineProfile:
         A pair that is taken without need costs less than a pair that is missed.
         """
         return _GUESS_MARGIN if self.is_guess else _MARGIN
+
+    @property
+    def worst_error(self) -> float:
+        """The factor by which a predicted time may be wrong; what is nearer is worth measuring."""
+        return _GUESS_ERROR if self.is_guess else _ERROR
 
     def in_order(self, times_us: Mapping[str, float], pairs: Collection[str]) -> list[str]:
         """Return implementations by their predicted times, the shortest first, where a pair comes

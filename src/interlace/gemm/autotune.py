@@ -24,9 +24,6 @@ from interlace.registry import Implementation
 from interlace.tuning.measured import MeasuredTimes
 from interlace.units import ceil_div
 
-NEAR = 1.5
-"""Implementations are measured whose predicted time is at most so many times the shortest."""
-
 _BUDGET_US = 100e3
 """What the calls of one measurement may take together, by their predicted times."""
 
@@ -48,8 +45,9 @@ def autotune(enabled: bool = True) -> Iterator[None]:
     """Measure implementations within the context, instead of trusting predictions.
 
     The first call of a new kind (operator, sizes, dtype, layout, ranks) of the operators around a
-    product times the implementations whose predicted time is within 1.5 of the shortest: on all
-    ranks together, with cold weights, in about 100 ms, beside what compiling takes. All ranks then
+    product times the implementations whose predicted time is within 1.5 of the shortest, or
+    within 3 on a GPU whose profile is a guess: on all ranks together, with cold weights, in about
+    100 ms, beside what compiling takes. All ranks then
     agree on the fastest. It is remembered on disk, so the next program does not measure again, and
     it counts after the context, too. Calls in a CUDA graph's capture are not measured: make the
     first call before.
@@ -157,7 +155,10 @@ class Measured(NamedTuple):
 
 
 def measured(
-    call: GemmCall, candidates: tuple[Implementation, ...], predicted_us: Mapping[str, float]
+    call: GemmCall,
+    candidates: tuple[Implementation, ...],
+    predicted_us: Mapping[str, float],
+    worst_error: float,
 ) -> Measured:
     """Return the candidates in the order of measured times.
 
@@ -167,8 +168,10 @@ def measured(
     Args:
         candidates: In the order of their predicted times.
         predicted_us: The predicted times; candidates without one are not measured.
+        worst_error: The factor by which they may be wrong.
     """
-    near = near_the_best([each for each in candidates if each.name in predicted_us], predicted_us)
+    predicted = [each for each in candidates if each.name in predicted_us]
+    near = near_the_best(predicted, predicted_us, worst_error)
     if len(near) < 2:
         return Measured(candidates, {})
     kind = kind_of(
@@ -189,18 +192,19 @@ def measured(
 
 
 def near_the_best(
-    candidates: list[Implementation], predicted_us: Mapping[str, float]
+    candidates: list[Implementation], predicted_us: Mapping[str, float], worst_error: float
 ) -> list[Implementation]:
-    """Return the candidates near the shortest predicted time, as many as fit in the budget.
-
-    Two always fit.
+    """Return the candidates whose predicted time is at most ``worst_error`` times the shortest, as
+    many as fit in the budget. Two always fit.
     """
     shortest = min((predicted_us[each.name] for each in candidates), default=0.0)
     near: list[Implementation] = []
     total_us = 0.0
     for each in candidates:
         total_us += predicted_us[each.name] * (_WARM_UPS + 1)
-        if predicted_us[each.name] <= NEAR * shortest and (len(near) < 2 or total_us <= _BUDGET_US):
+        if predicted_us[each.name] <= worst_error * shortest and (
+            len(near) < 2 or total_us <= _BUDGET_US
+        ):
             near.append(each)
     return near
 

@@ -167,6 +167,7 @@ def _fastest(
         config,
         f"predicted for {profile.gpu}{source}: {times}",
         times_us={name: times_us[name] for name in order},
+        worst_error=profile.worst_error,
         is_known=True,
         faster=tuple(name for name in order if name not in pairs and times_us[name] < limit_us),
     )

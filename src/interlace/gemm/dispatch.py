@@ -32,6 +32,7 @@ class Decision:
         rows: How rows are shared out.
         implementations: What runs: the first one that has memory for these sizes.
         predicted_us: The predicted times of implementations; empty where the caller has chosen.
+        worst_error: The factor by which they may be wrong.
         kind: What all ranks have agreed on.
         is_measured: Whether the order of the implementations was measured.
         config: The fused kernel's configuration.
@@ -42,6 +43,7 @@ class Decision:
     implementations: tuple[Implementation, ...]
     config: GemmConfig
     predicted_us: Mapping[str, float]
+    worst_error: float
     kind: tuple[Hashable, ...]
     is_measured: bool = False
 
@@ -114,7 +116,7 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     known = call.group.cache.measured
     if decision.kind not in known:
         known[decision.kind] = autotune.measured(
-            call, decision.implementations, decision.predicted_us
+            call, decision.implementations, decision.predicted_us, decision.worst_error
         )
     decision.implementations, decision.is_measured = known[decision.kind].order, True
 
@@ -159,6 +161,7 @@ def _decide(
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
         choice.times_us if impl in operator.choosers and not config else {},
+        choice.worst_error,
         (operator.name, *agreed.items()),
     )
 

@@ -23,6 +23,7 @@ class Choice(Generic[Config]):
         reason: Why, for :func:`interlace.explain`.
         times_us: Predicted times in microseconds by implementation, in the order in which a call
             tries them: the shortest first, with a pair before what is hardly shorter.
+        worst_error: The factor by which these times may be wrong.
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.
@@ -32,6 +33,7 @@ class Choice(Generic[Config]):
     config: Config
     reason: str
     times_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    worst_error: float = 1.0
     is_known: bool = False
     faster: tuple[str, ...] = ()
     is_exact: bool = False

@@ -387,6 +387,32 @@ def test_the_gathered_value_is_returned_only_where_it_is_used(ranks: Any) -> Non
     assert ranks(2).run(_gather_flags) == [[False, True]] * 2
 
 
+def _choosers() -> list[tuple[Any, ...]]:
+    """The values of impl that the pass gives to operators: by default, and without autotuning; and
+    that of an operator that cannot measure.
+    """
+    found = []
+    for program, sizes, options in (
+        (FUSED["gathered"][0], ((FEW, K), (N, K)), {}),
+        (FUSED["gathered"][0], ((FEW, K), (N, K)), {"autotune": False}),
+        (FUSED["a batch received"][0], FUSED["a batch received"][1], {}),
+    ):
+        module = traced(program, tensors(*sizes))
+        fuse(module.graph, **options)
+        found.append(
+            tuple(
+                {"auto", "measured"}.intersection(map(str, node.args)).pop()
+                for node in module.graph.nodes
+                if getattr(node.target, "namespace", "") == "interlace"
+            )
+        )
+    return found
+
+
+def test_operators_measure_at_their_first_calls(ranks: Any) -> None:
+    assert ranks(2).run(_choosers) == [[("measured",), ("auto",), ("auto",)]] * 2
+
+
 def _merged() -> list[str]:
     arguments = tensors((M, K), (M, 4), (N, K), (4, N))
     return [

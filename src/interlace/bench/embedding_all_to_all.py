@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Step, Way, Work, best_of, changes_along, constant
+from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
 from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, SETS, Calls, Shape
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.kernels import Launch, processors
@@ -30,15 +29,6 @@ __all__ = ["OPERATOR", "Case", "Shape", "bench", "study", "tune"]
 _PROGRAMS_PER_SM = 32
 _WARPS_PER_SM = 64
 _REGISTERS_PER_SM = 65_536
-
-
-def tolerance(shape: Shape) -> float:
-    """Return the relative error of float32 sums in two orders, and of rounding each result."""
-    largest_bag = max(1, shape.range[1])
-    return (
-        8 * math.sqrt(largest_bag) * torch.finfo(torch.float32).eps
-        + 2 * torch.finfo(shape.dtype).eps
-    )
 
 
 class Case(Calls):
@@ -61,26 +51,16 @@ class Case(Calls):
         """The direction, as results name it."""
         return "backward" if self.is_backward else "forward"
 
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
-
     def check(self, config: EmbeddingAllToAllConfig) -> float:
         """Return the largest relative error of the direction on any rank."""
-        errors = self._backward_errors if self.is_backward else self._forward_errors
-        return self.accept(errors(config), self.direction, config)
+        return self._check_backward(config) if self.is_backward else super().check(config)
 
-    def _forward_errors(self, config: EmbeddingAllToAllConfig) -> list[float]:
-        """Return the relative differences of three calls from the unfused pair."""
-        errors = []
-        for i in range(3):
-            expected = self.unfused(i)
-            errors.append(_relative(self.fused(i, config), expected))
-        return errors
+    def expected(self, i: int) -> torch.Tensor:
+        """Return the result of the unfused pair."""
+        return self.unfused(i)
 
-    def _backward_errors(self, config: EmbeddingAllToAllConfig) -> list[float]:
-        """Return the errors of the first table and its state after an update, against float64."""
+    def _check_backward(self, config: EmbeddingAllToAllConfig) -> float:
+        """Check the first table and its state after an update, against float64."""
         shape = self.shape
         # float64 copies, since the update is in place.
         before, state = self.tables[0].double(), self.states[0].double()
@@ -95,7 +75,9 @@ class Case(Calls):
         exact.index_add_(0, rows, grad.repeat_interleave(bounds.diff(), 0))
         state += (exact**2).mean(1)
         exact = before - LEARNING_RATE / (state.sqrt() + EPSILON)[:, None] * exact
-        return [_relative(self.tables[0], exact), _relative(self.states[0], state)]
+        pairs = (self.tables[0], exact), (self.states[0], state)
+        errors = [relative_error(result, expected) for result, expected in pairs]
+        return self.accept(errors, "backward", config)
 
     def ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
         """Return every way to compute the direction, and its parts alone."""
@@ -141,13 +123,13 @@ class Case(Calls):
         return config.update_programs + config.push_programs <= MAX_PROGRAMS
 
     def compile(self, config: EmbeddingAllToAllConfig) -> None:
-        """Compile the kernels of the direction."""
-        _compile(self, config, self.is_backward)
-
-
-def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    norm = expected.double().norm()
-    return float((result.double() - expected.double()).norm() / norm.clamp(min=1e-30))
+        """Compile the kernels of the direction on this rank."""
+        if not self.is_backward:
+            _prepare_forward(self, config).compile()
+            return
+        call, lookups = self.call(0, config), self.sorted_lookups(0, config)
+        update = backward.prepare(self.owner, call, self.grad, self.target(), config, lookups, 0)
+        update.compile()
 
 
 # The benchmark
@@ -173,14 +155,8 @@ def bench(
     times = case.time(case.ways(chosen))
     case.owner.synchronize()
     result = {
-        "operator": OPERATOR,
-        "direction": case.direction,
+        "direction": "backward" if backwards else "forward",
         "shape": str(shape) + (", backward" if backwards else ""),
-        "tables": shape.tables,
-        "rows": shape.rows,
-        "width": shape.width,
-        "batch": shape.batch,
-        "lookups": shape.lookups,
         "pooling_factor": shape.pooling_factor,
         **case.header(chosen, "fused", error),
         **_work(case).entries(),
@@ -305,20 +281,21 @@ BACKWARD_AXES: dict[str, Sequence[Any]] = {
 _ROUNDS = 2
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Return the best configuration that was found, and its time. Collective.
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> EmbeddingAllToAllConfig:
+    """Return the best configuration that was found. Collective.
 
     The forward pass's settings are tuned, then the backward pass's with the best of these: one
     setting at a time, twice round.
+
+    Raises:
+        BackendError: No configuration runs and is right.
     """
     case = Case(shape, group)
     forward = case.tune([constant(case.config), *_ROUNDS * changes_along(FORWARD_AXES)])
-    best_forward = best_of(forward)
     # The two directions have no setting in common, so one is tuned after the other.
     case.is_backward = True
-    times = case.tune([constant(best_forward), *_ROUNDS * changes_along(BACKWARD_AXES)])
-    best = best_of(times)
-    return [(forward[best_forward] + times[best], str(best))]
+    start = constant(case.fastest(forward))
+    return case.fastest(case.tune([start, *_ROUNDS * changes_along(BACKWARD_AXES)]))
 
 
 def _prepare_forward(case: Case, config: EmbeddingAllToAllConfig) -> Launch:
@@ -334,13 +311,3 @@ def _prepare_forward(case: Case, config: EmbeddingAllToAllConfig) -> Launch:
         space.buffer_bytes,
         space.index,
     )
-
-
-def _compile(case: Case, config: EmbeddingAllToAllConfig, is_backward: bool) -> None:
-    """Compile the kernels of a direction on this rank."""
-    if not is_backward:
-        _prepare_forward(case, config).compile()
-        return
-    lookups = case.sorted_lookups(0, config)
-    call = case.call(0, config)
-    backward.prepare(case.owner, call, case.grad, case.target(), config, lookups, 0).compile()

@@ -57,6 +57,15 @@ class Shape:
         return int(first), int(last or first)
 
     @property
+    def tolerance(self) -> float:
+        """The relative error of float32 sums in two orders, and of rounding each result."""
+        largest_bag = max(1, self.range[1])
+        return (
+            8 * math.sqrt(largest_bag) * torch.finfo(torch.float32).eps
+            + 2 * torch.finfo(self.dtype).eps
+        )
+
+    @property
     def pooling_factor(self) -> int:
         """The lookups of a bag on average, as ``choose`` counts them."""
         return next_power_of_2(math.ceil(sum(self.range) / 2))

@@ -45,7 +45,6 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
     return {
-        "operator": operator,
         **{name: value for name, value in dataclasses.asdict(draw).items() if name != "pattern"},
         **case.header(case.choice.config, candidates[0], worst),
         "measured": (measured or candidates)[0],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import typer
 
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_experts_rank
+from interlace.cli.bench_ranks import measure_experts
 from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
@@ -58,16 +59,9 @@ def bench_operator(
     if part not in ("all", *PARTS):
         raise ArgumentError(f"--part must be one of {', '.join(('all', *PARTS))}; got {part!r}.")
     outputs = Outputs(json=json_file)
-    document = bench.measure_on_gpus(
-        "bench",
-        f"Measuring {OPERATOR}",
-        parse_work(shape, tokens, routing, dtype),
-        run_experts_rank,
-        (dtype, part, config),
-        world_size,
-        outputs,
-    )
-    bench.show(document, OPERATOR, outputs)
+    work = parse_work(shape, tokens, routing, dtype)
+    measure = functools.partial(measure_experts, dtype=dtype, part=part, config=config)
+    bench.run_bench(OPERATOR, work, measure, world_size, outputs)
 
 
 def tune_operator(
@@ -82,17 +76,10 @@ def tune_operator(
     the tuned table.
     """
     outputs = Outputs(json=json_file, table=table)
-    old_table = bench.read_table(outputs, OPERATOR)
-    document = bench.measure_on_gpus(
-        "tune",
-        f"Tuning {OPERATOR}",
-        parse_work(shape, tokens, "balanced", dtype),
-        run_experts_rank,
-        (dtype, "tune", ""),
-        world_size,
-        outputs,
-    )
-    bench.write_table(document, old_table, OPERATOR, outputs)
+    # The balanced routing stands for all: the table's sizes do not tell routings apart.
+    work = parse_work(shape, tokens, "balanced", dtype)
+    measure = functools.partial(measure_experts, dtype=dtype, part="tune", config="")
+    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
 
 
 def parse_work(
@@ -106,18 +93,11 @@ def parse_work(
             raise ArgumentError(
                 f"--routing must be {' or '.join(ROUTINGS)}, or both with a comma; got {name!r}."
             )
-    sizes = [parse_layer(shape) for shape in shapes or SHAPES]
-    return [{**size, "tokens": tokens, "routing": name} for size in sizes for name in routings]
-
-
-def parse_layer(text: str) -> dict[str, int]:
-    """Parse ``"8x4096x14336x2"`` as experts, hidden, ffn and top_k."""
-    parts = text.lower().split("x")
-    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentError(
-            "--shape must be ExHxFxK: experts of all ranks, hidden, FFN and experts a token; got "
-            f"{text!r}. "
-            f"Say --shape 8x4096x14336x2."
-        )
-    experts, hidden, ffn, top_k = map(int, parts)
-    return {"experts": experts, "hidden": hidden, "ffn": ffn, "top_k": top_k}
+    meaning = "ExHxFxK: experts of all ranks, hidden, FFN and experts a token"
+    names = ("experts", "hidden", "ffn", "top_k")
+    sizes = [bench.parse_sizes(text, meaning, "8x4096x14336x2") for text in shapes or SHAPES]
+    return [
+        {**dict(zip(names, size, strict=True)), "tokens": tokens, "routing": name}
+        for size in sizes
+        for name in routings
+    ]

@@ -106,10 +106,10 @@ def _judge(
     It passes if every rank is right, all are bitwise alike, and ``interlace.costs`` predicts the
     traffic.
     """
-    from interlace.bench.gemv_all_reduce import Shape, tolerance
+    from interlace.bench.gemv_all_reduce import Shape
 
     rows, columns = shape
-    error, allowed = max(rank["error"] for rank in ranks), tolerance(Shape(tokens, rows, columns))
+    error, allowed = max(rank["error"] for rank in ranks), Shape(tokens, rows, columns).tolerance
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
     is_equal = len({rank["digest"] for rank in ranks}) == 1

@@ -198,13 +198,11 @@ class EmbeddingCase(Case):
         return [self.result_dtype, *[DTYPES[self.dtype]] * count, *[torch.float32] * count]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        impl, _, protocol = self.impl.partition(" ")
         config = None
-        if protocol:
+        if self.variant:
             base = _CPU if group_of(group).backend == "cpu" else _CUDA
-            config = dataclasses.replace(
-                base, protocol=protocol, push="tiles" if protocol == "tiles" else "direct"
-            )
+            push = "tiles" if self.variant == "tiles" else "direct"
+            config = dataclasses.replace(base, protocol=self.variant, push=push)
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             tables = [tensor.detach() for name, tensor in tensors.items() if "table" in name]
@@ -222,7 +220,7 @@ class EmbeddingCase(Case):
                 batch_size=self.batch,
                 name=self.label,
                 group=group,
-                impl=impl,
+                impl=self.impl_name,
                 config=config,
             )
             if not self.backward:

@@ -8,10 +8,10 @@ import typer
 
 from interlace.bench.batches import CASES
 from interlace.cli import bench
-from interlace.cli.bench_products import add_tune_command, parse_work, shape_option
+from interlace.cli.bench_products import add_tune_command, parse_work
 from interlace.cli.bench_ranks import measure_batch
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.registry import Operator
 

@@ -13,7 +13,7 @@ from interlace.bench.report import study_table
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_embeddings
 from interlace.cli.console import make_console
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -21,14 +21,10 @@ from interlace.registry import Operator
 _DEFAULT = ("64x200000x256",)
 _HALF = {"tables": 64, "rows": 200_000, "width": 128, "lookups": "32", "dtype": "float16"}
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="TxNxD",
-        help="Tables, rows and width of each rank, say 64x200000x256; several times.",
-    ),
-]
+_SHAPES = shape_option(
+    "TxNxD",
+    "Tables, rows and width of each rank, say 64x200000x256; several times.",
+)
 Lookups = Annotated[
     str, typer.Option(help="Lookups of a bag, separated by commas; 0-60 draws from 0 to 60.")
 ]
@@ -42,7 +38,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 
 def bench_operator(
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
     world_size: Ranks = None,
@@ -87,7 +83,7 @@ def bench_operator(
 
 def tune_operator(
     table: TableFile,
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
     world_size: Ranks = None,

@@ -10,7 +10,7 @@ import typer
 from interlace.bench.gemv_all_reduce import OPERATOR
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_gemv
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -26,15 +26,10 @@ SHAPES = (
 )
 
 Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="NxK",
-        help="Rows and columns of one rank's weight, say 8192x2048; several times. "
-        "\\[default: seven]",
-    ),
-]
+_SHAPES = shape_option(
+    "NxK",
+    "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
+)
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
@@ -45,7 +40,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 def bench_operator(
     tokens: Tokens = "1",
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
     json_file: JsonFile = None,
@@ -65,7 +60,7 @@ def bench_operator(
 def tune_operator(
     table: TableFile,
     tokens: Tokens = "1,2,4,8,16,32,64",
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
     json_file: JsonFile = None,

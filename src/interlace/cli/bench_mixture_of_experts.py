@@ -10,7 +10,7 @@ import typer
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_experts
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -18,15 +18,10 @@ from interlace.registry import Operator
 SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
 """Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="ExHxFxK",
-        help="Experts of all ranks, hidden, FFN and experts a token; several times. "
-        "\\[default: two]",
-    ),
-]
+_SHAPES = shape_option(
+    "ExHxFxK",
+    "Experts of all ranks, hidden, FFN and experts a token; several times. \\[default: two]",
+)
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
 
 
@@ -37,7 +32,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 
 def bench_operator(
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     tokens: Tokens = 4096,
     routing: Annotated[
         str, typer.Option(help="balanced, skewed, or both with a comma.")
@@ -66,7 +61,7 @@ def bench_operator(
 
 def tune_operator(
     table: TableFile,
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     tokens: Tokens = 4096,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",

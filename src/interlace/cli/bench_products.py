@@ -12,7 +12,7 @@ from interlace.bench import report
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_product
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
@@ -25,16 +25,6 @@ DTYPES = ("bfloat16", "float16")
 """Dtypes that both cuBLAS and NCCL take."""
 
 _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can be compared
-
-
-def shape_option(names: str, description: str) -> Any:
-    """Return the option ``--shape``, which may be given several times.
-
-    Args:
-        names: the sizes' names in order, such as ``"MxNxK"``.
-        description: the option's help.
-    """
-    return typer.Option(None, "--shape", metavar=names, help=description)
 
 
 _SHAPES = shape_option(

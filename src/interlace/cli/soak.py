@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from interlace.bench.report import machine_line
 from interlace.cli.bench import read_document
@@ -179,10 +179,8 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
         for operator, implementations in result["by_operator"].items():
             for impl, count in implementations.items():
                 counts[operator, impl] += count
-    table = Table(title="Calls made", title_justify="left")
-    table.add_column("operator")
-    table.add_column("implementation")
-    table.add_column("calls", justify="right")
+    calls = Column("calls", justify="right")
+    table = Table("operator", "implementation", calls, title="Calls made", title_justify="left")
     for (operator, impl), count in sorted(counts.items()):
         table.add_row(operator, impl, f"{count:,}")
     return table
@@ -206,24 +204,15 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     # Calls are made in rounds, so a repetition begins with the first call of a round.
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
-    words = [
-        "interlace",
-        "soak",
-        "--backend",
-        result["backend"],
-        "--ranks",
-        str(result["world_size"]),
-    ]
-    words += [
-        "--seed",
-        str(result["seed"]),
-        "--start",
-        str(start),
-        "--calls",
-        str(call - start + 1),
-        *operators,
-    ]
-    return shlex.join(words)
+    options = {
+        "--backend": result["backend"],
+        "--ranks": result["world_size"],
+        "--seed": result["seed"],
+        "--start": start,
+        "--calls": call - start + 1,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return shlex.join(["interlace", "soak", *words, *operators])
 
 
 @contextlib.contextmanager

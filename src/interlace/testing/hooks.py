@@ -182,50 +182,93 @@ def _set_grid_idx(original: Callable[..., None], x: int, y: int, z: int) -> None
         run.perform(Kind.PROGRAM, detail=run.program)
 
 
+Hook = Callable[..., Any]
+
+
+def _on_shared(pointers: int, mask: int | None) -> Callable[[Hook], Hook]:
+    """Let a hook replace an operation of the interpreter only where it is on symmetric memory.
+
+    The hook is called as ``hook(run, shared, original, *args)``, ``shared`` being the elements
+    within the mask that are of symmetric memory (bool array).
+
+    Args:
+        pointers, mask: positions of these two among the operation's arguments; None without a mask.
+    """
+
+    def decorate(hook: Hook) -> Hook:
+        def replacement(original: Hook, *args: Any) -> Any:
+            run = current()
+            if run is not None:
+                shared = run.tree.view.holds(args[pointers].data)
+                if mask is not None:
+                    shared = shared & np.broadcast_to(args[mask].data, shared.shape).astype(bool)
+                if shared.any():
+                    return hook(run, shared, original, *args)
+            return original(*args)
+
+        return replacement
+
+    return decorate
+
+
+@_on_shared(pointers=0, mask=1)
 def _masked_load(
-    original: Callable[..., Any], ptrs: Any, mask: Any, fill: Any, *args: Any, **options: Any
+    run: Run,
+    shared: Words,
+    original: Hook,
+    ptrs: Any,
+    mask: Any,
+    fill: Any,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Load elements of symmetric memory from the run, and the others from the process."""
-    run, shared = _shared(ptrs, mask)
-    if run is None or not shared.any():
-        return original(ptrs, mask, fill, *args, **options)
-    result = original(ptrs, _handle_of(mask.data & ~shared), fill, *args, **options)
+    result = original(ptrs, _handle_of(mask.data & ~shared), *args)
     data = np.array(np.broadcast_to(result.data, ptrs.data.shape))
     data[shared] = run.load(ptrs.data[shared], data.dtype)
     return interpreter.TensorHandle(data, result.dtype)
 
 
+@_on_shared(pointers=0, mask=2)
 def _masked_store(
-    original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *args: Any, **options: Any
+    run: Run,
+    shared: Words,
+    original: Hook,
+    ptrs: Any,
+    value: Any,
+    mask: Any,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Store elements of symmetric memory by the run, and the others in the process."""
-    run, shared = _shared(ptrs, mask)
-    if run is None or not shared.any():
-        return original(ptrs, value, mask, *args, **options)
     run.send(ptrs.data[shared], np.broadcast_to(value.data, ptrs.data.shape)[shared], "store")
-    return original(ptrs, value, _handle_of(mask.data & ~shared), *args, **options)
+    return original(ptrs, value, _handle_of(mask.data & ~shared), *args)
 
 
+@_on_shared(pointers=1, mask=3)
 def _atomic_rmw(
-    original: Callable[..., Any], rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+    run: Run,
+    shared: Words,
+    original: Hook,
+    rmw: Any,
+    ptr: Any,
+    val: Any,
+    mask: Any,
+    sem: Any,
+    scope: Any,
 ) -> Any:
     """Do an atomic read-modify-write on symmetric memory as one operation of the run."""
-    run, shared = _shared(ptr, mask)
-    if run is None or not shared.any():
-        return original(rmw, ptr, val, mask, sem, scope)
     modify = _MODIFY.get(rmw.name)
     values = np.broadcast_to(val.data, ptr.data.shape)[shared]
     function = None if modify is None else functools.partial(modify, values)
     return _atomic(run, ptr, shared, val, sem, function)
 
 
+@_on_shared(pointers=0, mask=None)
 def _atomic_cas(
-    original: Callable[..., Any], ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
+    run: Run, shared: Words, original: Hook, ptr: Any, cmp: Any, val: Any, sem: Any, _: Any
 ) -> Any:
     """Do a compare-and-swap on symmetric memory as one operation of the run."""
-    run, shared = _shared(ptr, None)
-    if run is None or not shared.any():
-        return original(ptr, cmp, val, sem, scope)
     function = functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel())
     return _atomic(run, ptr, shared, val, sem, function)
 
@@ -267,20 +310,6 @@ def _atomic(
     return interpreter.TensorHandle(result, val.dtype.scalar)
 
 
-def _shared(ptrs: Any, mask: Any) -> tuple[Run | None, Words]:
-    """Return this thread's run, and the pointers within a mask to symmetric memory (bool array).
-
-    Without a run, return None and an empty array.
-    """
-    run = current()
-    if run is None:
-        return None, np.zeros(0, bool)
-    inside = run.tree.view.holds(ptrs.data)
-    return run, inside if mask is None else inside & np.broadcast_to(
-        mask.data, ptrs.data.shape
-    ).astype(bool)
-
-
 def _handle_of(mask: Words) -> Any:
     """Wrap a mask for the interpreter."""
     return interpreter.TensorHandle(mask, tl.int1)
@@ -296,7 +325,7 @@ _MODIFY: dict[str, Callable[[Words, Words], Words]] = {
     "XCHG": lambda value, before: np.array(value, before.dtype),
 }
 
-_HOOKS: dict[str, Callable[..., Any]] = {
+_HOOKS: dict[str, Hook] = {
     "set_grid_idx": _set_grid_idx,
     "create_masked_load": _masked_load,
     "create_masked_store": _masked_store,

@@ -12,15 +12,7 @@ import torch.distributed as dist
 import interlace
 from interlace import MixtureOfExpertsConfig
 from interlace.comm import group_of
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "mixture_of_experts"
 IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
@@ -31,26 +23,13 @@ _GATE = 128.0
 stays a multiple of a half.
 """
 _CPU = MixtureOfExpertsConfig(
-    block_m=16,
-    block_n=64,
-    block_k=64,
-    group_m=2,
-    programs=2,
-    push_programs=2,
-    push_rows=8,
-    sum_programs=2,
-    stagger=0,
-)
+    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8,
+    sum_programs=2, stagger=0,
+)  # fmt: skip
 _CUDA = MixtureOfExpertsConfig(
-    block_m=64,
-    block_n=64,
-    block_k=32,
-    num_warps=4,
-    push_programs=8,
-    push_rows=16,
-    sum_programs=264,
-    stagger=0,
-)
+    block_m=64, block_n=64, block_k=32, num_warps=4, push_programs=8, push_rows=16,
+    sum_programs=264, stagger=0,
+)  # fmt: skip
 
 # Tokens of each rank, experts of each rank, experts of a token, hidden, F, dtype.
 _KINDS = (

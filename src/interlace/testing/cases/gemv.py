@@ -12,15 +12,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import group_of
 from interlace.operators.gemv_all_reduce.launch import choose
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "gemv_all_reduce"
 IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "gemm", "unfused")}

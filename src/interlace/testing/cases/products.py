@@ -17,15 +17,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named, operators
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 

@@ -147,34 +147,26 @@ class Case(Benchmark[GemvAllReduceConfig]):
         """Return the product without a collective, by cuBLAS and by our kernel."""
         out = self.x.new_empty(self.shape.tokens, self.shape.rows)
         solo = solo_group(self.device)
-
-        def multiply(i: int) -> torch.Tensor:
-            return torch.mm(self.x, self.weight(i).T, out=out)
-
-        def multiply_vector(i: int) -> torch.Tensor:
-            return torch.mv(self.weight(i), self.x[0], out=out[0])
-
-        def run_alone(i: int) -> None:
+        ways: dict[str, Step] = {
+            "cuBLAS mm alone": lambda i: torch.mm(self.x, self.weight(i).T, out=out),
+            "cuBLAS mv alone": lambda i: torch.mv(self.weight(i), self.x[0], out=out[0]),
             # A group of one has no puts and no waits, and all of the compute.
-            prepare(solo, self.x, self.weight(i), None, out, config)()
-
+            "our GEMV alone": lambda i: prepare(solo, self.x, self.weight(i), None, out, config)(),
+        }
         # cuBLAS has a kernel of its own for a single token.
-        vector = [Way("cuBLAS mv alone", "compute", multiply_vector)]
-        return [
-            Way("cuBLAS mm alone", "compute", multiply),
-            *(vector if self.shape.tokens == 1 else []),
-            Way("our GEMV alone", "compute", run_alone),
-        ]
+        if self.shape.tokens != 1:
+            del ways["cuBLAS mv alone"]
+        return [Way(name, "compute", call) for name, call in ways.items()]
 
     def _exchange_alone(self, config: GemvAllReduceConfig) -> Way:
         """Return the fused kernel without columns: all of the communication, of zeros."""
         x, weights = self.x[:, :0], [weight[:, :0] for weight in self.weights]
-
-        def exchange(i: int) -> torch.Tensor:
-            w = weights[i % len(weights)]
-            return gemv_all_reduce(x, w, group=self.group, impl="fused", config=config)
-
-        return Way("our exchange alone", "communication", exchange)
+        options: dict[str, Any] = {"group": self.group, "impl": "fused", "config": config}
+        return Way(
+            "our exchange alone",
+            "communication",
+            lambda i: gemv_all_reduce(x, weights[i % len(weights)], **options),
+        )
 
     # Timing and tuning
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from interlace.bench import report
 from interlace.cli import tuned
 from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import command_line, make_console, now, run_ranks
-from interlace.cli.outputs import Outputs
+from interlace.cli.outputs import Outputs, read_json
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -126,12 +125,7 @@ def read_document(file: Path) -> dict[str, Any]:
     Raises:
         ArgumentError: it is not one.
     """
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"{file} must be a JSON file that interlace bench wrote; {error}."
-        ) from error
+    document: dict[str, Any] = read_json(file, "a JSON file that interlace bench wrote")
     if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
         raise ArgumentError(
             f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."

@@ -5,12 +5,13 @@ recommendation model that trains.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
 from interlace.cli.console import command_line, make_console, now, run_ranks
@@ -151,13 +152,11 @@ def _show(console: Console, document: dict[str, Any], outputs: Outputs) -> None:
 def _cpu_table(document: dict[str, Any]) -> Table:
     first = document["models"][0]
     table = _table(
+        ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"),
+        ("error", "puts", "bytes sent"),
         "Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs "
-        "predicts."
+        "predicts.",
     )
-    for heading in ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("error", "puts", "bytes sent"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         counted, predicted = (_total(model, key) for key in ("counted", "predicted"))
         table.add_row(
@@ -172,14 +171,12 @@ def _cpu_table(document: dict[str, Any]) -> Table:
 
 def _cuda_table(document: dict[str, Any]) -> Table:
     table = _table(
+        ("model", "w [N, K]"),
+        ("error", "sent", "fused", "unfused", "compute", "fused is"),
         "Sent: bytes of all ranks together, as interlace.costs predicts. Times: the slowest "
         "rank's median in microseconds, in CUDA "
-        "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
+        "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone.",
     )
-    for heading in ("model", "w [N, K]"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("error", "sent", "fused", "unfused", "compute", "fused is"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         times = model["ranks"][0]["times_us"]
         table.add_row(
@@ -193,9 +190,16 @@ def _cuda_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def _table(caption: str) -> Table:
+def _table(words: Sequence[str], numbers: Sequence[str], caption: str) -> Table:
+    """Return an empty table: columns of words, and then columns of numbers."""
     return Table(
-        caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0
+        *(Column(heading, no_wrap=True) for heading in words),
+        *(Column(heading, justify="right", no_wrap=True) for heading in numbers),
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
     )
 
 

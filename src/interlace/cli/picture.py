@@ -100,25 +100,17 @@ def _timeline(document: dict[str, Any], figure: Any) -> None:
         f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
         fontsize=12,
     )
-    start = min(rank["fused"]["start"] for rank in ranks)
-    for rank in ranks:
-        span = rank["fused"]
-        _span(
-            above,
-            rank["rank"],
-            span["start"] - start,
-            span["end"] - start,
-            _COMPUTE,
-            hatched=len(ranks) > 1,
-        )
-        _puts(above, rank["rank"], span["puts"], start, len(ranks))
-    start = min(rank["unfused"]["start"] for rank in ranks)
-    for rank in ranks:
-        span = rank["unfused"]
-        _span(below, rank["rank"], span["start"] - start, span["computed"] - start, _COMPUTE)
-        if span["end"] > span["computed"] and len(ranks) > 1:
-            _span(below, rank["rank"], span["computed"] - start, span["end"] - start, _EXCHANGE)
-        _puts(below, rank["rank"], span["puts"], start, len(ranks))
+    for axes, kind in ((above, "fused"), (below, "unfused")):
+        start = min(rank[kind]["start"] for rank in ranks)
+        for rank in ranks:
+            span, lane = rank[kind], rank["rank"]
+            # A fused kernel computes to its end; it sends meanwhile if there is anybody to send to.
+            computed = span.get("computed", span["end"])
+            is_fused = kind == "fused" and len(ranks) > 1
+            _span(axes, lane, span["start"] - start, computed - start, _COMPUTE, hatched=is_fused)
+            if span["end"] > computed and len(ranks) > 1:
+                _span(axes, lane, computed - start, span["end"] - start, _EXCHANGE)
+            _puts(axes, lane, span["puts"], start, len(ranks))
     for axes, text in zip(
         (above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True
     ):
@@ -160,11 +152,8 @@ def _timeline(document: dict[str, Any], figure: Any) -> None:
 def _span(
     axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False
 ) -> None:
-    style = (
-        {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
-        if hatched
-        else {"color": colour}
-    )
+    hatch = {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
+    style = hatch if hatched else {"color": colour}
     axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **style)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import multiprocessing
 import os
 import random
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def run(
 
     from interlace.cli import machine
     from interlace.testing.cases import IMPLEMENTATIONS
-    from interlace.testing.soak import ROUND_CALLS, Plan, run_rank
+    from interlace.testing.soak import ROUND_CALLS, Plan, on_interrupt, run_rank
 
     gpus = torch.cuda.device_count()
     if backend not in ("auto", "cpu", "cuda"):
@@ -95,7 +94,7 @@ def run(
     outputs.write_json(lambda: {**header, "results": []})
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
-    with _interrupts_go_to_ranks():
+    with on_interrupt(_pass_on_interrupt):
         result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
     document = {**header, "results": [result]}
     outputs.write_json(lambda: document)
@@ -215,21 +214,12 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     return shlex.join(["interlace", "soak", *words, *operators])
 
 
-@contextlib.contextmanager
-def _interrupts_go_to_ranks() -> Iterator[None]:
-    """The first Ctrl-C goes to the ranks, which end with the report so far; the second one ends
+def _pass_on_interrupt(*_: object) -> None:
+    """Pass the first Ctrl-C on to the ranks, which end with the report so far; the second one ends
     everything.
     """
-
-    def forward(*_: object) -> None:
-        # The second interrupt raises KeyboardInterrupt as usual.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for process in multiprocessing.active_children():
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    # The second interrupt raises KeyboardInterrupt as usual.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for process in multiprocessing.active_children():
+        if process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)

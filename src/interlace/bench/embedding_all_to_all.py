@@ -86,16 +86,15 @@ class Case(Calls):
     def _forward_ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
         pooled = self.our_bags(0, config)
         bags: Callable[[int], torch.Tensor] = functools.partial(self.our_bags, config=config)
-        exchange, unpack, torch_bags = self.exchange, self.unpack, self.torch_bags
         return [
             Way("fused", "ours", self.tuned_call(config), "fused"),
             Way("F.embedding_bag + NCCL + unpack", "pair", self.unfused, "unfused"),
-            Way("F.embedding_bag + NCCL", "pair", lambda i: exchange(torch_bags(i))),
-            Way("our bags + NCCL + unpack", "pair", lambda i: unpack(exchange(bags(i)))),
-            Way("our bags + NCCL", "pair", lambda i: exchange(bags(i))),
+            Way("F.embedding_bag + NCCL", "pair", lambda i: self.exchange(self.torch_bags(i))),
+            Way("our bags + NCCL + unpack", "pair", lambda i: self.unpack(self.exchange(bags(i)))),
+            Way("our bags + NCCL", "pair", lambda i: self.exchange(bags(i))),
             Way("our bags alone", "compute", bags),
-            Way("F.embedding_bag alone", "compute", torch_bags),
-            Way("NCCL alone", "communication", lambda i: exchange(pooled)),
+            Way("F.embedding_bag alone", "compute", self.torch_bags),
+            Way("NCCL alone", "communication", lambda i: self.exchange(pooled)),
         ]
 
     def _backward_ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant
+from interlace.bench.collectives import symmetric_all_reduces
 from interlace.comm.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
@@ -106,27 +107,13 @@ class Case(Benchmark[GemvAllReduceConfig]):
 
     def _pairs(self) -> list[Way]:
         """Return product and collective, and the collective alone, by every library."""
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        process_group = self.group or dist.group.WORLD
-        assert process_group is not None
-        name, size = process_group.group_name, (self.shape.tokens, self.shape.rows)
-        shared = symmetric_memory.empty(size, dtype=self.shape.dtype, device=self.device)
-        symmetric_memory.rendezvous(shared, name)
-        shared.zero_()
+        size = self.shape.tokens, self.shape.rows
+        shared, steps = symmetric_all_reduces(size, self.shape.dtype, self.group)
         # NCCL needs no symmetric memory.
         private = torch.zeros_like(shared)
-        torch_ops = torch.ops.symm_mem
         collectives: dict[str, tuple[torch.Tensor, Step]] = {
             "NCCL": (private, lambda i: dist.all_reduce(private, group=self.group)),
-            "torch one-shot": (
-                shared,
-                lambda i: torch_ops.one_shot_all_reduce(shared, "sum", name),
-            ),
-            "torch two-shot": (
-                shared,
-                lambda i: torch_ops.two_shot_all_reduce_(shared, "sum", name),
-            ),
+            **{library: (shared, step) for library, step in steps.items()},
         }
         ways = []
         for library, (out, collective) in collectives.items():

@@ -25,16 +25,7 @@ import torch.nn.functional as F
 import typer
 from rich import box
 from rich.table import Table
-from shared.commands import (
-    Backend,
-    Dtype,
-    WorldSize,
-    errors_in_one_line,
-    make_console,
-    ranks_of,
-    require_dtype,
-    require_even,
-)
+from shared import commands
 from shared.errors import DTYPES, Judge, errors_of, higher
 from torch import nn
 
@@ -355,7 +346,7 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
         shown = (f"{error:.1e}" for error in (errors["loss"], errors["logits"], gradients))
         table.add_row(name, impl, *shown, f"{max(rank[3] for rank in ranks):.1f}")
     assert not judge.failures, judge.failures
-    console = make_console()
+    console = commands.make_console()
     console.print(table)
     if results[0]["device"] == "cpu":
         console.print(
@@ -364,8 +355,8 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def main(
-    world_size: WorldSize = None,
-    backend: Backend = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Settings.layers,
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
@@ -380,7 +371,7 @@ def main(
         int, typer.Option(help="Positions; the ranks must divide them.")
     ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: Dtype = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     impl: Annotated[
         list[str] | None, typer.Option(help="auto, fused or unfused; may be repeated.")
     ] = None,
@@ -388,13 +379,15 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of parameters and tokens.")] = Settings.seed,
 ) -> None:
     """Compare a tensor-parallel model with the same model on one device, and time its steps."""
-    ranks = ranks_of(world_size)
-    require_dtype(dtype)
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
     if width % heads or (width // heads) % 2 or heads % kv_heads:
         raise typer.BadParameter(
             "--heads must divide --width into even sizes, and --kv-heads must divide --heads."
         )
-    require_even(ranks, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence)
+    commands.require_even(
+        ranks, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence
+    )
     settings = Settings(
         layers=layers,
         width=width,
@@ -409,7 +402,7 @@ def main(
         steps=steps,
         seed=seed,
     )
-    with errors_in_one_line():
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 

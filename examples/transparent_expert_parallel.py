@@ -29,16 +29,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from shared.commands import (
-    Backend,
-    Dtype,
-    WorldSize,
-    errors_in_one_line,
-    make_console,
-    ranks_of,
-    require_dtype,
-    require_even,
-)
+from shared import commands
 from shared.errors import DTYPES, higher
 from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
@@ -175,7 +166,7 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
 
     Fails if an error is larger than rounding explains.
     """
-    console = make_console()
+    console = commands.make_console()
     title = f"{settings.experts} experts, {len(ranks)} ranks"
     console.print(f"[bold]{title}, {settings.capacity} tokens each, {settings.dtype}[/bold]")
     print_findings(console, ranks[0]["findings"])
@@ -195,8 +186,8 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def main(
-    world_size: WorldSize = None,
-    backend: Backend = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     hidden: Annotated[int, typer.Option(help="Width of a token.")] = Settings.hidden,
     ffn: Annotated[int, typer.Option(help="Width of an expert's inner layer.")] = Settings.ffn,
     experts: Annotated[
@@ -207,7 +198,7 @@ def main(
     capacity_factor: Annotated[
         float, typer.Option(help="Room for an expert's even share of tokens, times this.")
     ] = 1.25,
-    dtype: Dtype = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     separate: Annotated[
         bool, typer.Option("--separate", help="w1 and w3 as two matrix products.")
     ] = Settings.separate,
@@ -217,9 +208,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
 ) -> None:
     """Compile an expert-parallel layer with the fusing pass and compare it with eager execution."""
-    ranks = ranks_of(world_size)
-    require_dtype(dtype)
-    require_even(ranks, experts=experts)
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
+    commands.require_even(ranks, experts=experts)
     if not 1 <= top_k <= experts:
         raise typer.BadParameter(f"--top-k must be from 1 to {experts} experts; got {top_k}.")
     if min(hidden, ffn, tokens, steps) < 1 or not 0 < capacity_factor < math.inf:
@@ -229,7 +220,7 @@ def main(
     settings = Settings(
         hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps
     )
-    with errors_in_one_line():
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 

@@ -24,16 +24,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from shared.commands import (
-    Backend,
-    Dtype,
-    WorldSize,
-    errors_in_one_line,
-    make_console,
-    ranks_of,
-    require_dtype,
-    require_even,
-)
+from shared import commands
 from shared.errors import DTYPES, higher
 from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
@@ -196,7 +187,7 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
 
     Fails if an error is larger than rounding explains.
     """
-    console = make_console()
+    console = commands.make_console()
     for plan in zip(*ranks, strict=True):
         name = "tensor + sequence parallel" if plan[0]["sequence_parallel"] else "tensor parallel"
         console.print(f"[bold]{name}, {len(ranks)} ranks, {settings.dtype}[/bold]")
@@ -211,8 +202,8 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
 
 
 def main(
-    world_size: WorldSize = None,
-    backend: Backend = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
     kv_heads: Annotated[
@@ -223,7 +214,7 @@ def main(
         int, typer.Option(help="Positions; the ranks must divide them.")
     ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: Dtype = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     times: Annotated[
         bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
     ] = Settings.times,
@@ -235,15 +226,15 @@ def main(
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager
     execution.
     """
-    ranks = ranks_of(world_size)
-    require_dtype(dtype)
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
     if width % heads or heads % kv_heads:
         raise typer.BadParameter("--heads must divide --width, and --kv-heads must divide --heads.")
-    require_even(ranks, kv_heads=kv_heads, hidden=hidden, sequence=sequence)
+    commands.require_even(ranks, kv_heads=kv_heads, hidden=hidden, sequence=sequence)
     if plan not in PLANS:
         raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {plan}.")
     settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps, plan)
-    with errors_in_one_line():
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 

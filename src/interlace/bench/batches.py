@@ -65,6 +65,7 @@ class Case(Benchmark[GemmConfig]):
             for _ in range(SETS)
         ]
         self.product = self.sets[0][0].new_empty([shape.batch, shape.rows, shape.columns])
+        # NCCL sends a rank's rows of all products as one message, so they lie together.
         self.sent = self.product.new_empty(
             [self.owner.world_size, shape.batch, self.share, self.width]
         )
@@ -290,6 +291,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
     case = case_of(shape, group)
+    # The check comes first: nothing is timed whose result is wrong.
     error, ways, cost = case.check(), case.ways(), case.cost()
     times = case.time([*ways, *case.parts()])
     work = Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)

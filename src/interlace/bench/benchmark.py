@@ -113,6 +113,7 @@ class Benchmark(Generic[Config]):
             InterlaceError: The error is above the tolerance.
         """
         call = self.tuned_call(config)
+        # Three calls use both halves of the workspace, and the first half again.
         return self.accept([relative_error(call(i), self.expected(i)) for i in range(3)], config)
 
     def accept(self, errors: Iterable[float], *details: object) -> float:

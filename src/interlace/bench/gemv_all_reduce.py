@@ -64,6 +64,7 @@ class Case(Benchmark[GemvAllReduceConfig]):
         super().__init__(operator_named(OPERATOR), shape, group)
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
         nbytes = shape.rows * shape.columns * shape.dtype.itemsize
+        # Decoding reads each weight once per token, so no weight may be in the cache at its turn.
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         self.operand_sets = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
 

@@ -106,6 +106,7 @@ def _combine_ways(case: Case) -> list[Way]:
     # The last two launches of a call are the second product and the sum.
     (*_, combine, total), _ = case.prepared(case.call(False))
     (*_, alone, _), _ = case.prepared(case.alone())
+    # Each way begins where the first product ends, from the same rows.
     kept = case.keep()
     positions, both = kept.positions, kept.both
     active = case.swiglu(both)

@@ -101,6 +101,7 @@ class Case(Benchmark[GemmConfig]):
         self.gathered = (
             random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
         )
+        # Collectives alone send this memory, and sums of what torch.empty finds may be NaN or slow.
         self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
         self.received = torch.empty_like(self.product)
         self.choice = self.operator.choose(
@@ -192,6 +193,7 @@ class Case(Benchmark[GemmConfig]):
         return sorted(ways, key=lambda way: way.role == "pair")
 
     def _display_name(self, impl: str) -> str:
+        # Without a library's collective there is no pair that NCCL could be named for.
         has_nccl = self.operator.collective in collectives.COLLECTIVES
         return PAIR_NAMES.get(impl, impl) if has_nccl else impl
 

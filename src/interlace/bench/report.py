@@ -282,6 +282,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
         for impl in own_impls(result)
     )
     ours = "Interlace" if several else "fused"
+    # Results keep the order of their files; a reader compares rows, which a sort would tear apart.
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
         # Files of one machine share its line.

@@ -79,6 +79,7 @@ def parse_work(tokens: str, shapes: list[str] | None, dtype: str) -> list[tuple[
         bench.parse_sizes(shape, "NxK, the sizes of one rank's weight", "8192x2048")
         for shape in shapes or SHAPES
     ]
+    # All options are refused before a minute is spent on the first shape.
     counts = parse_tokens(tokens)
     bench.require_dtype(dtype)
     return [(count, rows, columns) for rows, columns in sizes for count in counts]

@@ -86,6 +86,7 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
         "passed": all(model["passed"] for model in models),
         "models": models,
     }
+    # The picture is of these models only, so it is drawn before the other two parts run.
     _show(console, document, outputs)
     document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)

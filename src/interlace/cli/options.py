@@ -28,4 +28,5 @@ def shape_option(names: str, description: str) -> Any:
         names: the sizes' names in order, such as ``"MxNxK"``.
         description: the option's help.
     """
+    # A default rather than an annotation: commands that are made in a loop have names of their own.
     return typer.Option(None, "--shape", metavar=names, help=description)

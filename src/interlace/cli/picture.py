@@ -52,6 +52,7 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
 
 
 def _study_panels(results: list[dict[str, Any]], figure: Any, rows: int, columns: int) -> None:
+    # Each panel is two of the grid's rows: times above, and the skew of ranks below.
     grid = figure.subplots(2 * rows, columns, height_ratios=(3, 1) * rows, squeeze=False)
     for panel, result in enumerate(results):
         row, column = divmod(panel, columns)

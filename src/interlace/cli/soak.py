@@ -91,6 +91,7 @@ def run(
         deadline_s=deadline_s or _DEADLINE_S,
     )
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
@@ -122,6 +123,7 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
                     f"{file} must be a JSON file that interlace soak wrote; it is another "
                     "command's."
                 )
+            # Calls that count twice would claim more testing than there was.
             for earlier in results:
                 if _overlap(result, earlier):
                     raise ArgumentError(

@@ -86,6 +86,7 @@ def explore(
         while True:
             cells = CellTable(ranks, grain)
             try:
+                # A tree has a thread that stands still and a mapping, and both must end with it.
                 with contextlib.ExitStack() as stack:
                     trees = [
                         Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still)

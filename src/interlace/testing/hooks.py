@@ -187,6 +187,7 @@ def _on_shared(pointers: int, mask: int | None) -> Callable[[Hook], Hook]:
     def decorate(hook: Hook) -> Hook:
         def replacement(original: Hook, *args: Any, **options: Any) -> Any:
             run = current()
+            # Other threads of this process may run kernels of their own, on ordinary memory.
             if run is not None:
                 shared = run.tree.view.holds(args[pointers].data)
                 if mask is not None:

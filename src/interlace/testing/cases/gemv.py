@@ -69,6 +69,7 @@ class GemvCase(Case):
     def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         """Compute the sum over ranks, of which every rank has a copy."""
         total = torch.stack([call["x"] @ call["w"].T for call in leaves]).sum(0)
+        # The ranks' biases are copies of one, which is added once, after the sum.
         return [total + leaves[0].get("bias", 0)] * len(leaves)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:

@@ -106,6 +106,7 @@ class ProductCase(Case):
             tensors["bias"] = whole_numbers(
                 shared if self.declaration.adds_ranks else source, (self.columns,), 8
             ).to(self.result_dtype)
+        # Powers of two: scaled products stay exact in float32.
         if self.dtype == "float8":
             tensors["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=source)
             tensors["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=source)
@@ -240,6 +241,7 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     )
     uneven = uneven and takes_any_rows(operator, impl)
     splits = _uneven(operator, source, ranks) if uneven else None
+    # Numbers are drawn in the same order whatever the implementation: a seed makes the same calls.
     sizes = _MAPPED_ROWS if impl == "remote_stores" else _ROWS
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
     collective = _declared(operator).collective

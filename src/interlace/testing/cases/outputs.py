@@ -114,7 +114,7 @@ class OutputCase(Case):
                 "pieces": _PIECES,
             }
         run = interlace.fuse(producer, self.impl_name, **options)
-        # In the rotated order a rank's own part is the last, so the producer takes its input so, too.
+        # In the rotated order a rank's own part is the last one, of the input as of the output.
         order = [(rank + 1 + i) % ranks for i in range(ranks)]
 
         def make(tensors: Tensors) -> list[torch.Tensor]:

@@ -104,6 +104,8 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
 
     shape: Shape
 
+    operand_sets = SETS
+
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         self.rank, ranks, device = self.owner.rank, self.owner.world_size, self.device
@@ -170,6 +172,11 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
     def lookups(self, i: int) -> Lookups:
         """Return the lookups of the i-th call."""
         return self.sets[i % SETS]
+
+    def lookups_by_table(self, lookups: Lookups) -> list[int]:
+        """Return the number of lookups of each of this rank's tables."""
+        counts: list[int] = lookups.offsets[:: self.shape.batch].diff().tolist()
+        return counts
 
     def call(self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False) -> launch.Call:
         """Return the i-th call; ``alone`` as a group of one makes it."""

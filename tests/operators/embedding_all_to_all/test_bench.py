@@ -53,7 +53,8 @@ def _study():
 
     with untimed() as patch:
         patch.setattr(operator, "resident_programs", lambda case, config: 8)
-        patch.setattr(operator.Case, "compile", lambda case, config: None)
+        for case in (operator.Forward, operator.Backward):
+            patch.setattr(case, "compile", lambda case, config: None)
         patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "unroll": (1,)})
         patch.setattr(
             operator, "BACKWARD_AXES", {"push_programs": (1, 2), "update_programs": (2, 4096)}

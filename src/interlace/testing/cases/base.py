@@ -170,7 +170,7 @@ class Case(abc.ABC):
         arguments = {name: tensor for name, tensor in tensors.items() if name != "grad"}
         if not self.backward:
             return [operator(**arguments, **options)]
-        # Detached, since the same tensors are inputs of every call: they keep no call's graph alive.
+        # Detached: the same tensors are inputs of every call, and must keep no call's graph alive.
         leaves = {
             name: arguments[name].detach().requires_grad_()
             for name in self.leaf_names

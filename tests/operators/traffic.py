@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,3 +69,13 @@ def changing_shapes(run_one: RunOne, calls: Sequence[Any], count: int) -> list[i
             for i in range(count)
             if not run_one(calls[i % len(calls)]).equal(expected[i % len(calls)])
         ]
+
+
+def held_up(look: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Return ``look``, the primitive by which waits look at signals, slower by ``seconds``."""
+
+    def late(*args: Any) -> Any:
+        time.sleep(seconds)
+        return look(*args)
+
+    return late

@@ -388,20 +388,9 @@ def main(
     commands.require_even(
         ranks, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence
     )
-    settings = Settings(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        sequence=sequence,
-        batch=batch,
-        dtype=dtype,
-        impls=tuple(impl or Settings.impls),
-        steps=steps,
-        seed=seed,
-    )
+    impls = tuple(impl or Settings.impls)
+    sizes = (layers, width, heads, kv_heads, hidden, vocabulary, sequence, batch)
+    settings = Settings(*sizes, dtype, impls, steps, seed)
     with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 

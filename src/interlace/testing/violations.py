@@ -1,4 +1,4 @@
-"""What a schedule can break, rules of the memory model above all, and the messages that say so."""
+"""Rules that a schedule can break, those of the memory model above all, and their messages."""
 
 from __future__ import annotations
 

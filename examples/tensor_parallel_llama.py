@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,15 +24,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from shared import commands
+from shared.errors import DTYPES, Judge, errors_of, higher
 from torch import nn
 
 import interlace
 from interlace.nn import ColumnParallelLinear, RowParallelLinear
 from interlace.nn.parallel_linear import ParallelLinear
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +277,8 @@ def compare(settings: Settings) -> dict[str, Any]:
     )
     # A model of higher precision shows the rounding errors of one device, by which those of several
     # devices are judged.
-    higher = torch.float64 if settings.dtype == "float32" else torch.float32
-    exact = {
-        name: value.clone()
-        for name, value in step(copy.deepcopy(single).to(higher), tokens, targets).items()
-    }
+    exact_model = copy.deepcopy(single).to(higher(settings.dtype))
+    exact = {name: value.clone() for name, value in step(exact_model, tokens, targets).items()}
     runs = [
         (
             "one device",
@@ -314,17 +309,6 @@ def shards_of(full: dict[str, torch.Tensor], model: Llama) -> dict[str, torch.Te
     return shards
 
 
-def errors_of(
-    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
-    assert results.keys() == expected.keys()
-    return {
-        name: float((results[name] - value).norm() / value.norm())
-        for name, value in expected.items()
-    }
-
-
 def milliseconds(
     model: Llama, tokens: torch.Tensor, targets: torch.Tensor, settings: Settings
 ) -> float:
@@ -353,46 +337,26 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
     )
     for heading in ("model", "impl", "loss", "logits", "gradients", "step ms"):
         table.add_column(heading, justify="left" if heading in ("model", "impl") else "right")
-    allowed: dict[str, float] = {}
+    judge = Judge(settings.dtype)
+    # The single device comes first, and sets the errors that the others are allowed.
     for ranks in by_way:
         name, impl = ranks[0][:2]
-        errors = {key: max(rank[2][key] for rank in ranks) for key in ranks[0][2]}
+        errors = judge.worst(f"{name}, {impl}", [rank[2] for rank in ranks])
         gradients = max(error for key, error in errors.items() if key not in ("loss", "logits"))
-        slowest = max(rank[3] for rank in ranks)
-        table.add_row(
-            name,
-            impl,
-            *(f"{e:.1e}" for e in (errors["loss"], errors["logits"], gradients)),
-            f"{slowest:.1f}",
+        shown = (f"{error:.1e}" for error in (errors["loss"], errors["logits"], gradients))
+        table.add_row(name, impl, *shown, f"{max(rank[3] for rank in ranks):.1f}")
+    assert not judge.failures, judge.failures
+    console = commands.make_console()
+    console.print(table)
+    if results[0]["device"] == "cpu":
+        console.print(
+            "Times on the CPU, where kernels run in an interpreter, say nothing about speed."
         )
-        # The single device comes first, and sets the errors that the others are allowed.
-        if not allowed:
-            eps = torch.finfo(DTYPES[settings.dtype]).eps
-            allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
-        wrong = {key: error for key, error in errors.items() if error > allowed[key]}
-        assert not wrong, (
-            f"{name}, {impl}: {wrong}, where the single device allows "
-            f"{[allowed[key] for key in wrong]}"
-        )
-    if is_first_rank():
-        console = Console(highlight=False)
-        console.print(table)
-        if results[0]["device"] == "cpu":
-            console.print(
-                "Times on the CPU, where kernels run in an interpreter, say nothing about speed."
-            )
-
-
-def is_first_rank() -> bool:
-    """Tell if this process is the first of those that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def main(
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Settings.layers,
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
@@ -407,7 +371,7 @@ def main(
         int, typer.Option(help="Positions; the ranks must divide them.")
     ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     impl: Annotated[
         list[str] | None, typer.Option(help="auto, fused or unfused; may be repeated.")
     ] = None,
@@ -415,42 +379,20 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of parameters and tokens.")] = Settings.seed,
 ) -> None:
     """Compare a tensor-parallel model with the same model on one device, and time its steps."""
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
     if width % heads or (width // heads) % 2 or heads % kv_heads:
         raise typer.BadParameter(
             "--heads must divide --width into even sizes, and --kv-heads must divide --heads."
         )
-    for name, size in (
-        ("kv-heads", kv_heads),
-        ("hidden", hidden),
-        ("vocabulary", vocabulary),
-        ("sequence", sequence),
-    ):
-        if size % ranks:
-            raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
-    settings = Settings(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        sequence=sequence,
-        batch=batch,
-        dtype=dtype,
-        impls=tuple(impl or Settings.impls),
-        steps=steps,
-        seed=seed,
+    commands.require_even(
+        ranks, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence
     )
-    try:
+    impls = tuple(impl or Settings.impls)
+    sizes = (layers, width, heads, kv_heads, hidden, vocabulary, sequence, batch)
+    settings = Settings(*sizes, dtype, impls, steps, seed)
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
-    except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"Error: {error.line}", style="bold red", markup=False
-        )
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from shared.commands import errors_in_one_line, is_first_rank, ranks_of
 
 import interlace
 from interlace.data import BatchStream, CriteoFiles, SyntheticClicks
@@ -268,11 +268,6 @@ def check_itself(world_size: int, backend: str) -> None:
     assert difference < 1e-5
 
 
-def is_first_rank() -> bool:
-    """Tell if this process is the first of those that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """Read integers that are separated by commas."""
     return tuple(int(part) for part in text.split(",") if part)
@@ -340,8 +335,8 @@ def main(
 
     Without --data and --synthetic, train a small model and check it.
     """
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
-    try:
+    ranks = ranks_of(world_size)
+    with errors_in_one_line():
         if not data and synthetic is None:
             check_itself(ranks, backend)
             return
@@ -373,11 +368,6 @@ def main(
             times=times,
         )
         result = interlace.launch(train, ranks, settings, backend=backend)[0]
-    except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"Error: {error.line}", style="bold red", markup=False
-        )
-        raise typer.Exit(1) from None
     if json_file is not None and is_first_rank():
         json_file.write_text(
             json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n"

@@ -21,33 +21,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-import torch._dynamo.exc
 import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from shared import commands
+from shared.errors import DTYPES, higher
+from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import interlace
 import interlace.compile
-from interlace.bench.timing import Timing, host_us, measure_step
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = (
-    "Times: median (p10 to p90) of the slowest rank. Host: time to enqueue a step, which may be "
-    "the time of the step."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,16 +139,6 @@ def step(call: Callable[..., Any], layer: MoE, x: torch.Tensor) -> dict[str, tor
     return {"output": y.detach(), "x": x.grad} | gradients
 
 
-def errors_of(
-    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
-    return {
-        name: float((results[name] - value).norm() / value.norm())
-        for name, value in expected.items()
-    }
-
-
 def compare(settings: Settings) -> dict[str, Any]:
     """Run the layer in every way on this rank.
 
@@ -170,80 +149,16 @@ def compare(settings: Settings) -> dict[str, Any]:
     if settings.times:
         # Findings in graphs that come from Inductor's cache are not recorded.
         torch._inductor.config.force_disable_caches = True
-    higher = torch.float64 if settings.dtype == "float32" else torch.float32
     layer = MoE(settings).to(device, dtype)
     # A rounded score could send a token to another expert.
     layer.router.float()
     x = torch.randn(settings.tokens, settings.hidden).to(device, dtype)
-    exact_layer = copy.deepcopy(layer).to(higher)
-    exact = step(exact_layer, exact_layer, x.to(higher))
+    exact_layer = copy.deepcopy(layer).to(higher(settings.dtype))
+    exact = step(exact_layer, exact_layer, x.to(higher(settings.dtype)))
     del exact_layer
-    ways: list[tuple[str, dict[str, float], list[str]]] = []
     with interlace.compile.recording() as findings:
-        for name, make in ways_to_run(settings).items():
-            torch.compiler.reset()
-            call = make(layer)
-            try:
-                errors = errors_of(step(call, layer, x), exact)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                if name != ASYNCHRONOUS:
-                    raise
-                # PyTorch's asynchronous pass may fail; the other ways are still compared.
-                if dist.get_rank() == 0:
-                    print(f"{name} does not compile this layer: {type(error).__name__}", flush=True)
-                continue
-            measured = settings.times and device.type == "cuda"
-            ways.append((name, errors, times_of(call, layer, x, settings) if measured else []))
+        ways = run_ways(step, layer, x, exact, times=settings.times, steps=settings.steps)
     return {"findings": findings, "ways": ways, "device": device.type}
-
-
-def ways_to_run(settings: Settings) -> dict[str, Callable[[MoE], Callable[..., Any]]]:
-    """Return the ways to run the layer, by name; eager first, by which the others are judged."""
-    # Inductor takes a while to compile, so it runs only for times.
-    if not settings.times:
-        return {
-            "eager": lambda layer: layer,
-            "interlace, pass alone": lambda layer: torch.compile(
-                layer, backend=interlace.compile.eager_backend, fullgraph=True
-            ),
-        }
-    return {
-        "eager": lambda layer: layer,
-        "Inductor": lambda layer: torch.compile(layer, fullgraph=True),
-        ASYNCHRONOUS: asynchronous,
-        "interlace": lambda layer: torch.compile(
-            layer, backend=interlace.compile.backend, fullgraph=True
-        ),
-    }
-
-
-def asynchronous(layer: MoE) -> Callable[..., Any]:
-    """Compile with PyTorch's own fusion of matrix products with gathers and scatters.
-
-    It works through symmetric memory, and has no fusion with an all-to-all.
-    """
-    if torch.cuda.is_available():
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        assert dist.group.WORLD is not None
-        enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    return torch.compile(layer, fullgraph=True, options={"_micro_pipeline_tp": True})
-
-
-def times_of(
-    call: Callable[..., Any], layer: MoE, x: torch.Tensor, settings: Settings
-) -> list[str]:
-    """Return times, as text: of the forward pass, of a step, and of the host to enqueue a step."""
-    # An input that needs a gradient, as in a step: otherwise the layers would be compiled again.
-    x = x.detach().requires_grad_()
-    device_times = [
-        milliseconds(measure_step(call_once, samples=settings.steps))
-        for call_once in (lambda: call(x), lambda: step(call, layer, x))
-    ]
-    return [
-        *device_times,
-        f"{host_us(lambda _: step(call, layer, x), device=x.device, calls=2) / 1e3:.2f}",
-    ]
 
 
 def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
@@ -251,40 +166,11 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
 
     Fails if an error is larger than rounding explains.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
-    console.print(
-        f"[bold]{settings.experts} experts, {len(ranks)} ranks, {settings.capacity} tokens each, "
-        f"{settings.dtype}[/bold]"
-    )
-    for finding in ranks[0]["findings"]:
-        console.print(f"  {str(finding).split(': the cpu backend')[0]}", markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
-    for heading in (
-        "way",
-        "error of output",
-        "worst of gradients",
-        "forward ms",
-        "step ms",
-        "host ms",
-    ):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
-    allowed: dict[str, float] = {}
-    failures = []
-    for ways in zip(*(rank["ways"] for rank in ranks), strict=True):
-        # Every rank has the slowest rank's times.
-        name, _, times = ways[0]
-        errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
-        gradients = max(error for key, error in errors.items() if key != "output")
-        table.add_row(name, f"{errors['output']:.1e}", f"{gradients:.1e}", *times)
-        if not allowed:
-            eps = torch.finfo(DTYPES[settings.dtype]).eps
-            allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
-        wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
-        failures += [
-            f"{name}: {key} {error:.1e}, allowed {allowed[key]:.1e}" for key, error in wrong.items()
-        ]
-    console.print(table)
-    assert not failures, failures
+    console = commands.make_console()
+    title = f"{settings.experts} experts, {len(ranks)} ranks"
+    console.print(f"[bold]{title}, {settings.capacity} tokens each, {settings.dtype}[/bold]")
+    print_findings(console, ranks[0]["findings"])
+    print_ways(console, [rank["ways"] for rank in ranks], settings.dtype, title)
     # On the CPU the pass fuses every pair that it can.
     if ranks[0]["device"] == "cpu":
         fused = [(finding.graph, finding.operator) for finding in ranks[0]["findings"]]
@@ -299,16 +185,9 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
         assert fused == expected, fused
 
 
-def milliseconds(time: Timing) -> str:
-    """Format the median and spread of the slowest rank, in ms."""
-    return f"{time.median_us / 1e3:.2f} ({time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f})"
-
-
 def main(
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     hidden: Annotated[int, typer.Option(help="Width of a token.")] = Settings.hidden,
     ffn: Annotated[int, typer.Option(help="Width of an expert's inner layer.")] = Settings.ffn,
     experts: Annotated[
@@ -319,7 +198,7 @@ def main(
     capacity_factor: Annotated[
         float, typer.Option(help="Room for an expert's even share of tokens, times this.")
     ] = 1.25,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     separate: Annotated[
         bool, typer.Option("--separate", help="w1 and w3 as two matrix products.")
     ] = Settings.separate,
@@ -329,11 +208,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
 ) -> None:
     """Compile an expert-parallel layer with the fusing pass and compare it with eager execution."""
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
-    if experts % ranks:
-        raise typer.BadParameter(f"--experts must divide evenly over {ranks} ranks; got {experts}.")
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
+    commands.require_even(ranks, experts=experts)
     if not 1 <= top_k <= experts:
         raise typer.BadParameter(f"--top-k must be from 1 to {experts} experts; got {top_k}.")
     if min(hidden, ffn, tokens, steps) < 1 or not 0 < capacity_factor < math.inf:
@@ -343,13 +220,8 @@ def main(
     settings = Settings(
         hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps
     )
-    try:
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
-    except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"Error: {error.line}", style="bold red", markup=False
-        )
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

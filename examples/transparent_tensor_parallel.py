@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-import torch._dynamo.exc
 import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from shared import commands
+from shared.errors import DTYPES, higher
+from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -42,16 +40,7 @@ from torch.distributed.tensor.parallel import (
 
 import interlace
 import interlace.compile
-from interlace.bench.timing import Timing, host_us, measure_step
-from interlace.compile import Finding
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-ASYNCHRONOUS = "Inductor, async-TP"
-_CAPTION = (
-    "Times: median (p10 to p90) of the slowest rank. Host: time to enqueue a step, which may be "
-    "the time of the step."
-)
 # By name of a plan: without and with sequence parallelism.
 PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}
 
@@ -158,16 +147,6 @@ def step(call: Callable[..., Any], block: Block, x: torch.Tensor) -> dict[str, t
     }
 
 
-def errors_of(
-    results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    """Return each tensor's error: the norm of the difference, relative to the expected norm."""
-    return {
-        name: float((results[name] - value).norm() / value.norm())
-        for name, value in expected.items()
-    }
-
-
 def compare(settings: Settings) -> list[dict[str, Any]]:
     """Run the block in every way on this rank, for every plan.
 
@@ -178,7 +157,6 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
     if settings.times:
         # Findings in graphs that come from Inductor's cache are not recorded.
         torch._inductor.config.force_disable_caches = True
-    higher = torch.float64 if settings.dtype == "float32" else torch.float32
     results = []
     for sequence_parallel in PLANS[settings.plan]:
         # One seed for all ranks, so that every rank has the same block and data.
@@ -189,33 +167,10 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
         )
         if sequence_parallel:
             x = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-        exact_block = copy.deepcopy(block).to(higher)
-        exact = step(exact_block, exact_block, x.to(higher))
-        ways = []
+        exact_block = copy.deepcopy(block).to(higher(settings.dtype))
+        exact = step(exact_block, exact_block, x.to(higher(settings.dtype)))
         with interlace.compile.recording() as findings:
-            for name, make in ways_to_run(settings).items():
-                torch.compiler.reset()
-                call = make(block)
-                try:
-                    results_of_step = step(call, block, x)
-                except torch._dynamo.exc.TorchDynamoException as error:
-                    if name != ASYNCHRONOUS:
-                        raise
-                    # PyTorch's asynchronous pass may fail; the other ways are still compared.
-                    if dist.get_rank() == 0:
-                        print(
-                            f"{name} does not compile this block: {type(error).__name__}",
-                            flush=True,
-                        )
-                    continue
-                measured = settings.times and device.type == "cuda"
-                ways.append(
-                    (
-                        name,
-                        errors_of(results_of_step, exact),
-                        times_of(call, block, x, settings) if measured else [],
-                    )
-                )
+            ways = run_ways(step, block, x, exact, times=settings.times, steps=settings.steps)
         results.append(
             {
                 "sequence_parallel": sequence_parallel,
@@ -227,90 +182,17 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
     return results
 
 
-def ways_to_run(settings: Settings) -> dict[str, Callable[[Block], Callable[..., Any]]]:
-    """Return the ways to run the block, by name; eager first, by which the others are judged."""
-    # Inductor takes a while to compile, so it runs only for times.
-    if not settings.times:
-        return {
-            "eager": lambda block: block,
-            "interlace, pass alone": lambda block: torch.compile(
-                block, backend=interlace.compile.eager_backend, fullgraph=True
-            ),
-        }
-    return {
-        "eager": lambda block: block,
-        "Inductor": lambda block: torch.compile(block, fullgraph=True),
-        ASYNCHRONOUS: asynchronous,
-        "interlace": lambda block: torch.compile(
-            block, backend=interlace.compile.backend, fullgraph=True
-        ),
-    }
-
-
-def asynchronous(block: Block) -> Callable[..., Any]:
-    """Compile with PyTorch's own fusion of matrix products with gathers and scatters."""
-    if torch.cuda.is_available():
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        assert dist.group.WORLD is not None
-        enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    return torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
-
-
-def times_of(
-    call: Callable[..., Any], block: Block, x: torch.Tensor, settings: Settings
-) -> list[str]:
-    """Return times, as text: of the forward pass, of a step, and of the host to enqueue a step."""
-    # An input that needs a gradient, as in a step: otherwise the layers would be compiled again.
-    x = x.detach().requires_grad_()
-    device_times = [
-        milliseconds(measure_step(call_once, samples=settings.steps))
-        for call_once in (lambda: call(x), lambda: step(call, block, x))
-    ]
-    return [
-        *device_times,
-        f"{host_us(lambda _: step(call, block, x), device=x.device, calls=2) / 1e3:.2f}",
-    ]
-
-
 def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
     """Print the findings, and a row for each way to run the block, of its worst rank.
 
     Fails if an error is larger than rounding explains.
     """
-    console = Console(highlight=False, soft_wrap=True, quiet=os.environ.get("RANK", "0") != "0")
+    console = commands.make_console()
     for plan in zip(*ranks, strict=True):
         name = "tensor + sequence parallel" if plan[0]["sequence_parallel"] else "tensor parallel"
         console.print(f"[bold]{name}, {len(ranks)} ranks, {settings.dtype}[/bold]")
-        for finding in plan[0]["findings"]:
-            console.print(f"  {described(finding)}", markup=False)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_CAPTION)
-        for heading in (
-            "way",
-            "error of output",
-            "worst of gradients",
-            "forward ms",
-            "step ms",
-            "host ms",
-        ):
-            table.add_column(heading, justify="left" if heading == "way" else "right")
-        allowed: dict[str, float] = {}
-        failures = []
-        for ways in zip(*(rank["ways"] for rank in plan), strict=True):
-            errors = {key: max(way[1][key] for way in ways) for key in ways[0][1]}
-            gradients = max(error for key, error in errors.items() if key != "output")
-            table.add_row(ways[0][0], f"{errors['output']:.1e}", f"{gradients:.1e}", *ways[0][2])
-            # Eager comes first, and sets the errors that the others are allowed.
-            if not allowed:
-                eps = torch.finfo(DTYPES[settings.dtype]).eps
-                allowed = {key: 4 * max(error, eps) for key, error in errors.items()}
-            wrong = {key: error for key, error in errors.items() if not error <= allowed[key]}
-            failures += [
-                f"{name}, {ways[0][0]}: {key} {error:.1e}, allowed {allowed[key]:.1e}"
-                for key, error in wrong.items()
-            ]
-        console.print(table)
-        assert not failures, failures
+        print_findings(console, plan[0]["findings"])
+        print_ways(console, [rank["ways"] for rank in plan], settings.dtype, name)
         # On the CPU the pass fuses every pair that it can.
         if plan[0]["device"] == "cpu":
             fused = sum(finding.operator is not None for finding in plan[0]["findings"])
@@ -319,22 +201,9 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
             )
 
 
-def milliseconds(time: Timing) -> str:
-    """Format the median and spread of the slowest rank, in ms."""
-    return f"{time.median_us / 1e3:.2f} ({time.p10_us / 1e3:.2f} to {time.p90_us / 1e3:.2f})"
-
-
-def described(finding: Finding) -> str:
-    """Format a finding in one line, without the reason that is the same for all on the CPU."""
-    text = str(finding)
-    return text.split(": the cpu backend")[0]
-
-
 def main(
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    world_size: commands.WorldSize = None,
+    backend: commands.Backend = "auto",
     width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
     heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
     kv_heads: Annotated[
@@ -345,7 +214,7 @@ def main(
         int, typer.Option(help="Positions; the ranks must divide them.")
     ] = Settings.sequence,
     batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = Settings.dtype,
+    dtype: commands.Dtype = Settings.dtype,
     times: Annotated[
         bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
     ] = Settings.times,
@@ -357,24 +226,16 @@ def main(
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager
     execution.
     """
-    ranks = world_size or int(os.environ.get("WORLD_SIZE", "2"))
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype}.")
+    ranks = commands.ranks_of(world_size)
+    commands.require_dtype(dtype)
     if width % heads or heads % kv_heads:
         raise typer.BadParameter("--heads must divide --width, and --kv-heads must divide --heads.")
-    for name, size in (("kv-heads", kv_heads), ("hidden", hidden), ("sequence", sequence)):
-        if size % ranks:
-            raise typer.BadParameter(f"--{name} must divide evenly over {ranks} ranks; got {size}.")
+    commands.require_even(ranks, kv_heads=kv_heads, hidden=hidden, sequence=sequence)
     if plan not in PLANS:
         raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {plan}.")
     settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps, plan)
-    try:
+    with commands.errors_in_one_line():
         report(interlace.launch(compare, ranks, settings, backend=backend), settings)
-    except interlace.InterlaceError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"Error: {error.line}", style="bold red", markup=False
-        )
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

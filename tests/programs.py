@@ -73,6 +73,8 @@ def _run(argv: list[str], outputs: list[str]) -> None:
     for descriptor, output in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.argv = argv
+    # As Python does for a program: it may import what lies beside it.
+    sys.path.insert(0, str(Path(argv[0]).parent))
     torch.multiprocessing.start_processes = _forked
     runpy.run_path(argv[0], run_name="__main__")
 

@@ -80,13 +80,13 @@ def test_rates_are_found() -> None:
 
 def test_a_profile_of_another_gpu() -> None:
     """Implementations take 1.3 times what the H200's compositions say of this GPU's rates."""
-    measured = {
+    rates = {
         "products": [dataclasses.asdict(each) for each in _products(SLOW)],
         "link_bytes_per_s": 1e11,
-        "results": [_result(SLOW, rows, 1.3) for rows in (256, 1024, 4096, 8192, 16384)],
     }
+    results = [_result(SLOW, rows, 1.3) for rows in (256, 1024, 4096, 8192, 16384)]
     guess = profile_of("Another GPU", 80)
-    profile = machine_profile.profile_from(guess, "Another GPU", 132, measured, "measured here")
+    profile = machine_profile.profile_from(guess, "Another GPU", 132, rates, results, "here")
     assert (profile.gpu, profile.processors, profile.is_guess) == ("Another GPU", 132, False)
     assert profile.link_bytes_per_s == 1e11
     for rows in (512, 2048, 12000):

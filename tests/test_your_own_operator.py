@@ -19,6 +19,7 @@ import interlace
 from interlace.costs import find_cost
 from interlace.registry import operators
 from tests.errors import error_of
+from tests.untimed import untimed
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "your_own_operator"
@@ -156,19 +157,9 @@ def test_explain_and_the_registry_know_it():
 
 
 def _bench():
-    from interlace.bench import benchmark, products
-    from interlace.bench.timing import Timing
+    from interlace.bench import products
 
-    def measure(step, *, period, samples=15, group=None):
-        for i in range(period):
-            step(i)
-        return Timing(10.0, 9.0, 11.0, 1.0, samples)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "measure", measure)
-        patch.setattr(
-            benchmark, "host_us", functools.partial(benchmark.host_us, calls=1, samples=1)
-        )
+    with untimed():
         return products.bench(products.Shape(NAME, 8, 16, 24, torch.float32))
 
 

@@ -22,13 +22,9 @@ from transformers.distributed import DistributedConfig
 import interlace
 
 CONFIG = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    vocab_size=512,
-)
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=4, vocab_size=512,
+)  # fmt: skip
 
 
 def worker(folder: str) -> float:

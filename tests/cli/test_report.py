@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,33 +291,50 @@ def test_written_tables_are_what_tuning_reads(
     assert "fused 12.0 us" in found.reason
 
 
+Answer = Callable[[Any, dict[str, Any]], dict[str, Any]]
+"""A function of a shape's sizes and of the options of its measurement; returns a result."""
+
+
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Two GPUs that are not there, and ranks that answer without them; what the ranks were
-    asked.
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[tuple[Any, ...]]]:
+    """Two GPUs that are not there: a function that takes the ranks' answer to a shape, and returns
+    a list of what they are asked.
     """
-    asked: list[tuple[Any, ...]] = []
 
-    def ranks(
-        console: Console,
-        what: str,
-        steps: int,
-        worker: Any,
-        world_size: int,
-        *arguments: Any,
-        backend: str,
-    ) -> Any:
-        work, dtype, tune, header, _ = arguments
-        assert header["machine"] == MACHINE
-        asked.append((steps, world_size, work, dtype, tune, backend))
-        return [
-            [result(tokens=tokens, rows=rows, columns=columns) for tokens, rows, columns in work]
-        ] * world_size
+    def answer_by(answer: Answer) -> list[tuple[Any, ...]]:
+        asked: list[tuple[Any, ...]] = []
 
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
-    monkeypatch.setattr("interlace.cli.bench.run_ranks", ranks)
-    return asked
+        def ranks(
+            console: Console,
+            title: str,
+            steps: int,
+            worker: Any,
+            world_size: int,
+            work: list[Any],
+            measure: Any,
+            budget_s: float,
+            header: dict[str, Any],
+            file: str | None,
+            *,
+            backend: str,
+        ) -> list[list[dict[str, Any]]]:
+            assert (header["machine"], backend, steps) == (MACHINE, "cuda", len(work))
+            asked.append((world_size, work, measure.keywords))
+            return [[answer(sizes, measure.keywords) for sizes in work]] * world_size
+
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
+        monkeypatch.setattr("interlace.cli.bench.run_ranks", ranks)
+        return asked
+
+    return answer_by
+
+
+@pytest.fixture
+def measured(measuring: Callable[[Answer], list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    """Ranks that have measured a product of a few tokens; what they were asked."""
+    names = "tokens", "rows", "columns"
+    return measuring(lambda sizes, _: result(**dict(zip(names, sizes, strict=True))))
 
 
 def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
@@ -335,7 +355,11 @@ def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert measured == [
-        (4, 2, [(1, 64, 32), (4, 64, 32), (1, 16, 8), (4, 16, 8)], "bfloat16", True, "cuda")
+        (
+            2,
+            [(1, 64, 32), (4, 64, 32), (1, 16, 8), (4, 16, 8)],
+            {"dtype": "bfloat16", "tunes": True},
+        )
     ]
     document = json.loads(file.read_text(encoding="utf-8"))
     assert document.keys() == {"machine", "command", "date", "results"}
@@ -384,8 +408,8 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         bench_ranks.run_rank(
             str(tmp_path),
             [(1, 64, 32), (2, 64, 32)],
-            "bfloat16",
-            False,
+            functools.partial(bench_ranks.measure_gemv, dtype="bfloat16", tunes=False),
+            math.inf,
             {"machine": MACHINE},
             str(file),
         )
@@ -407,38 +431,22 @@ def _study(order: str, percent: int) -> dict[str, Any]:
     }
 
 
-def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_of_embeddings(
+    tmp_path: Path, measuring: Callable[[Answer], list[tuple[Any, ...]]]
+) -> None:
     """Shapes as they are asked for, the table, and a picture."""
-    asked: list[Any] = []
-
-    def ranks(
-        console: Console,
-        what: str,
-        steps: int,
-        worker: Any,
-        world_size: int,
-        *arguments: Any,
-        backend: str,
-    ) -> Any:
-        work, dtype, kind, _, _ = arguments
-        asked.append((work, dtype, kind))
-        points = [
+    found = {
+        "shape": "2 x 9 x 8, B = 6, L = 1",
+        "world_size": 2,
+        "config": "direct",
+        "resident_programs": 2000,
+        "points": [
             _study(order, percent)
             for percent in (25, 50, 75, 100)
             for order in ("interleaved", "remote_first", "local_first")
-        ]
-        found = {
-            "shape": "2 x 9 x 8, B = 6, L = 1",
-            "dtype": dtype,
-            "world_size": 2,
-            "config": "direct",
-            "resident_programs": 2000,
-        }
-        return [[{**found, "points": points} for _ in work]] * world_size
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("interlace.cli.machine.describe", lambda: MACHINE)
-    monkeypatch.setattr("interlace.cli.bench.run_ranks", ranks)
+        ],
+    }
+    asked = measuring(lambda _, options: {**found, "dtype": options["dtype"]})
     plot = tmp_path / "study.png"
     command = [
         "bench",
@@ -456,7 +464,8 @@ def test_study_of_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(app, [*command, "--plot", str(plot)])
     assert done.exit_code == 0, done.output
     shape = {"tables": 2, "rows": 9, "width": 8, "batch": 6}
-    assert asked == [([{**shape, "lookups": "1"}, {**shape, "lookups": "0-4"}], "float32", "study")]
+    work = [{**shape, "lookups": lookups} for lookups in ("1", "0-4")]
+    assert asked == [(2, work, {"dtype": "float32", "kind": "study"})]
     assert done.output.count("local_first") == done.output.count("interleaved") == 8
     assert plot.read_bytes().startswith(b"\x89PNG")
 

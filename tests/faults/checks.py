@@ -17,13 +17,9 @@ def too_late(outcomes: list[Outcome]) -> None:
     Its first call may end without an error, with what they had sent and with NaN for what they had
     not.
     """
+    others = [rank for rank in range(len(outcomes)) if rank != FAULTY]
     for rank, outcome in enumerate(outcomes):
-        peers = (
-            [FAULTY]
-            if rank != FAULTY
-            else [peer for peer in range(len(outcomes)) if peer != FAULTY]
-        )
-        _expired(outcome, peers)
+        _expired(outcome, [FAULTY] if rank != FAULTY else others)
 
 
 def died(outcomes: list[Outcome | None]) -> None:
@@ -35,36 +31,30 @@ def died(outcomes: list[Outcome | None]) -> None:
             _expired(outcome, [FAULTY])
 
 
-def other_call(outcomes: list[Outcome]) -> None:
+def other_operator(outcomes: list[Outcome]) -> None:
     """Every rank learns at once who called what; nothing is broken."""
     for outcome in outcomes:
-        assert (outcome.kind, outcome.broken) == ("RankMismatchError", False), outcome
+        _disagreed(outcome)
         assert "ranks must make the same calls in the same order" in outcome.message
         assert f"'gemm_all_reduce' on rank {FAULTY}" in outcome.message
         assert "'gemv_all_reduce' on rank 0" in outcome.message
 
 
-def other_call_agreed_on(outcomes: list[Outcome]) -> None:
-    """Different operators have memory of their own, so each side waits for the other."""
-    for rank, outcome in enumerate(outcomes):
-        peers = (
-            [FAULTY]
-            if rank != FAULTY
-            else [peer for peer in range(len(outcomes)) if peer != FAULTY]
-        )
-        _expired(outcome, peers)
-
-
 def other_shape(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
-        assert (outcome.kind, outcome.broken) == ("RankMismatchError", False), outcome
+        _disagreed(outcome)
         assert f"[48, 32] on rank {FAULTY}" in outcome.message
         assert "[64, 32] on rank 0" in outcome.message
 
 
+def _disagreed(outcome: Outcome) -> None:
+    assert (outcome.kind, outcome.broken) == ("RankMismatchError", False), outcome
+
+
 def other_shape_agreed_on(outcomes: list[Outcome]) -> None:
     """A rank whose peer made the other call says so."""
-    other_call_agreed_on(outcomes)
+    # Each side waits for the other, as with another operator, which has memory of its own.
+    too_late(outcomes)
     assert outcomes[FAULTY].fields["different_call"], outcomes[FAULTY]
 
 

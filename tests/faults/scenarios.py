@@ -49,6 +49,9 @@ CASES: dict[str, Case] = {"gemv": GEMV, "all_reduce": SUM, "reduce_scatter": SCA
 their owner.
 """
 
+OTHERS: dict[str, Case] = {"operator": SUM, "shape": SHORTER}
+"""Calls that do not fit ``GEMV``, by what differs."""
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -170,35 +173,19 @@ def too_late(name: str) -> Outcome:
     return outcome
 
 
-def other_call_agreed_on() -> Outcome:
-    """The faulty rank calls another operator; all ranks have made both calls before."""
+def other_call_agreed_on(name: str) -> Outcome:
+    """The faulty rank makes another call of ``OTHERS``; all ranks have made both calls before."""
     process_group, group, prepared = _own_group(GEMV)
-    other = _prepared(SUM, process_group)
+    other = _prepared(OTHERS[name], process_group)
     interlace.set_deadline(DEADLINE_S, process_group)
     return observe(group, _check(other if group.rank == FAULTY else prepared))
 
 
-def other_call() -> Outcome:
-    """The faulty rank calls another operator, and nobody has made either call before."""
+def other_call(name: str) -> Outcome:
+    """The faulty rank makes another call of ``OTHERS``, and nobody has made either call before."""
     process_group = dist.new_group()
     group = group_of(process_group)
-    case = SUM if group.rank == FAULTY else GEMV
-    return observe(group, lambda: sum(case.prepare(process_group).check()))
-
-
-def other_shape_agreed_on() -> Outcome:
-    """The faulty rank calls with another shape; all ranks have made both calls before."""
-    process_group, group, prepared = _own_group(GEMV)
-    other = _prepared(SHORTER, process_group)
-    interlace.set_deadline(DEADLINE_S, process_group)
-    return observe(group, _check(other if group.rank == FAULTY else prepared))
-
-
-def other_shape() -> Outcome:
-    """The faulty rank calls with another shape, and nobody has made either call before."""
-    process_group = dist.new_group()
-    group = group_of(process_group)
-    case = SHORTER if group.rank == FAULTY else GEMV
+    case = OTHERS[name] if group.rank == FAULTY else GEMV
     return observe(group, lambda: sum(case.prepare(process_group).check()))
 
 

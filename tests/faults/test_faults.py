@@ -37,28 +37,22 @@ def test_a_rank_that_dies_in_a_kernel(mortal):
 
 
 def test_a_rank_that_calls_something_else(ranks):
-    checks.other_call(ranks(3).run(scenarios.other_call))
+    checks.other_operator(ranks(3).run(scenarios.other_call, "operator"))
 
 
 def test_a_rank_that_calls_something_else_that_was_agreed_on(ranks):
-    checks.other_call_agreed_on(ranks(3).run(scenarios.other_call_agreed_on))
+    checks.too_late(ranks(3).run(scenarios.other_call_agreed_on, "operator"))
 
 
 def test_a_rank_that_calls_with_another_shape(ranks):
-    checks.other_shape(ranks(3).run(scenarios.other_shape))
+    checks.other_shape(ranks(3).run(scenarios.other_call, "shape"))
 
 
 def test_a_rank_that_calls_with_another_shape_that_was_agreed_on(ranks):
-    checks.other_shape_agreed_on(ranks(3).run(scenarios.other_shape_agreed_on))
+    checks.other_shape_agreed_on(ranks(3).run(scenarios.other_call_agreed_on, "shape"))
 
 
-def test_a_rank_without_memory(ranks):
-    checks.out_of_memory(ranks(3).run(scenarios.out_of_memory))
-
-
-def test_a_rank_that_is_interrupted_before_its_call(ranks):
-    checks.interrupted(ranks(3).run(scenarios.interrupted))
-
-
-def test_a_rank_that_is_interrupted_while_it_waits(ranks):
-    checks.interrupted_in_a_wait(ranks(3).run(scenarios.interrupted_in_a_wait))
+@pytest.mark.parametrize("name", ["out_of_memory", "interrupted", "interrupted_in_a_wait"])
+def test_a_rank_that_fails(ranks, name):
+    """It has no memory, or is interrupted before its call, or while it waits."""
+    getattr(checks, name)(ranks(3).run(getattr(scenarios, name)))

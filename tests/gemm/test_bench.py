@@ -5,7 +5,6 @@ tuner keeps the fastest.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -14,25 +13,13 @@ import torch.distributed as dist
 from interlace.bench import report
 from interlace.cli import tuned
 from interlace.registry import operator_named
-
-
-def _measure(step, *, period, samples=15, group=None):
-    """Runs the step for every set of operands instead of timing it."""
-    from interlace.bench.timing import Timing
-
-    for i in range(period):
-        step(i)
-    return Timing(10.0, 9.0, 11.0, 1.0, samples)
+from tests.untimed import untimed
 
 
 def _bench(operator):
-    from interlace.bench import benchmark, products
+    from interlace.bench import products
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "measure", _measure)
-        patch.setattr(
-            benchmark, "host_us", functools.partial(benchmark.host_us, calls=1, samples=1)
-        )
+    with untimed() as patch:
         shape = products.Shape(operator, 8, 16, 24, torch.float32)
         group = dist.new_group()
         start = products.Case(shape, group).choice.config
@@ -60,13 +47,9 @@ def test_every_way_of_an_operator(ranks, operator):
 
 
 def _bench_batch(operator):
-    from interlace.bench import batches, benchmark
+    from interlace.bench import batches
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "measure", _measure)
-        patch.setattr(
-            benchmark, "host_us", lambda step, **_: 1.0
-        )  # fifty calls take the interpreter a while
+    with untimed():
         shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
         case = batches.case_of(shape)
         case.pair(0)
@@ -99,10 +82,9 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import benchmark, products, transports
+    from interlace.bench import products, transports
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, "measure", _measure)
+    with untimed():
         return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
 
 
@@ -141,16 +123,16 @@ def test_kernels_of_a_trace():
 
 @pytest.mark.parametrize("text", ["8192x8192", "0x8x8", "axbxc"])
 def test_shapes_that_are_none(text):
-    from interlace.cli.bench_products import parse_sizes
+    from interlace.cli.bench import parse_sizes
     from interlace.errors import ArgumentError
 
     with pytest.raises(ArgumentError, match="--shape must be MxNxK"):
-        parse_sizes(text, "MxNxK", "product")
+        parse_sizes(text, "MxNxK, the sizes of one rank's product", "8x8x8")
 
 
 def test_the_error_of_a_rank_without_rows() -> None:
     """A reduce-scatter of one row leaves none to the second rank, which is no error."""
-    from interlace.bench import products
+    from interlace.bench.benchmark import relative_error
 
-    assert products.relative_error(torch.empty(0, 4), torch.empty(0, 4)) == 0.0
-    assert products.relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
+    assert relative_error(torch.empty(0, 4), torch.empty(0, 4)) == 0.0
+    assert relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5

@@ -141,14 +141,9 @@ def _operators(rank):
         return run_moe(MoeCall(2, tokens=rows, routing="random" if rows > 4 else "one"))
 
     small = EmbeddingAllToAllConfig(
-        block_bags=4,
-        max_programs=3,
-        slice_blocks=1,
-        push_programs=2,
-        push_rows=4,
-        update_programs=3,
-        block_runs=4,
-    )
+        block_bags=4, max_programs=3, slice_blocks=1, push_programs=2, push_rows=4,
+        update_programs=3, block_runs=4,
+    )  # fmt: skip
     return {
         "gemm_reduce_scatter": product("gemm_reduce_scatter", "fused"),
         "gemm_reduce_scatter, chunked": product("gemm_reduce_scatter", "chunked"),

@@ -28,6 +28,7 @@ from interlace.language import primitives
 from interlace.units import ceil_div
 from tests.errors import error_of
 from tests.gemm.calls import ANY_ROWS, DTYPES, Call, check_all
+from tests.operators.traffic import held_up
 
 _CONFIGS = {
     "gemm_all_to_all": GemmAllToAllConfig,
@@ -263,18 +264,10 @@ def _without_rows(inner):
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
+            patch.setattr(primitives, "load_acquire", held_up(primitives.load_acquire, 0.3))
         actual = [call(*pair) for pair in operands]
     dist.barrier()
     return [torch.allclose(y, exact, atol=1e-4) for y, exact in zip(actual, expected, strict=True)]
-
-
-def _held_up(look):
-    def late(*args):
-        time.sleep(0.3)
-        return look(*args)
-
-    return late
 
 
 def test_a_rank_without_rows_may_be_one_call_ahead(ranks):

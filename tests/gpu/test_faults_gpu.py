@@ -48,31 +48,25 @@ def test_a_rank_that_dies_in_a_kernel(mortal: MortalPool) -> None:
 
 
 def test_a_rank_that_calls_something_else(ranks: Ranks, world_size: int) -> None:
-    checks.other_call(ranks(world_size).run(scenarios.other_call))
+    checks.other_operator(ranks(world_size).run(scenarios.other_call, "operator"))
 
 
 def test_a_rank_that_calls_something_else_that_was_agreed_on(ranks: Ranks, world_size: int) -> None:
-    checks.other_call_agreed_on(ranks(world_size).run(scenarios.other_call_agreed_on))
+    checks.too_late(ranks(world_size).run(scenarios.other_call_agreed_on, "operator"))
 
 
 def test_a_rank_that_calls_with_another_shape(ranks: Ranks, world_size: int) -> None:
-    checks.other_shape(ranks(world_size).run(scenarios.other_shape))
+    checks.other_shape(ranks(world_size).run(scenarios.other_call, "shape"))
 
 
 @pytest.mark.alone  # both calls must have begun within the deadline of two seconds
 def test_a_rank_that_calls_with_another_shape_that_was_agreed_on(
     ranks: Ranks, world_size: int
 ) -> None:
-    checks.other_shape_agreed_on(ranks(world_size).run(scenarios.other_shape_agreed_on))
+    checks.other_shape_agreed_on(ranks(world_size).run(scenarios.other_call_agreed_on, "shape"))
 
 
-def test_a_rank_without_memory(ranks: Ranks, world_size: int) -> None:
-    checks.out_of_memory(ranks(world_size).run(scenarios.out_of_memory))
-
-
-def test_a_rank_that_is_interrupted_before_its_call(ranks: Ranks, world_size: int) -> None:
-    checks.interrupted(ranks(world_size).run(scenarios.interrupted))
-
-
-def test_a_rank_that_is_interrupted_while_it_waits(ranks: Ranks, world_size: int) -> None:
-    checks.interrupted_in_a_wait(ranks(world_size).run(scenarios.interrupted_in_a_wait))
+@pytest.mark.parametrize("name", ["out_of_memory", "interrupted", "interrupted_in_a_wait"])
+def test_a_rank_that_fails(ranks: Ranks, world_size: int, name: str) -> None:
+    """It has no memory, or is interrupted before its call, or while it waits."""
+    getattr(checks, name)(ranks(world_size).run(getattr(scenarios, name)))

@@ -283,16 +283,9 @@ def experts(rank: Rank, backward: bool = False) -> None:
     two layers side by side.
     """
     config = interlace.MixtureOfExpertsConfig(
-        block_m=16,
-        block_n=32,
-        block_k=16,
-        group_m=2,
-        programs=1,
-        push_programs=1,
-        push_rows=4,
-        sum_programs=1,
-        stagger=0,
-    )
+        block_m=16, block_n=32, block_k=16, group_m=2, programs=1, push_programs=1, push_rows=4,
+        sum_programs=1, stagger=0,
+    )  # fmt: skip
     w_in = [_numbers(each, 1, 16, 2, 16, seed=8) / 4 for each in range(rank.world_size)]
     w_out = [_numbers(each, 1, 16, 16, seed=9) / 4 for each in range(rank.world_size)]
     weight = [each[rank.rank].requires_grad_(backward) for each in (w_in, w_out)]

@@ -77,11 +77,9 @@ def _with_a_wrong_element(folder, plan, at):
             results[0].view(-1)[0] += 1
         return results
 
-    Prepared.run = spoil
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prepared, "run", spoil)
         return run_rank(folder, plan)
-    finally:
-        Prepared.run = run
 
 
 def test_one_wrong_element_is_found_and_its_call_named(ranks, tmp_path):
@@ -103,11 +101,9 @@ def _without_a_call(folder, plan, at):
         left_out = dist.get_rank() == 1 and len(made) == at + 1
         return [result.clone() for result in self._expected[0]] if left_out else run(self)
 
-    Prepared.run = leave_out
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prepared, "run", leave_out)
         return run_rank(folder, plan)
-    finally:
-        Prepared.run = run
 
 
 def test_a_timeout_ends_all_ranks_with_a_report(ranks, tmp_path):

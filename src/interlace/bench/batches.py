@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import products
-from interlace.bench.benchmark import Benchmark, Way, Work
-from interlace.bench.products import tolerance
+from interlace.bench.benchmark import Benchmark, Way, Work, relative_error
 from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
@@ -29,12 +28,12 @@ from interlace.tuning.choice import Choice
 
 @dataclasses.dataclass(frozen=True)
 class Shape(products.Shape):
-    """``count`` products on every rank, with rows to and from all ranks in equal parts."""
+    """``batch`` products on every rank, with rows to and from all ranks in equal parts."""
 
-    count: int = 2
+    batch: int = 2
 
     def __str__(self) -> str:
-        return f"{self.count} x {super().__str__()}"
+        return f"{self.batch} x {super().__str__()}"
 
 
 class Case(Benchmark[GemmConfig]):
@@ -57,16 +56,17 @@ class Case(Benchmark[GemmConfig]):
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
 
         def random(rows: int, columns: int) -> torch.Tensor:
-            size = shape.count, rows, columns
+            size = shape.batch, rows, columns
             return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
 
         self.sets = [
             (random(shape.rows, shape.inner), random(shape.inner, shape.columns))
             for _ in range(self.operand_sets)
         ]
-        self.product = self.sets[0][0].new_empty([shape.count, shape.rows, shape.columns])
+        self.product = self.sets[0][0].new_empty([shape.batch, shape.rows, shape.columns])
+        # NCCL sends a rank's rows of all products as one message, so they lie together.
         self.sent = self.product.new_empty(
-            [self.owner.world_size, shape.count, self.share, self.width]
+            [self.owner.world_size, shape.batch, self.share, self.width]
         )
         self.received = torch.empty_like(self.sent)
 
@@ -132,7 +132,7 @@ class Case(Benchmark[GemmConfig]):
         """Return the choice by which the pass for ``torch.compile`` goes."""
         shape = self.shape
         # The tuned table counts the rows of all products.
-        sizes = {"rows": shape.count * shape.rows, "columns": shape.columns, "inner": shape.inner}
+        sizes = {"rows": shape.batch * shape.rows, "columns": shape.columns, "inner": shape.inner}
         choice: Choice[Any] = self.operator.choose(
             **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.device
         )
@@ -148,11 +148,6 @@ class Case(Benchmark[GemmConfig]):
         """Return the fused kernel's configuration; empty if there is no fused kernel."""
         return str(self.choose().config) if "fused" in self.operator.words else ""
 
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
-
     def check(self, config: GemmConfig | None = None) -> float:
         """Return the largest error of our implementations on any rank."""
         return self.accept([error for i in range(self.operand_sets) for error in self.errors(i)])
@@ -161,11 +156,11 @@ class Case(Benchmark[GemmConfig]):
         """Return the relative differences of our implementations from float64, on this rank."""
         expected = self.expected(i)
         results = [
-            cast(torch.Tensor, way.call(i)).double().view(expected.shape)
+            cast(torch.Tensor, way.call(i)).view(expected.shape)
             for way in self.ways()
             if way.role == "ours" and way.impl
         ]
-        return [float((y - expected).norm() / expected.norm()) for y in results]
+        return [relative_error(y, expected) for y in results]
 
 
 class Sent(Case):
@@ -210,7 +205,7 @@ class Sent(Case):
 
     def by_ranks(self, rows: torch.Tensor) -> torch.Tensor:
         """View ``[B, M, N]`` as ``[R, B, M / R, N]``."""
-        return rows.view(self.shape.count, self.owner.world_size, self.share, -1).transpose(0, 1)
+        return rows.view(self.shape.batch, self.owner.world_size, self.share, -1).transpose(0, 1)
 
     def pair(self, i: int) -> None:
         """Run cuBLAS, then NCCL."""
@@ -234,7 +229,7 @@ class Sent(Case):
         """Return the work of one product, times their number."""
         cost = find_cost(self.single.name).formula(**self.sizes())
         return ProductCost(
-            **{name: self.shape.count * value for name, value in dataclasses.asdict(cost).items()}
+            **{name: self.shape.batch * value for name, value in dataclasses.asdict(cost).items()}
         )
 
 
@@ -272,7 +267,7 @@ class Received(Case):
     def cost(self) -> ProductCost:
         """Return the work of one rank."""
         formula = find_cost(self.operator.name).formula
-        cost: ProductCost = formula(batch=self.shape.count, **self.sizes())
+        cost: ProductCost = formula(batch=self.shape.batch, **self.sizes())
         return cost
 
 
@@ -295,17 +290,15 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
     case = case_of(shape, group)
+    # The check comes first: nothing is timed whose result is wrong.
     error, ways, cost = case.check(), case.ways(), case.cost()
     times = case.time([*ways, *case.parts()])
     work = Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
     return {
-        "operator": shape.operator,
         "shape": str(shape),
-        "batch": shape.count,
-        "rows": shape.count * shape.rows,
-        "columns": shape.columns,
-        "inner": shape.inner,
         **case.header(case.config(), case.choose().impl, error),
+        # As the tuned table has it: the rows of all products.
+        "rows": shape.batch * shape.rows,
         **work.entries(),
         "times": times,
         "host_us": case.host_times(ways),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
@@ -16,7 +15,7 @@ from interlace.bench.roles import Role
 from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE
-from interlace.errors import InterlaceError
+from interlace.errors import BackendError, InterlaceError
 from interlace.registry import Operator
 
 Step = Callable[[int], object]
@@ -64,7 +63,7 @@ class Work:
         return entries
 
 
-class Benchmark(abc.ABC, Generic[Config]):
+class Benchmark(Generic[Config]):
     """The operands of a shape on this rank, and every way to compute it.
 
     A subclass makes the operands and states the ways and their check. Results are checked before
@@ -72,49 +71,50 @@ class Benchmark(abc.ABC, Generic[Config]):
 
     Attributes:
         operand_sets: The number of sets of operands, among which a call's argument chooses.
+        releases: Whether a measurement ends with ``Group.release``, so that the buffers that its
+            graph took may be used again. Not if a later way uses launches prepared earlier.
 
     Args:
         operator: The operator's declaration.
-        shape: The sizes of one call; ``str(shape)`` is its name.
+        shape: The sizes of one call, a dataclass; ``str(shape)`` is its name. It has the operands'
+            ``dtype``, and the ``tolerance`` of the relative error that roundings explain.
         group: The ranks; None for the default process group.
     """
 
     operand_sets = 1
+    releases = True
 
     def __init__(
         self, operator: Operator, shape: Any, group: dist.ProcessGroup | None = None
     ) -> None:
         self.operator, self.shape, self.group = operator, shape, group
         self.owner = group_of(group)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.owner.device
+        self.device = self.owner.device
 
     # What a subclass states
 
-    @property
-    @abc.abstractmethod
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-
-    @abc.abstractmethod
-    def check(self, config: Config) -> float:
-        """Return the largest relative error on any rank.
-
-        Raises:
-            InterlaceError: The error is above the tolerance.
-        """
-
-    def tuned_call(self, config: Config) -> Step:
+    def tuned_call(self, config: Config) -> Callable[[int], Any]:
         """Return the call whose time the tuner minimises."""
+        raise NotImplementedError
+
+    def expected(self, i: int) -> torch.Tensor:
+        """Return what the i-th tuned call must return."""
         raise NotImplementedError
 
     def compile(self, config: Config) -> None:
         """Compile the kernels of a configuration without running them."""
 
     # Right before fast
+
+    def check(self, config: Config) -> float:
+        """Return the largest relative error of three calls on any rank.
+
+        Raises:
+            InterlaceError: The error is above the tolerance.
+        """
+        call = self.tuned_call(config)
+        # Three calls use both halves of the workspace, and the first half again.
+        return self.accept([relative_error(call(i), self.expected(i)) for i in range(3)], config)
 
     def accept(self, errors: Iterable[float], *details: object) -> float:
         """Return the largest of all ranks' errors.
@@ -130,11 +130,11 @@ class Benchmark(abc.ABC, Generic[Config]):
         # A NaN would be lost in a maximum, and must not pass.
         worst_here = max(math.inf if math.isnan(error) else error for error in errors)
         (worst,) = self.maxima([worst_here], torch.float64)
-        if worst > self.tolerance:
+        if worst > self.shape.tolerance:
             names = ", ".join(map(str, (self.shape, *details)))
             raise InterlaceError(
                 f"{self.operator.name} {names}: relative error {worst:.1e} is above "
-                f"{self.tolerance:.1e}; not timed."
+                f"{self.shape.tolerance:.1e}; not timed."
             )
         return float(worst)
 
@@ -149,8 +149,8 @@ class Benchmark(abc.ABC, Generic[Config]):
     def measure(self, step: Step, samples: int = 15) -> Timing:
         """Time a call on all ranks at once."""
         timing = measure(step, period=self.operand_sets, samples=samples, group=self.group)
-        # The graph is gone, and the buffers that it took may be used again.
-        self.owner.release()
+        if self.releases:
+            self.owner.release()
         return timing
 
     def host_times(self, ways: Iterable[Way]) -> dict[str, float]:
@@ -162,8 +162,10 @@ class Benchmark(abc.ABC, Generic[Config]):
         return {way.name: way.entry(self.measure(way.call)) for way in ways}
 
     def header(self, config: object, auto: str, error: float) -> dict[str, Any]:
-        """Return the entries of a result that do not depend on sizes and times."""
+        """Return the entries of a result that do not depend on times."""
         return {
+            "operator": self.operator.name,
+            **dataclasses.asdict(self.shape),
             "dtype": str(self.shape.dtype).removeprefix("torch."),
             "world_size": self.owner.world_size,
             "config": str(config),
@@ -191,6 +193,20 @@ class Benchmark(abc.ABC, Generic[Config]):
             if candidate not in times and (not times or self.is_candidate(candidate)):
                 times[candidate] = self.candidate_us(candidate)
         return times
+
+    def fastest(self, times: Mapping[Config, float]) -> Config:
+        """Return the fastest configuration of those that were tuned.
+
+        Raises:
+            BackendError: None runs and is right.
+        """
+        best = best_of(times) if times else None
+        if best is None or math.isinf(times[best]):
+            raise BackendError(
+                f"{self.operator.name} {self.shape}: some configuration must run and be right; "
+                "none did on this GPU."
+            )
+        return best
 
     def is_candidate(self, config: Config) -> bool:
         """Return whether a configuration is possible at all."""
@@ -240,6 +256,16 @@ class Benchmark(abc.ABC, Generic[Config]):
         print(f"{self.operator.name} {self.shape}, {config}: left out: {reason}", flush=True)
 
 
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference over that of ``expected``, in float64.
+
+    It is 0 for a rank without rows.
+    """
+    exact = expected.double()
+    # The bound keeps a result of zeros from being divided by zero.
+    return float((result.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
 def best_of(times: Mapping[Config, float]) -> Config:
     """Return the fastest configuration; of several that are as fast, the first."""
     return min(times, key=times.__getitem__)
@@ -253,11 +279,7 @@ def constant(config: Config) -> Callable[[Config], Config]:
 def changes_along(axes: Mapping[str, Sequence[Any]]) -> list[Callable[[Any], Any]]:
     """Return the changes of one field after the other to each of its values."""
     return [
-        functools.partial(_replace, name, value)
+        functools.partial(dataclasses.replace, **{name: value})
         for name, values in axes.items()
         for value in values
     ]
-
-
-def _replace(name: str, value: Any, config: Any) -> Any:
-    return dataclasses.replace(config, **{name: value})

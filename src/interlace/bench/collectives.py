@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Step, Way
+from interlace.comm import group_of
 from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:
@@ -48,28 +49,29 @@ def collectives(case: Case) -> dict[str, Step]:
 
 def _all_reduces(case: Case) -> dict[str, Step]:
     """Return the all-reduces of NCCL and of torch's symmetric memory."""
+    size = tuple(case.product.shape)
+    case.product, steps = symmetric_all_reduces(size, case.product.dtype, case.group)
+    if case.product.nbytes > ONE_SHOT_BYTES:
+        del steps["torch one-shot"]
+    return {"NCCL": lambda i: dist.all_reduce(case.product, group=case.group), **steps}
+
+
+def symmetric_all_reduces(
+    size: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, dict[str, Step]]:
+    """Return zeros in torch's symmetric memory, and torch's all-reduces of them by name."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    group, product = case.group, case.product
     process_group = group or dist.group.WORLD
     assert process_group is not None
     name = process_group.group_name
-    case.product = symmetric_memory.empty(
-        tuple(product.shape), dtype=product.dtype, device=product.device
-    )
-    symmetric_memory.rendezvous(case.product, name)
-    case.product.zero_()
-    steps: dict[str, Step] = {
-        "NCCL": lambda i: dist.all_reduce(case.product, group=group),
-        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(
-            case.product, "sum", name
-        ),
+    shared = symmetric_memory.empty(size, dtype=dtype, device=group_of(group).device)
+    symmetric_memory.rendezvous(shared, name)
+    shared.zero_()
+    return shared, {
+        "torch one-shot": lambda i: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name),
+        "torch two-shot": lambda i: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name),
     }
-    if product.nbytes <= ONE_SHOT_BYTES:
-        steps["torch one-shot"] = lambda i: torch.ops.symm_mem.one_shot_all_reduce(
-            case.product, "sum", name
-        )
-    return steps
 
 
 def alone(case: Case) -> list[Way]:

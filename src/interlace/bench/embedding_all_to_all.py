@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Step, Way, Work, best_of, changes_along, constant
-from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, SETS, Calls, Shape
+from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
+from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, Calls, Lookups, Shape
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.kernels import Launch, processors
 from interlace.costs import embedding_all_to_all as costs
@@ -24,7 +23,7 @@ from interlace.operators.embedding_all_to_all.config import (
 )
 from interlace.units import round_up
 
-__all__ = ["OPERATOR", "Case", "Shape", "bench", "study", "tune"]
+__all__ = ["OPERATOR", "Backward", "Forward", "Shape", "bench", "study", "tune"]
 
 # Limits of an SM of compute capability 9.0, which decide how many programs it holds.
 _PROGRAMS_PER_SM = 32
@@ -32,55 +31,69 @@ _WARPS_PER_SM = 64
 _REGISTERS_PER_SM = 65_536
 
 
-def tolerance(shape: Shape) -> float:
-    """Return the relative error of float32 sums in two orders, and of rounding each result."""
-    largest_bag = max(1, shape.range[1])
-    return (
-        8 * math.sqrt(largest_bag) * torch.finfo(torch.float32).eps
-        + 2 * torch.finfo(shape.dtype).eps
-    )
+class Forward(Calls):
+    """The forward pass: its ways, and its floor."""
+
+    floor_link_bytes = staticmethod(costs.floor_link_bytes)
+
+    def expected(self, i: int) -> torch.Tensor:
+        """Return the result of the unfused pair."""
+        return self.unfused(i)
+
+    def tuned_call(self, config: EmbeddingAllToAllConfig) -> Step:
+        """Return the fused kernel."""
+        return functools.partial(self.fused, config=config)
+
+    def ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
+        """Return every way to compute the forward pass, and its parts alone."""
+        pooled = self.our_bags(0, config)
+        bags: Callable[[int], torch.Tensor] = functools.partial(self.our_bags, config=config)
+        return [
+            Way("fused", "ours", self.tuned_call(config), "fused"),
+            Way("F.embedding_bag + NCCL + unpack", "pair", self.unfused, "unfused"),
+            Way("F.embedding_bag + NCCL", "pair", lambda i: self.exchange(self.torch_bags(i))),
+            Way("our bags + NCCL + unpack", "pair", lambda i: self.unpack(self.exchange(bags(i)))),
+            Way("our bags + NCCL", "pair", lambda i: self.exchange(bags(i))),
+            Way("our bags alone", "compute", bags),
+            Way("F.embedding_bag alone", "compute", self.torch_bags),
+            Way("NCCL alone", "communication", lambda i: self.exchange(pooled)),
+        ]
+
+    def compile(self, config: EmbeddingAllToAllConfig) -> None:
+        """Compile the kernel on this rank."""
+        self.prepared(config).compile()
+
+    def prepared(self, config: EmbeddingAllToAllConfig) -> Launch:
+        """Return the kernel's launch, for compilation only."""
+        nbytes = self.samples * self.layout.columns * self.shape.dtype.itemsize
+        space = self.owner.outputs.take(nbytes)
+        return launch.prepare(
+            self.owner,
+            self.call(0, config),
+            config,
+            0,
+            space.address,
+            space.buffer_bytes,
+            space.index,
+        )
+
+    def floor_memory_bytes(self, lookups: Lookups) -> int:
+        """Return the least bytes that this rank moves in its own memory for one call."""
+        size = self.shape.dtype.itemsize
+        return costs.floor_memory_bytes(
+            widths=self.layout.widths, batch=self.shape.batch, rank=self.rank,
+            lookups=self.lookups_by_table(lookups), itemsize=size, output_itemsize=size,
+            index_itemsize=lookups.indices.element_size(),
+        )  # fmt: skip
 
 
-class Case(Calls):
-    """A shape in one direction: its check, its ways and its times.
+class Backward(Calls):
+    """The backward pass with row-wise Adagrad: its check, its ways and its floor."""
 
-    Attributes:
-        is_backward: Whether the backward pass is benchmarked; the tuner changes it half-way.
-    """
-
-    operand_sets = SETS
-
-    def __init__(
-        self, shape: Shape, group: dist.ProcessGroup | None = None, is_backward: bool = False
-    ) -> None:
-        super().__init__(shape, group)
-        self.is_backward = is_backward
-
-    @property
-    def direction(self) -> str:
-        """The direction, as results name it."""
-        return "backward" if self.is_backward else "forward"
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
+    floor_link_bytes = staticmethod(costs.backward_floor_link_bytes)
 
     def check(self, config: EmbeddingAllToAllConfig) -> float:
-        """Return the largest relative error of the direction on any rank."""
-        errors = self._backward_errors if self.is_backward else self._forward_errors
-        return self.accept(errors(config), self.direction, config)
-
-    def _forward_errors(self, config: EmbeddingAllToAllConfig) -> list[float]:
-        """Return the relative differences of three calls from the unfused pair."""
-        errors = []
-        for i in range(3):
-            expected = self.unfused(i)
-            errors.append(_relative(self.fused(i, config), expected))
-        return errors
-
-    def _backward_errors(self, config: EmbeddingAllToAllConfig) -> list[float]:
-        """Return the errors of the first table and its state after an update, against float64."""
+        """Check the first table and its state after an update, against float64."""
         shape = self.shape
         # float64 copies, since the update is in place.
         before, state = self.tables[0].double(), self.states[0].double()
@@ -95,28 +108,16 @@ class Case(Calls):
         exact.index_add_(0, rows, grad.repeat_interleave(bounds.diff(), 0))
         state += (exact**2).mean(1)
         exact = before - LEARNING_RATE / (state.sqrt() + EPSILON)[:, None] * exact
-        return [_relative(self.tables[0], exact), _relative(self.states[0], state)]
+        pairs = (self.tables[0], exact), (self.states[0], state)
+        errors = [relative_error(result, expected) for result, expected in pairs]
+        return self.accept(errors, "backward", config)
+
+    def tuned_call(self, config: EmbeddingAllToAllConfig) -> Step:
+        """Return the fused kernel."""
+        return functools.partial(self.fused_update, config=config)
 
     def ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
-        """Return every way to compute the direction, and its parts alone."""
-        return self._backward_ways(config) if self.is_backward else self._forward_ways(config)
-
-    def _forward_ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
-        pooled = self.our_bags(0, config)
-        bags: Callable[[int], torch.Tensor] = functools.partial(self.our_bags, config=config)
-        exchange, unpack, torch_bags = self.exchange, self.unpack, self.torch_bags
-        return [
-            Way("fused", "ours", self.tuned_call(config), "fused"),
-            Way("F.embedding_bag + NCCL + unpack", "pair", self.unfused, "unfused"),
-            Way("F.embedding_bag + NCCL", "pair", lambda i: exchange(torch_bags(i))),
-            Way("our bags + NCCL + unpack", "pair", lambda i: unpack(exchange(bags(i)))),
-            Way("our bags + NCCL", "pair", lambda i: exchange(bags(i))),
-            Way("our bags alone", "compute", bags),
-            Way("F.embedding_bag alone", "compute", torch_bags),
-            Way("NCCL alone", "communication", lambda i: exchange(pooled)),
-        ]
-
-    def _backward_ways(self, config: EmbeddingAllToAllConfig) -> list[Way]:
+        """Return every way to compute the backward pass, and its parts alone."""
         packed = self.pack()
 
         def pair(i: int, send: Callable[[], torch.Tensor]) -> None:
@@ -131,23 +132,26 @@ class Case(Calls):
             Way("NCCL alone", "communication", lambda i: self.exchange(packed)),
         ]
 
-    def tuned_call(self, config: EmbeddingAllToAllConfig) -> Step:
-        """Return the fused call of the direction."""
-        fused = self.fused_update if self.is_backward else self.fused
-        return functools.partial(fused, config=config)
-
     def is_candidate(self, config: EmbeddingAllToAllConfig) -> bool:
-        """Return whether the programs of the backward pass fit."""
+        """Return whether the programs fit."""
         return config.update_programs + config.push_programs <= MAX_PROGRAMS
 
     def compile(self, config: EmbeddingAllToAllConfig) -> None:
-        """Compile the kernels of the direction."""
-        _compile(self, config, self.is_backward)
+        """Compile the kernel on this rank."""
+        call, lookups = self.call(0, config), self.sorted_lookups(0, config)
+        update = backward.prepare(self.owner, call, self.grad, self.target(), config, lookups, 0)
+        update.compile()
 
-
-def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    norm = expected.double().norm()
-    return float((result.double() - expected.double()).norm() / norm.clamp(min=1e-30))
+    def floor_memory_bytes(self, lookups: Lookups) -> int:
+        """Return the least bytes that this rank moves in its own memory for one call."""
+        shape, size = self.shape, self.shape.dtype.itemsize
+        tables = lookups.sample_indices.unique() // shape.rows
+        return costs.backward_floor_memory_bytes(
+            widths=self.layout.widths, batch=shape.batch, rank=self.rank,
+            distinct_rows=torch.bincount(tables, minlength=shape.tables).tolist(),
+            lookups=self.lookups_by_table(lookups), itemsize=size, gradient_itemsize=size,
+            row_accesses=2, state_bytes=8,
+        )  # fmt: skip
 
 
 # The benchmark
@@ -167,71 +171,42 @@ def bench(
     Raises:
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
-    case = Case(shape, group, backwards)
+    case = Backward(shape, group) if backwards else Forward(shape, group)
     chosen = config or case.config
     error = case.check(chosen)
     times = case.time(case.ways(chosen))
     case.owner.synchronize()
     result = {
-        "operator": OPERATOR,
-        "direction": case.direction,
+        "direction": "backward" if backwards else "forward",
         "shape": str(shape) + (", backward" if backwards else ""),
-        "tables": shape.tables,
-        "rows": shape.rows,
-        "width": shape.width,
-        "batch": shape.batch,
-        "lookups": shape.lookups,
         "pooling_factor": shape.pooling_factor,
         **case.header(chosen, "fused", error),
         **_work(case).entries(),
         "times": times,
     }
+    # That depends on no gradient, so it can run before the backward pass.
     if backwards:
         sort = case.measure(functools.partial(case.sort_lookups, config=chosen))
         result["before"] = {"sort of the lookups": dataclasses.asdict(sort)}
     return result
 
 
-def _work(case: Case) -> Work:
+def _work(case: Forward | Backward) -> Work:
     """Return the least work of the direction: means over the sets of lookups."""
-    shape, widths, rank, size = case.shape, case.layout.widths, case.rank, case.shape.dtype.itemsize
-    memory = []
-    for indices, offsets, sample_indices, _ in case.sets:
-        lookups = offsets[:: shape.batch].diff().tolist()
-        if case.is_backward:
-            distinct = torch.bincount(
-                sample_indices.unique() // shape.rows, minlength=shape.tables
-            ).tolist()
-            memory.append(
-                costs.backward_floor_memory_bytes(
-                    widths=widths, batch=shape.batch, rank=rank, distinct_rows=distinct,
-                    lookups=lookups, itemsize=size, gradient_itemsize=size, row_accesses=2,
-                    state_bytes=8,
-                )
-            )  # fmt: skip
-        else:
-            memory.append(
-                costs.floor_memory_bytes(
-                    widths=widths, batch=shape.batch, rank=rank, lookups=lookups, itemsize=size,
-                    output_itemsize=size, index_itemsize=indices.element_size(),
-                )
-            )  # fmt: skip
-    link = costs.backward_floor_link_bytes if case.is_backward else costs.floor_link_bytes
-    memory_bytes, link_bytes = case.maxima(
-        [
-            sum(memory) // len(memory),
-            link(widths=widths, batch=shape.batch, rank=rank, itemsize=size),
-        ]
-    )
-    return Work(memory_bytes, link_bytes)
+    memory_bytes = sum(map(case.floor_memory_bytes, case.sets)) // len(case.sets)
+    link_bytes = case.floor_link_bytes(
+        widths=case.layout.widths, batch=case.shape.batch, rank=case.rank,
+        itemsize=case.shape.dtype.itemsize,
+    )  # fmt: skip
+    return Work(*case.maxima([memory_bytes, link_bytes]))
 
 
 # The study of occupancy and order
 
 
-def resident_programs(case: Case, config: EmbeddingAllToAllConfig) -> int:
+def resident_programs(case: Forward, config: EmbeddingAllToAllConfig) -> int:
     """Return how many programs of the forward kernel this GPU holds, by registers and warps."""
-    compiled = _prepare_forward(case, config).compile()
+    compiled = case.prepared(config).compile()
     compiled._init_handles()
     # Registers are handed out to a warp in units of eight per thread.
     registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
@@ -250,7 +225,7 @@ def study(
 
     Occupancies are 25 to 100 % of the programs that fit.
     """
-    case = Case(shape, group)
+    case = Forward(shape, group)
     chosen = config or case.config
     case.check(chosen)
     # A launch has at most as many programs as there are epoch cells.
@@ -305,42 +280,24 @@ BACKWARD_AXES: dict[str, Sequence[Any]] = {
 _ROUNDS = 2
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Return the best configuration that was found, and its time. Collective.
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> EmbeddingAllToAllConfig:
+    """Return the best configuration that was found. Collective.
 
     The forward pass's settings are tuned, then the backward pass's with the best of these: one
     setting at a time, twice round.
+
+    Raises:
+        BackendError: No configuration runs and is right.
     """
-    case = Case(shape, group)
-    forward = case.tune([constant(case.config), *_ROUNDS * changes_along(FORWARD_AXES)])
-    best_forward = best_of(forward)
+    best = _tuned(Forward(shape, group), None, FORWARD_AXES)
     # The two directions have no setting in common, so one is tuned after the other.
-    case.is_backward = True
-    times = case.tune([constant(best_forward), *_ROUNDS * changes_along(BACKWARD_AXES)])
-    best = best_of(times)
-    return [(forward[best_forward] + times[best], str(best))]
+    return _tuned(Backward(shape, group), best, BACKWARD_AXES)
 
 
-def _prepare_forward(case: Case, config: EmbeddingAllToAllConfig) -> Launch:
-    """Return the forward kernel's launch, for compilation only."""
-    nbytes = case.samples * case.layout.columns * case.shape.dtype.itemsize
-    space = case.owner.outputs.take(nbytes)
-    return launch.prepare(
-        case.owner,
-        case.call(0, config),
-        config,
-        0,
-        space.address,
-        space.buffer_bytes,
-        space.index,
-    )
-
-
-def _compile(case: Case, config: EmbeddingAllToAllConfig, is_backward: bool) -> None:
-    """Compile the kernels of a direction on this rank."""
-    if not is_backward:
-        _prepare_forward(case, config).compile()
-        return
-    lookups = case.sorted_lookups(0, config)
-    call = case.call(0, config)
-    backward.prepare(case.owner, call, case.grad, case.target(), config, lookups, 0).compile()
+def _tuned(
+    case: Forward | Backward,
+    start: EmbeddingAllToAllConfig | None,
+    axes: Mapping[str, Sequence[Any]],
+) -> EmbeddingAllToAllConfig:
+    changes = [constant(start or case.config), *_ROUNDS * changes_along(axes)]
+    return case.fastest(case.tune(changes))

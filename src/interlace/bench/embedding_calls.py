@@ -57,6 +57,15 @@ class Shape:
         return int(first), int(last or first)
 
     @property
+    def tolerance(self) -> float:
+        """The relative error of float32 sums in two orders, and of rounding each result."""
+        largest_bag = max(1, self.range[1])
+        return (
+            8 * math.sqrt(largest_bag) * torch.finfo(torch.float32).eps
+            + 2 * torch.finfo(self.dtype).eps
+        )
+
+    @property
     def pooling_factor(self) -> int:
         """The lookups of a bag on average, as ``choose`` counts them."""
         return next_power_of_2(math.ceil(sum(self.range) / 2))
@@ -94,6 +103,8 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
     """
 
     shape: Shape
+
+    operand_sets = SETS
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
@@ -161,6 +172,11 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
     def lookups(self, i: int) -> Lookups:
         """Return the lookups of the i-th call."""
         return self.sets[i % SETS]
+
+    def lookups_by_table(self, lookups: Lookups) -> list[int]:
+        """Return the number of lookups of each of this rank's tables."""
+        counts: list[int] = lookups.offsets[:: self.shape.batch].diff().tolist()
+        return counts
 
     def call(self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False) -> launch.Call:
         """Return the i-th call; ``alone`` as a group of one makes it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,14 @@ class Shape:
             raise ArgumentError(
                 f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}."
             )
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of a few roundings to the dtype, and of sums of float32."""
+        return (
+            6 * torch.finfo(self.dtype).eps
+            + 8 * math.sqrt(self.ffn + self.hidden) * torch.finfo(torch.float32).eps
+        )
 
     def __str__(self) -> str:
         experts = f"{self.experts} x {self.hidden} x {self.ffn}"
@@ -276,9 +285,8 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
 
     def unfused_forward(self) -> torch.Tensor:
         """Run the layer as a program without Interlace would."""
-        order, positions = self.order()
-        rows = self.exchange(self.x[order // self.shape.top_k], back=False)[self.by_expert]
-        return self.unfused_combine(self.swiglu(self.grouped(rows, self.in_first)), positions)
+        kept = self.keep()
+        return self.weighted_sum(kept.returned, kept.positions)
 
     def keep(self) -> Kept:
         """Run an unfused forward pass and return what it keeps for the backward pass."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant
-from interlace.bench.timing import Timing, measure
+from interlace.bench.collectives import symmetric_all_reduces
 from interlace.comm.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
@@ -38,17 +38,17 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.tokens} x {self.rows} x {self.columns}"
 
+    @property
+    def tolerance(self) -> float:
+        """The relative error that roundings explain.
 
-def tolerance(shape: Shape) -> float:
-    """Return the relative error that roundings explain.
-
-    The output is rounded, by half a unit in the last place, uniformly (/ sqrt(3)); sums over K are
-    float32.
-    """
-    return (
-        1.5 * torch.finfo(shape.dtype).eps / 2
-        + 8 * math.sqrt(max(shape.columns, 1)) * torch.finfo(torch.float32).eps
-    )
+        The output is rounded, by half a unit in the last place, uniformly (/ sqrt(3)); sums over K
+        are float32.
+        """
+        return (
+            1.5 * torch.finfo(self.dtype).eps / 2
+            + 8 * math.sqrt(max(self.columns, 1)) * torch.finfo(torch.float32).eps
+        )
 
 
 class Case(Benchmark[GemvAllReduceConfig]):
@@ -56,18 +56,23 @@ class Case(Benchmark[GemvAllReduceConfig]):
 
     shape: Shape
 
+    # Results are this rank's own memory, so a graph takes no buffers, and a release would make the
+    # ranks agree and allocate anew before each of dozens of candidates.
+    releases = False
+
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
         nbytes = shape.rows * shape.columns * shape.dtype.itemsize
+        # Decoding reads each weight once per token, so no weight may be in the cache at its turn.
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        copies = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
+        self.operand_sets = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
 
         def random(rows: int) -> torch.Tensor:
             size = rows, shape.columns
             return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
 
-        self.weights = [random(shape.rows) for _ in range(copies)]
+        self.weights = [random(shape.rows) for _ in range(self.operand_sets)]
         self.x = random(shape.tokens)
         self.choice = choose(
             tokens=shape.tokens,
@@ -80,7 +85,7 @@ class Case(Benchmark[GemvAllReduceConfig]):
 
     def weight(self, i: int) -> torch.Tensor:
         """Return the weight of the i-th call."""
-        return self.weights[i % len(self.weights)]
+        return self.weights[i % self.operand_sets]
 
     def fused(self, i: int, config: GemvAllReduceConfig) -> torch.Tensor:
         """Run the fused kernel."""
@@ -88,27 +93,11 @@ class Case(Benchmark[GemvAllReduceConfig]):
             self.x, self.weight(i), group=self.group, impl="fused", config=config
         )
 
-    # The check
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
-
     def expected(self, i: int) -> torch.Tensor:
         """Return the sum in float64."""
         y = self.x.double() @ self.weight(i).double().T
         dist.all_reduce(y, group=self.group)
         return y
-
-    def error(self, i: int, config: GemvAllReduceConfig) -> float:
-        """Return the relative error of one call; NaN if anything was left unwritten."""
-        y, expected = self.fused(i, config), self.expected(i)
-        return float((y.double() - expected).norm() / expected.norm())
-
-    def check(self, config: GemvAllReduceConfig) -> float:
-        """Return the largest error of three calls on any rank."""
-        return self.accept([self.error(i, config) for i in range(3)], config)
 
     # The ways
 
@@ -119,27 +108,13 @@ class Case(Benchmark[GemvAllReduceConfig]):
 
     def _pairs(self) -> list[Way]:
         """Return product and collective, and the collective alone, by every library."""
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        process_group = self.group or dist.group.WORLD
-        assert process_group is not None
-        name, size = process_group.group_name, (self.shape.tokens, self.shape.rows)
-        shared = symmetric_memory.empty(size, dtype=self.shape.dtype, device=self.device)
-        symmetric_memory.rendezvous(shared, name)
-        shared.zero_()
+        size = self.shape.tokens, self.shape.rows
+        shared, steps = symmetric_all_reduces(size, self.shape.dtype, self.group)
         # NCCL needs no symmetric memory.
         private = torch.zeros_like(shared)
-        torch_ops = torch.ops.symm_mem
         collectives: dict[str, tuple[torch.Tensor, Step]] = {
             "NCCL": (private, lambda i: dist.all_reduce(private, group=self.group)),
-            "torch one-shot": (
-                shared,
-                lambda i: torch_ops.one_shot_all_reduce(shared, "sum", name),
-            ),
-            "torch two-shot": (
-                shared,
-                lambda i: torch_ops.two_shot_all_reduce_(shared, "sum", name),
-            ),
+            **{library: (shared, step) for library, step in steps.items()},
         }
         ways = []
         for library, (out, collective) in collectives.items():
@@ -160,40 +135,28 @@ class Case(Benchmark[GemvAllReduceConfig]):
         """Return the product without a collective, by cuBLAS and by our kernel."""
         out = self.x.new_empty(self.shape.tokens, self.shape.rows)
         solo = solo_group(self.device)
-
-        def multiply(i: int) -> torch.Tensor:
-            return torch.mm(self.x, self.weight(i).T, out=out)
-
-        def multiply_vector(i: int) -> torch.Tensor:
-            return torch.mv(self.weight(i), self.x[0], out=out[0])
-
-        def run_alone(i: int) -> None:
+        ways: dict[str, Step] = {
+            "cuBLAS mm alone": lambda i: torch.mm(self.x, self.weight(i).T, out=out),
+            "cuBLAS mv alone": lambda i: torch.mv(self.weight(i), self.x[0], out=out[0]),
             # A group of one has no puts and no waits, and all of the compute.
-            prepare(solo, self.x, self.weight(i), None, out, config)()
-
+            "our GEMV alone": lambda i: prepare(solo, self.x, self.weight(i), None, out, config)(),
+        }
         # cuBLAS has a kernel of its own for a single token.
-        vector = [Way("cuBLAS mv alone", "compute", multiply_vector)]
-        return [
-            Way("cuBLAS mm alone", "compute", multiply),
-            *(vector if self.shape.tokens == 1 else []),
-            Way("our GEMV alone", "compute", run_alone),
-        ]
+        if self.shape.tokens != 1:
+            del ways["cuBLAS mv alone"]
+        return [Way(name, "compute", call) for name, call in ways.items()]
 
     def _exchange_alone(self, config: GemvAllReduceConfig) -> Way:
         """Return the fused kernel without columns: all of the communication, of zeros."""
         x, weights = self.x[:, :0], [weight[:, :0] for weight in self.weights]
-
-        def exchange(i: int) -> torch.Tensor:
-            w = weights[i % len(weights)]
-            return gemv_all_reduce(x, w, group=self.group, impl="fused", config=config)
-
-        return Way("our exchange alone", "communication", exchange)
+        options: dict[str, Any] = {"group": self.group, "impl": "fused", "config": config}
+        return Way(
+            "our exchange alone",
+            "communication",
+            lambda i: gemv_all_reduce(x, weights[i % len(weights)], **options),
+        )
 
     # Timing and tuning
-
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
-        return measure(step, period=len(self.weights), samples=samples, group=self.group)
 
     def tuned_call(self, config: GemvAllReduceConfig) -> Step:
         """Return the fused call."""
@@ -228,10 +191,6 @@ def bench(
     times = case.time(case.ways(chosen))
     case.owner.synchronize()
     return {
-        "operator": OPERATOR,
-        "tokens": shape.tokens,
-        "rows": shape.rows,
-        "columns": shape.columns,
         **case.header(chosen, case.choice.impl, error),
         **case.work().entries(),
         "times": times,
@@ -272,10 +231,13 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
         yield GemvAllReduceConfig("two_phase", 32, 128, 4, 5)
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Return the median time of every candidate that runs and is right, fastest first.
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemvAllReduceConfig:
+    """Return the fastest of the candidates that run and are right.
 
     Collective; the same on every rank.
+
+    Raises:
+        BackendError: There is none.
     """
     case = Case(shape, group)
     owner, configs = case.owner, list(candidates(shape.tokens, shape.rows))
@@ -290,9 +252,12 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
     times = case.tune(
         constant(config) for config, is_usable in zip(configs, compiled, strict=True) if is_usable
     )
-    usable = [config for config, time_us in times.items() if math.isfinite(time_us)]
-    usable.sort(key=lambda config: (times[config], str(config)))
+    usable = sorted(
+        (time_us, str(config), config)
+        for config, time_us in times.items()
+        if math.isfinite(time_us)
+    )
     # The fastest of many is partly the luckiest: the best are timed again.
-    again = {config: case.measure(case.tuned_call(config), 25).median_us for config in usable[:4]}
-    first = sorted((time_us, str(config)) for config, time_us in again.items())
-    return [*first, *((times[config], str(config)) for config in usable[4:])]
+    return case.fastest(
+        {config: case.measure(case.tuned_call(config), 25).median_us for _, _, config in usable[:4]}
+    )

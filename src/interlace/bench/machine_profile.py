@@ -10,13 +10,12 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from interlace.bench import profile_fit, sweep
-from interlace.bench.draws import Draw, draws
+from interlace.bench import profile_fit
 from interlace.bench.products import sets_past_cache
 from interlace.bench.timing import measure
 from interlace.comm import Group, copies, group_of
@@ -38,11 +37,6 @@ class ProductTime:
     columns: int
     inner: int
     us: float
-
-
-def calls(seed: int, world_size: int, count: int) -> list[Draw]:
-    """Return the calls of operators that a profile is measured with, in their order."""
-    return list(itertools.islice(draws(seed, world_size), count))
 
 
 def measure_products() -> list[ProductTime]:
@@ -94,30 +88,25 @@ def measure_link(group: Group) -> float:
     return _LINK_BYTES / timing.median_us * 1e6
 
 
-def run(drawn: Sequence[Draw], is_over: Callable[[], bool]) -> dict[str, Any]:
-    """Measure products, the link, and drawn calls until the time is over; collective.
-
-    Returns:
-        What :func:`profile_from` takes, as JSON can hold it.
-    """
-    results = []
-    measured = {
+def measure_rates() -> dict[str, Any]:
+    """Return times of products and the rate of a link, as JSON can hold them; collective."""
+    return {
         "products": [dataclasses.asdict(each) for each in measure_products()],
         "link_bytes_per_s": measure_link(group_of()),
+        "world_size": group_of().world_size,
     }
-    for draw in drawn:
-        if is_over():
-            break
-        results.append(sweep.bench(draw, torch.bfloat16))
-        torch.cuda.empty_cache()
-    return {**measured, "results": results}
 
 
 # From measurements to a profile
 
 
 def profile_from(
-    start: MachineProfile, gpu: str, processors: int, measured: dict[str, Any], source: str
+    start: MachineProfile,
+    gpu: str,
+    processors: int,
+    rates: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    source: str,
 ) -> MachineProfile:
     """Return the profile that measurements show.
 
@@ -125,22 +114,23 @@ def profile_from(
         start: What is known before: the GPU's own profile, or a guess.
         gpu: The GPU's name, as ``torch.cuda.get_device_name`` has it.
         processors: Its number of streaming multiprocessors.
-        measured: What :func:`run` returns.
+        rates: What :func:`measure_rates` has returned.
+        results: Results of calls, as those of :func:`interlace.bench.sweep.bench`.
         source: Where and when it was measured.
     """
-    products = [ProductTime(**each) for each in measured["products"]]
+    products = [ProductTime(**each) for each in rates["products"]]
     machine = dataclasses.replace(
         start,
         gpu=gpu,
         processors=processors,
         source=source,
-        link_bytes_per_s=float(f"{measured['link_bytes_per_s']:.4g}"),
+        link_bytes_per_s=float(f"{rates['link_bytes_per_s']:.4g}"),
         corrections={},
         results=[],
         is_guess=False,
     )
     machine = dataclasses.replace(machine, product=fit_rates(machine, products))
-    points = profile_fit.points_of([measured])
+    points = profile_fit.points_of([{"results": results}])
     compositions = {
         operator: {**known, **profile_fit.scaled(machine, points).get(operator, {})}
         for operator, known in machine.compositions.items()

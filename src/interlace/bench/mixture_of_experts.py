@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Step, Way, Work, best_of, changes_along, constant
+from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
 from interlace.bench.expert_calls import ROUTINGS, Calls, Shape
-from interlace.bench.timing import Timing, measure
 from interlace.comm.group import solo_group
 from interlace.comm.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
@@ -24,21 +21,11 @@ PARTS = ("combine", "forward", "backward")
 _RESULTS = ("y", "x's gradient", "weights' gradient", "w_in's gradient", "w_out's gradient")
 
 
-def tolerance(shape: Shape) -> float:
-    """Return the relative error of a few roundings to the dtype, and of sums of float32."""
-    return (
-        6 * torch.finfo(shape.dtype).eps
-        + 8 * math.sqrt(shape.ffn + shape.hidden) * torch.finfo(torch.float32).eps
-    )
-
-
 class Case(Calls):
     """A layer with its check, its ways and its times."""
 
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
+    # A way may use launches that were prepared before, and with them the group's workspaces.
+    releases = False
 
     def check(self, config: MixtureOfExpertsConfig) -> float:
         """Return the largest difference between fused and unfused, both directions, on any rank."""
@@ -52,15 +39,13 @@ class Case(Calls):
         expected = [self.unfused_forward(), *self.unfused_backward(self.keep())]
         # Our kernels have gate and up in turn.
         expected[3] = expected[3].view(self.local, 2, shape.ffn, shape.hidden).transpose(1, 2)
-        errors = [_relative(ours, pair) for ours, pair in zip([y, *grads], expected, strict=True)]
+        errors = [
+            relative_error(ours, pair) for ours, pair in zip([y, *grads], expected, strict=True)
+        ]
         # The message tells which results are wrong on this rank.
         named = zip(_RESULTS, errors, strict=True)
-        wrong = [name for name, error in named if not error <= self.tolerance]
+        wrong = [name for name, error in named if not error <= self.shape.tolerance]
         return self.accept(errors, config, *wrong)
-
-    def measure(self, step: Step, samples: int = 15) -> Timing:
-        """Time a call on all ranks at once."""
-        return measure(step, samples=samples, group=self.group)
 
     def tuned_call(self, config: MixtureOfExpertsConfig) -> Step:
         """Return a forward and a backward pass."""
@@ -78,12 +63,6 @@ class Case(Calls):
         self.config = config
         for step in _launches(self):
             step.compile()
-
-
-def _relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(
-        (result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)
-    )
 
 
 # The benchmark
@@ -111,15 +90,8 @@ def bench(
         times = case.time(_WAYS[part](case))
         results.append(
             {
-                "operator": OPERATOR,
                 "part": part,
                 "shape": f"{shape}, {part}",
-                "tokens": shape.tokens,
-                "hidden": shape.hidden,
-                "ffn": shape.ffn,
-                "experts": shape.experts,
-                "top_k": shape.top_k,
-                "routing": shape.routing,
                 **case.header(case.config, case.auto, error),
                 **_work(case, part).entries(),
                 "times": times,
@@ -134,6 +106,7 @@ def _combine_ways(case: Case) -> list[Way]:
     # The last two launches of a call are the second product and the sum.
     (*_, combine, total), _ = case.prepared(case.call(False))
     (*_, alone, _), _ = case.prepared(case.alone())
+    # Each way begins where the first product ends, from the same rows.
     kept = case.keep()
     positions, both = kept.positions, kept.both
     active = case.swiglu(both)
@@ -271,16 +244,17 @@ AXES: dict[str, Sequence[int]] = {
 }
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[float, str]]:
-    """Return the best configuration that was found for the layer, and its time; none if none runs.
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
+    """Return the best configuration that was found for the layer.
 
     The time is of a forward and a backward pass. One setting is tuned at a time, once round.
     Collective; the same on every rank.
+
+    Raises:
+        BackendError: No configuration runs and is right.
     """
     case = Case(shape, group=group)
-    times = case.tune([constant(case.config), *changes_along(AXES)])
-    best = best_of(times)
-    return [] if math.isinf(times[best]) else [(times[best], str(best))]
+    return case.fastest(case.tune([constant(case.config), *changes_along(AXES)]))
 
 
 def _launches(case: Case) -> list[Launch]:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import collectives
-from interlace.bench.benchmark import Benchmark, Step, Way, Work, best_of, constant
+from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant, relative_error
 from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.group import solo_group
-from interlace.errors import ArgumentError, InterlaceError
+from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
@@ -27,16 +27,7 @@ from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
 from interlace.units import ceil_div
 
-__all__ = [
-    "Case",
-    "Shape",
-    "bench",
-    "check_ways",
-    "declared",
-    "sets_past_cache",
-    "tolerance",
-    "tune",
-]
+__all__ = ["Case", "Shape", "bench", "check_ways", "declared", "sets_past_cache", "tune"]
 
 _MOST_SETS = 16
 """Sets of operands that calls take in turn, at most."""
@@ -82,18 +73,18 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.rows} x {self.columns} x {self.inner}"
 
+    @property
+    def tolerance(self) -> float:
+        """The relative error that roundings explain.
 
-def tolerance(shape: Shape) -> float:
-    """Return the relative error that roundings explain.
-
-    The parts and the output are rounded, by half a unit in the last place, uniformly (/ sqrt(3));
-    sums over K are float32.
-    """
-    result_dtype = torch.bfloat16 if shape.dtype == FLOAT8 else shape.dtype
-    return (
-        2.0 * torch.finfo(result_dtype).eps / 2
-        + 8 * math.sqrt(max(shape.inner, 1)) * torch.finfo(torch.float32).eps
-    )
+        The parts and the output are rounded, by half a unit in the last place, uniformly (/
+        sqrt(3)); sums over K are float32.
+        """
+        result_dtype = torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
+        return (
+            2.0 * torch.finfo(result_dtype).eps / 2
+            + 8 * math.sqrt(max(self.inner, 1)) * torch.finfo(torch.float32).eps
+        )
 
 
 class Case(Benchmark[GemmConfig]):
@@ -130,6 +121,7 @@ class Case(Benchmark[GemmConfig]):
         self.gathered = (
             random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
         )
+        # Collectives alone send this memory, and sums of what torch.empty finds may be NaN or slow.
         self.product = torch.zeros(shape.rows, shape.columns, dtype=shape.dtype, device=device)
         self.received = torch.empty_like(self.product)
         self.choice = self.operator.choose(
@@ -169,22 +161,6 @@ class Case(Benchmark[GemmConfig]):
         x, w = self.operands(i)
         x = self.gathered if self.operator.returns_gathered else x
         return torch.mm(x, w.T, out=self.product if out is None else out)
-
-    # The check
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error that roundings explain."""
-        return tolerance(self.shape)
-
-    def check(self, config: GemmConfig) -> float:
-        """Return the largest error of three calls on any rank."""
-        return self.accept([self.error(i, config) for i in range(3)], config)
-
-    def error(self, i: int, config: GemmConfig) -> float:
-        """Return the relative difference of one call from float64, on this rank."""
-        y, expected = self.call(i, "fused", config), self.expected(i)
-        return relative_error(y, expected)
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the result in float64; the unfused pair's for a collective of no library."""
@@ -237,6 +213,7 @@ class Case(Benchmark[GemmConfig]):
         return sorted(ways, key=lambda way: way.role == "pair")
 
     def _display_name(self, impl: str) -> str:
+        # Without a library's collective there is no pair that NCCL could be named for.
         has_nccl = self.operator.collective in collectives.COLLECTIVES
         return PAIR_NAMES.get(impl, impl) if has_nccl else impl
 
@@ -285,16 +262,6 @@ class Case(Benchmark[GemmConfig]):
         return Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over that of ``expected``, in float64; 0 for a rank without
-    rows.
-    """
-    if not expected.numel():
-        return 0.0
-    exact = expected.double()
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 def check_ways(case: Case, ways: Iterable[Way]) -> None:
     """Compare our ways with the operator's unfused pair.
 
@@ -338,11 +305,7 @@ def bench(
     times |= case.time([*carried, *case.parts(chosen)])
     case.owner.synchronize()
     return {
-        "operator": shape.operator,
         "shape": str(shape),
-        "rows": shape.rows,
-        "columns": shape.columns,
-        "inner": shape.inner,
         **case.header(chosen, case.choice.impl, error),
         **case.work().entries(),
         "times": times,
@@ -354,14 +317,8 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemmConfig:
     """Return the fastest of the candidates that run and are right. Collective.
 
     Raises:
-        InterlaceError: There is none.
+        BackendError: There is none.
     """
     case = Case(shape, group)
     candidates = case.operator.candidates(case.choice.config, shape.rows, case.owner.world_size)
-    times = case.tune(constant(candidate) for candidate in candidates)
-    if math.isinf(min(times.values())):
-        raise InterlaceError(
-            f"{shape.operator} {shape}: some configuration must run and be right; none did on "
-            "this GPU."
-        )
-    return best_of(times)
+    return case.fastest(case.tune(constant(candidate) for candidate in candidates))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from interlace.bench.roles import role_of
@@ -167,13 +167,9 @@ def title(operator: str, result: Result) -> str:
 
 def table(operator: str, result: Result) -> Table:
     """Return a table of every time of a result, for a terminal."""
-    from rich.table import Table
-
     summary = summarise(result)
-    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
-    view.add_column("what")
-    for heading in ("median us", "p10 - p90 us", "skew us", "fused is"):
-        view.add_column(heading, justify="right")
+    headings = ("what", "median us", "p10 - p90 us", "skew us", "fused is")
+    view = _view(operator, result, headings, left=("what",))
     times: dict[str, Any] = result["times"]
     order = {name: _order(name, time) for name, time in times.items()}
     best = {summary.unfused[0], summary.compute[0]}
@@ -214,6 +210,17 @@ def table(operator: str, result: Result) -> Table:
     return view
 
 
+def _view(operator: str, result: Result, headings: Sequence[str], left: Collection[str]) -> Table:
+    """Return an empty table of a result; columns other than ``left`` hold numbers."""
+    # Imported here: the pure functions of this module need no terminal.
+    from rich.table import Column, Table
+
+    columns = [Column(name, justify="left" if name in left else "right") for name in headings]
+    return Table(
+        *columns, title=title(operator, result), title_justify="left", caption_justify="left"
+    )
+
+
 def _order(name: str, time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
     """Return the sort key of a time: the fused kernel, pairs, compute, the others."""
     role, impl = role_of(name, time)
@@ -222,11 +229,8 @@ def _order(name: str, time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]
 
 def study_table(operator: str, result: Result) -> Table:
     """Return a table of time against occupancy, in each order, for a terminal."""
-    from rich.table import Table
-
-    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
-    for heading in ("occupancy", "order", "programs", "median us", "p10 - p90 us", "skew us"):
-        view.add_column(heading, justify="left" if heading == "order" else "right")
+    headings = ("occupancy", "order", "programs", "median us", "p10 - p90 us", "skew us")
+    view = _view(operator, result, headings, left=("order",))
     for point in result["points"]:
         view.add_row(
             f"{point['occupancy_percent']} %",
@@ -242,19 +246,9 @@ def study_table(operator: str, result: Result) -> Table:
 
 def transports_table(operator: str, result: Result) -> Table:
     """Return a table of every way to carry a product to its ranks, with its kernels."""
-    from rich.table import Table
-
-    view = Table(title=title(operator, result), title_justify="left", caption_justify="left")
-    for heading in (
-        "way",
-        "median us",
-        "p10 - p90 us",
-        "over cuBLAS alone us",
-        "kernels: blocks, us",
-    ):
-        view.add_column(
-            heading, justify="left" if heading in ("way", "kernels: blocks, us") else "right"
-        )
+    left = ("way", "kernels: blocks, us")
+    headings = (left[0], "median us", "p10 - p90 us", "over cuBLAS alone us", left[1])
+    view = _view(operator, result, headings, left)
     alone = result["ways"]["cuBLAS alone"]["median_us"]
     for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
         is_part = role_of(name, way)[0] in ("compute", "communication")
@@ -288,6 +282,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
         for impl in own_impls(result)
     )
     ours = "Interlace" if several else "fused"
+    # Results keep the order of their files; a reader compares rows, which a sort would tear apart.
     for document in documents:
         machine = machine_line(document["machine"], str(document.get("date", "")))
         # Files of one machine share its line.

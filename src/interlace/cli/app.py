@@ -62,11 +62,6 @@ app.add_typer(tune_app, name="tune")
 app.add_typer(sim_app, name="sim")
 
 
-@tune_app.callback()
-def _tune() -> None:
-    """Measure which implementation and configuration is fastest, and write the tuned table."""
-
-
 @tune_app.command("profile")
 def tune_profile(
     files: Annotated[

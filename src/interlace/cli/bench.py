@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,38 @@ from rich.table import Table
 from interlace import tuning
 from interlace.bench import report
 from interlace.cli import tuned
+from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import command_line, make_console, now, run_ranks
-from interlace.cli.outputs import Outputs
+from interlace.cli.outputs import Outputs, read_json
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
 _MAX_RANKS = 8
 
 
-def show(
-    document: dict[str, Any],
+def run_bench(
     operator: str,
+    work: Sequence[Any],
+    measure: Measure,
+    world_size: int | None,
     outputs: Outputs,
+    *,
+    verb: str = "Measuring",
     table: Callable[[str, Any], Table] = report.table,
 ) -> None:
-    """Print every result as a table on the terminal."""
+    """Measure an operator for ``interlace bench``, and print every result as a table.
+
+    Args:
+        operator: the operator's name.
+        work: sizes of each measured shape.
+        measure: function that every rank calls with the sizes of a shape.
+        world_size: number of ranks; None for all GPUs.
+        outputs: the files of the command.
+        verb: first word of the progress bar.
+        table: function that makes a result's table.
+    """
+    title = f"{verb} {operator}"
+    document = measure_on_gpus("bench", title, work, measure, world_size, outputs)
     console = make_console()
     for result in document["results"]:
         console.print(table(operator, result))
@@ -35,43 +52,42 @@ def show(
     outputs.say_written(console, "All numbers")
 
 
-def write_table(
-    document: dict[str, Any], old_table: dict[str, Any] | None, operator: str, outputs: Outputs
+def run_tune(
+    operator: str,
+    work: Sequence[Any],
+    measure: Measure,
+    world_size: int | None,
+    outputs: Outputs,
+    *,
+    verb: str = "Tuning",
 ) -> None:
-    """Put the document's results into the tuned table and print them.
+    """Measure an operator for ``interlace tune``, and put its results into the tuned table.
 
-    Args:
-        document: what :func:`measure_on_gpus` returned.
-        old_table: the contents of the table before; None if there was none.
-        operator: the operator's name.
-        outputs: the files of the command, of which ``table`` is extended.
+    The arguments are those of :func:`run_bench`; ``outputs.table`` is the table to extend.
     """
-    entries = [tuned.entry(result) for result in document["results"]]
+    assert outputs.table is not None
+    # A table that cannot be extended is refused before minutes are spent on measuring.
+    old_table = tuned.read(outputs.table, operator)
+    title = f"{verb} {operator}"
+    document = measure_on_gpus("tune", title, work, measure, world_size, outputs)
+    machine, results = document["machine"], document["results"]
+    entries = [tuned.entry(result) for result in results]
     console = make_console()
-    for entry, result in zip(entries, document["results"], strict=True):
+    for entry, result in zip(entries, results, strict=True):
         fused = f"fused {entry['fused_us']} us ({entry['config']}), " if "fused_us" in entry else ""
         console.print(
             f"{report.shape(result)}: {entry['impl']}; {fused}"
             f"{entry['unfused']} {entry['unfused_us']} us"
         )
-    outputs.write_table(lambda: tuned.merge(old_table, operator, document["machine"], entries))
-    assert outputs.table is not None
+    outputs.write_table(lambda: tuned.merge(old_table, operator, machine, entries))
     console.print(f"Tuned table: {outputs.table}")
-    if document["machine"]["gpus"]:
-        name = tuning.file_name(operator, document["machine"]["gpus"][0])
+    # Without a GPU's name there is no telling which table Interlace would read.
+    for gpu in machine["gpus"][:1]:
+        name = tuning.file_name(operator, gpu)
         if outputs.table.name != name:
             console.print(
                 f"Interlace reads it when it is src/interlace/tuning/tables/{name}.", style="dim"
             )
-
-
-def read_table(outputs: Outputs, operator: str) -> dict[str, Any] | None:
-    """Return the tuned table that is to be extended; None if there is none yet.
-
-    Commands call it before they measure for minutes.
-    """
-    assert outputs.table is not None
-    return tuned.read(outputs.table, operator)
 
 
 def require_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
@@ -84,18 +100,32 @@ def require_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
         raise ArgumentError(f"--dtype must be one of {', '.join(known)}; got {dtype!r}.")
 
 
+def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
+    """Parse the value of ``--shape``, such as ``"8192x2048"``, as positive numbers.
+
+    Args:
+        text: the option's value.
+        meaning: the sizes and what they are of, for the message.
+        example: a value that is right; it has as many sizes as ``text`` must have.
+
+    Raises:
+        ArgumentError: ``text`` has other than so many positive numbers.
+    """
+    parts = text.lower().split("x")
+    if len(parts) != len(example.split("x")) or not all(
+        part.isdecimal() and int(part) for part in parts
+    ):
+        raise ArgumentError(f"--shape must be {meaning}; got {text!r}. Say --shape {example}.")
+    return tuple(map(int, parts))
+
+
 def read_document(file: Path) -> dict[str, Any]:
     """Read a file that ``interlace bench --json`` wrote.
 
     Raises:
         ArgumentError: it is not one.
     """
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"{file} must be a JSON file that interlace bench wrote; {error}."
-        ) from error
+    document: dict[str, Any] = read_json(file, "a JSON file that interlace bench wrote")
     if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
         raise ArgumentError(
             f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
@@ -107,12 +137,12 @@ def measure_on_gpus(
     command: str,
     title: str,
     work: Sequence[Any],
-    worker: Callable[..., list[dict[str, Any]]],
-    more: tuple[Any, ...],
+    measure: Measure,
     world_size: int | None,
     outputs: Outputs,
+    budget_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Run ``worker(folder, work, *more, header, file)`` on every rank; return its results.
+    """Measure shapes on all ranks, as :func:`interlace.cli.bench_ranks.run_rank` does.
 
     The returned document is what ``--json`` writes, which grows shape by shape.
 
@@ -147,10 +177,11 @@ def measure_on_gpus(
         make_console(),
         f"{title} on {world_size} GPUs",
         len(work),
-        worker,
+        run_rank,
         world_size,
         list(work),
-        *more,
+        measure,
+        budget_s,
         header,
         file,
         backend="cuda",

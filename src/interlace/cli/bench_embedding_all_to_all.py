@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,9 @@ import typer
 from interlace.bench.embedding_all_to_all import OPERATOR
 from interlace.bench.report import study_table
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_embedding_rank
+from interlace.cli.bench_ranks import measure_embeddings
 from interlace.cli.console import make_console
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -20,14 +21,10 @@ from interlace.registry import Operator
 _DEFAULT = ("64x200000x256",)
 _HALF = {"tables": 64, "rows": 200_000, "width": 128, "lookups": "32", "dtype": "float16"}
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="TxNxD",
-        help="Tables, rows and width of each rank, say 64x200000x256; several times.",
-    ),
-]
+_SHAPES = shape_option(
+    "TxNxD",
+    "Tables, rows and width of each rank, say 64x200000x256; several times.",
+)
 Lookups = Annotated[
     str, typer.Option(help="Lookups of a bag, separated by commas; 0-60 draws from 0 to 60.")
 ]
@@ -41,7 +38,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 
 def bench_operator(
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
     world_size: Ranks = None,
@@ -71,13 +68,12 @@ def bench_operator(
     outputs = Outputs(json=json_file, plot=plot)
     kind = "study" if study else "backward" if backward else "forward"
     work = parse_work(shape, lookups, batch, dtype)
-    title = f"{'Studying' if study else 'Measuring'} {OPERATOR}"
-    document = bench.measure_on_gpus(
-        "bench", title, work, run_embedding_rank, (dtype, kind), world_size, outputs
-    )
+    measure = functools.partial(measure_embeddings, dtype=dtype, kind=kind)
     if not study:
-        bench.show(document, OPERATOR, outputs)
+        bench.run_bench(OPERATOR, work, measure, world_size, outputs)
         return
+    title = f"Studying {OPERATOR}"
+    document = bench.measure_on_gpus("bench", title, work, measure, world_size, outputs)
     for result in document["results"]:
         make_console().print(study_table(OPERATOR, result))
     from interlace.cli.picture import draw_study
@@ -87,7 +83,7 @@ def bench_operator(
 
 def tune_operator(
     table: TableFile,
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
     world_size: Ranks = None,
@@ -98,18 +94,9 @@ def tune_operator(
     the tuned table.
     """
     outputs = Outputs(json=json_file, table=table)
-    old_table = bench.read_table(outputs, OPERATOR)
     work = parse_work(shape, lookups, batch, dtype)
-    document = bench.measure_on_gpus(
-        "tune",
-        f"Tuning {OPERATOR}",
-        work,
-        run_embedding_rank,
-        (dtype, "tune"),
-        world_size,
-        outputs,
-    )
-    bench.write_table(document, old_table, OPERATOR, outputs)
+    measure = functools.partial(measure_embeddings, dtype=dtype, kind="tune")
+    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
 
 
 def parse_work(
@@ -129,21 +116,12 @@ def parse_work(
                 f"--lookups must be numbers or ranges separated by commas; got {count!r}. Say "
                 "--lookups 1,20,0-60."
             )
-    # Without --shape, one more point: narrow tables in half precision.
-    sizes = [parse_tables(shape) for shape in shapes or _DEFAULT]
+    meaning, names = "TxNxD: tables, rows and width", ("tables", "rows", "width")
+    sizes = [bench.parse_sizes(text, meaning, "64x200000x256") for text in shapes or _DEFAULT]
     work: list[dict[str, Any]] = [
-        {**size, "lookups": count, "batch": batch} for size in sizes for count in counts
+        {**dict(zip(names, size, strict=True)), "lookups": count, "batch": batch}
+        for size in sizes
+        for count in counts
     ]
+    # Without --shape, one more point: narrow tables in half precision.
     return work if shapes else [*work, {**_HALF, "batch": batch}]
-
-
-def parse_tables(text: str) -> dict[str, int]:
-    """Parse ``"64x200000x256"`` as tables, rows and width of each rank."""
-    parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentError(
-            f"--shape must be TxNxD: tables, rows and width; got {text!r}. Say --shape "
-            "64x200000x256."
-        )
-    tables, rows, width = map(int, parts)
-    return {"tables": tables, "rows": rows, "width": width}

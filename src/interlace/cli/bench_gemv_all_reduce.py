@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import functools
+from typing import Annotated
 
 import typer
 
 from interlace.bench.gemv_all_reduce import OPERATOR
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_rank
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.bench_ranks import measure_gemv
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -25,15 +26,10 @@ SHAPES = (
 )
 
 Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="NxK",
-        help="Rows and columns of one rank's weight, say 8192x2048; several times. "
-        "\\[default: seven]",
-    ),
-]
+_SHAPES = shape_option(
+    "NxK",
+    "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
+)
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
@@ -44,7 +40,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 def bench_operator(
     tokens: Tokens = "1",
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
     json_file: JsonFile = None,
@@ -55,15 +51,16 @@ def bench_operator(
     """GEMV + AllReduce: fused, every unfused pair, compute alone, communication alone, and the
     physical floor.
     """
-    outputs = Outputs(json=json_file)
-    document = _measure("bench", tokens, shape, world_size, dtype, tune, outputs)
-    bench.show(document, OPERATOR, outputs)
+    outputs, work = Outputs(json=json_file), parse_work(tokens, shape, dtype)
+    measure = functools.partial(measure_gemv, dtype=dtype, tunes=tune)
+    verb = "Tuning" if tune else "Measuring"
+    bench.run_bench(OPERATOR, work, measure, world_size, outputs, verb=verb)
 
 
 def tune_operator(
     table: TableFile,
     tokens: Tokens = "1,2,4,8,16,32,64",
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
     json_file: JsonFile = None,
@@ -71,29 +68,21 @@ def tune_operator(
     """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned
     table.
     """
-    outputs = Outputs(json=json_file, table=table)
-    old_table = bench.read_table(outputs, OPERATOR)
-    document = _measure("tune", tokens, shape, world_size, dtype, True, outputs)
-    bench.write_table(document, old_table, OPERATOR, outputs)
+    outputs, work = Outputs(json=json_file, table=table), parse_work(tokens, shape, dtype)
+    measure = functools.partial(measure_gemv, dtype=dtype, tunes=True)
+    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
 
 
-def _measure(
-    command: str,
-    tokens: str,
-    shapes: list[str] | None,
-    world_size: int | None,
-    dtype: str,
-    tune: bool,
-    outputs: Outputs,
-) -> dict[str, Any]:
-    """Measure every shape at every number of tokens."""
-    sizes = [parse_shape(shape) for shape in shapes or SHAPES]
-    # Options are refused before a minute is spent on the first shape.
+def parse_work(tokens: str, shapes: list[str] | None, dtype: str) -> list[tuple[int, int, int]]:
+    """Return the tokens, rows and columns of every shape at every number of tokens."""
+    sizes = [
+        bench.parse_sizes(shape, "NxK, the sizes of one rank's weight", "8192x2048")
+        for shape in shapes or SHAPES
+    ]
+    # All options are refused before a minute is spent on the first shape.
     counts = parse_tokens(tokens)
     bench.require_dtype(dtype)
-    work = [(count, rows, columns) for rows, columns in sizes for count in counts]
-    title = f"{'Tuning' if tune else 'Measuring'} {OPERATOR}"
-    return bench.measure_on_gpus(command, title, work, run_rank, (dtype, tune), world_size, outputs)
+    return [(count, rows, columns) for rows, columns in sizes for count in counts]
 
 
 def parse_tokens(text: str) -> list[int]:
@@ -108,14 +97,3 @@ def parse_tokens(text: str) -> list[int]:
             "1,2,4."
         )
     return tokens
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Parse ``"8192x2048"`` as ``(8192, 2048)``: N and K/R of one rank's weight."""
-    rows, _, columns = text.lower().partition("x")
-    if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise ArgumentError(
-            f"--shape must be NxK, the sizes of one rank's weight; got {text!r}. Say --shape "
-            "8192x2048."
-        )
-    return int(rows), int(columns)

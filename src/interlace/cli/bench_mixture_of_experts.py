@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import typer
 
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_experts_rank
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile
+from interlace.cli.bench_ranks import measure_experts
+from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -17,15 +18,10 @@ from interlace.registry import Operator
 SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
 """Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="ExHxFxK",
-        help="Experts of all ranks, hidden, FFN and experts a token; several times. "
-        "\\[default: two]",
-    ),
-]
+_SHAPES = shape_option(
+    "ExHxFxK",
+    "Experts of all ranks, hidden, FFN and experts a token; several times. \\[default: two]",
+)
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
 
 
@@ -36,7 +32,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 
 def bench_operator(
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     tokens: Tokens = 4096,
     routing: Annotated[
         str, typer.Option(help="balanced, skewed, or both with a comma.")
@@ -58,21 +54,14 @@ def bench_operator(
     if part not in ("all", *PARTS):
         raise ArgumentError(f"--part must be one of {', '.join(('all', *PARTS))}; got {part!r}.")
     outputs = Outputs(json=json_file)
-    document = bench.measure_on_gpus(
-        "bench",
-        f"Measuring {OPERATOR}",
-        parse_work(shape, tokens, routing, dtype),
-        run_experts_rank,
-        (dtype, part, config),
-        world_size,
-        outputs,
-    )
-    bench.show(document, OPERATOR, outputs)
+    work = parse_work(shape, tokens, routing, dtype)
+    measure = functools.partial(measure_experts, dtype=dtype, part=part, config=config)
+    bench.run_bench(OPERATOR, work, measure, world_size, outputs)
 
 
 def tune_operator(
     table: TableFile,
-    shape: Shapes = None,
+    shape: list[str] | None = _SHAPES,
     tokens: Tokens = 4096,
     world_size: Ranks = None,
     dtype: Dtype = "bfloat16",
@@ -82,17 +71,10 @@ def tune_operator(
     the tuned table.
     """
     outputs = Outputs(json=json_file, table=table)
-    old_table = bench.read_table(outputs, OPERATOR)
-    document = bench.measure_on_gpus(
-        "tune",
-        f"Tuning {OPERATOR}",
-        parse_work(shape, tokens, "balanced", dtype),
-        run_experts_rank,
-        (dtype, "tune", ""),
-        world_size,
-        outputs,
-    )
-    bench.write_table(document, old_table, OPERATOR, outputs)
+    # The balanced routing stands for all: the table's sizes do not tell routings apart.
+    work = parse_work(shape, tokens, "balanced", dtype)
+    measure = functools.partial(measure_experts, dtype=dtype, part="tune", config="")
+    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
 
 
 def parse_work(
@@ -106,18 +88,11 @@ def parse_work(
             raise ArgumentError(
                 f"--routing must be {' or '.join(ROUTINGS)}, or both with a comma; got {name!r}."
             )
-    sizes = [parse_layer(shape) for shape in shapes or SHAPES]
-    return [{**size, "tokens": tokens, "routing": name} for size in sizes for name in routings]
-
-
-def parse_layer(text: str) -> dict[str, int]:
-    """Parse ``"8x4096x14336x2"`` as experts, hidden, ffn and top_k."""
-    parts = text.lower().split("x")
-    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentError(
-            "--shape must be ExHxFxK: experts of all ranks, hidden, FFN and experts a token; got "
-            f"{text!r}. "
-            f"Say --shape 8x4096x14336x2."
-        )
-    experts, hidden, ffn, top_k = map(int, parts)
-    return {"experts": experts, "hidden": hidden, "ffn": ffn, "top_k": top_k}
+    meaning = "ExHxFxK: experts of all ranks, hidden, FFN and experts a token"
+    names = ("experts", "hidden", "ffn", "top_k")
+    sizes = [bench.parse_sizes(text, meaning, "8x4096x14336x2") for text in shapes or SHAPES]
+    return [
+        {**dict(zip(names, size, strict=True)), "tokens": tokens, "routing": name}
+        for size in sizes
+        for name in routings
+    ]

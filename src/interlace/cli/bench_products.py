@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from interlace.bench import report
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_product_rank
+from interlace.cli.bench_ranks import measure_product
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
@@ -25,19 +26,16 @@ DTYPES = ("bfloat16", "float16")
 
 _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can be compared
 
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--shape",
-        metavar="MxNxK",
-        help="One rank's product, say 8192x8192x2048; several times. \\[default: eight]",
-    ),
-]
+
+_SHAPES = shape_option(
+    "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
+)
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
     """Add an operator's commands."""
     title = title_of(operator)
+    parse = functools.partial(parse_work, operator.name)
 
     @bench_app.command(
         operator.name,
@@ -45,7 +43,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         "floor.",
     )
     def bench_operator(
-        shape: Shapes = None,
+        shape: list[str] | None = _SHAPES,
         world_size: Ranks = None,
         dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
@@ -65,43 +63,53 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
             _require_transports(operator.name)
         kind = "transports" if transports else "tune" if tune else "bench"
         table = report.transports_table if transports else report.table
-        outputs = Outputs(json=json_file)
-        work = parse_work(operator.name, shape or SHAPES, dtype)
-        document = bench.measure_on_gpus(
-            "bench",
-            f"Measuring {operator.name}",
-            work,
-            run_product_rank,
-            (dtype, kind),
-            world_size,
-            outputs,
-        )
-        bench.show(document, operator.name, outputs, table)
+        outputs, work = Outputs(json=json_file), parse(shape, dtype)
+        measure = functools.partial(measure_product, dtype=dtype, kind=kind)
+        bench.run_bench(operator.name, work, measure, world_size, outputs, table=table)
 
-    @tune_app.command(
+    add_tune_command(
+        tune_app,
         operator.name,
-        help=f"{title}: find good configurations and write each shape's to the tuned table.",
+        f"{title}: find good configurations and write each shape's to the tuned table.",
+        _SHAPES,
+        parse,
+        functools.partial(measure_product, kind="tune"),
     )
+
+
+def add_tune_command(
+    app: typer.Typer,
+    operator: str,
+    description: str,
+    shapes: Any,
+    parse: Callable[[list[str] | None, str], list[tuple[Any, ...]]],
+    measure: Callable[..., list[dict[str, Any]]],
+    *,
+    verb: str = "Tuning",
+) -> None:
+    """Add ``interlace tune`` of an operator around products.
+
+    Args:
+        app: the group of the command.
+        operator: the operator's name.
+        description: the command's help.
+        shapes: the option that :func:`shape_option` has made.
+        parse: function of the shapes and the dtype that returns the work.
+        measure: function that measures one piece of work with a ``dtype``, on every rank.
+        verb: first word of the progress bar.
+    """
+
+    @app.command(operator, help=description)
     def tune_operator(
         table: TableFile,
-        shape: Shapes = None,
+        shape: list[str] | None = shapes,
         world_size: Ranks = None,
         dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
     ) -> None:
-        outputs = Outputs(json=json_file, table=table)
-        old_table = bench.read_table(outputs, operator.name)
-        work = parse_work(operator.name, shape or SHAPES, dtype)
-        document = bench.measure_on_gpus(
-            "tune",
-            f"Tuning {operator.name}",
-            work,
-            run_product_rank,
-            (dtype, "tune"),
-            world_size,
-            outputs,
-        )
-        bench.write_table(document, old_table, operator.name, outputs)
+        outputs, work = Outputs(json=json_file, table=table), parse(shape, dtype)
+        measure_dtype = functools.partial(measure, dtype=dtype)
+        bench.run_tune(operator, work, measure_dtype, world_size, outputs, verb=verb)
 
 
 def _require_transports(operator: str) -> None:
@@ -123,29 +131,16 @@ def _require_transports(operator: str) -> None:
 
 def parse_work(
     operator: str,
-    shapes: Sequence[str],
+    shapes: Sequence[str] | None,
     dtype: str,
-    names: str = "MxNxK",
-    description: str = "product",
+    *,
+    default: Sequence[str] = SHAPES,
+    meaning: str = "MxNxK, the sizes of one rank's product",
+    example: str = "4096x4096x4096",
 ) -> list[tuple[Any, ...]]:
-    """Return the operator and the sizes of every shape, each of which :func:`parse_sizes` reads."""
-    bench.require_dtype(dtype, DTYPES)
-    return [(operator, *parse_sizes(shape, names, description)) for shape in shapes]
+    """Return the operator and the sizes of every shape, or of the default shapes.
 
-
-def parse_sizes(text: str, names: str, description: str) -> tuple[int, ...]:
-    """Parse ``"8192x8192x2048"`` as M, N and K of one rank's product.
-
-    Args:
-        text: the option's value.
-        names: the sizes' names in order, such as ``"MxNxK"``.
-        description: the thing that has these sizes, for messages.
+    ``meaning`` and ``example`` are those of :func:`interlace.cli.bench.parse_sizes`.
     """
-    parts, expected = text.lower().split("x"), names.split("x")
-    if len(parts) != len(expected) or not all(part.isdecimal() and int(part) for part in parts):
-        example = "x".join({"B": "2"}.get(name, "4096") for name in expected)
-        raise ArgumentError(
-            f"--shape must be {names}, the sizes of one rank's {description}; got {text!r}. Say "
-            f"--shape {example}."
-        )
-    return tuple(map(int, parts))
+    bench.require_dtype(dtype, DTYPES)
+    return [(operator, *bench.parse_sizes(shape, meaning, example)) for shape in shapes or default]

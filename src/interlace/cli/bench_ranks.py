@@ -1,13 +1,14 @@
 """The work of each rank of ``interlace bench`` and ``interlace tune``.
 
-Every function here is called as ``worker(folder, work, *more, header, file)`` on every rank. After
-each shape rank 0 writes ``header`` and the results so far to ``file``, so a long run that is cut
-off is not lost; every rank advances the progress bar by a step.
+Every rank calls :func:`run_rank` with the shapes and one of the ``measure_...`` functions, to which
+the command has bound its options by name. After each shape rank 0 writes the results so far to the
+file of ``--json``, so a long run that is cut off is not lost.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,190 +19,32 @@ import torch.distributed as dist
 
 from interlace.bench.draws import Draw
 from interlace.cli.ranks import advance
-from interlace.errors import BackendError
 
 Result = dict[str, Any]
+Measure = Callable[[Any], list[Result]]
+"""A function that benchmarks the sizes of one shape. Ranks are processes, so it can be pickled."""
 
 
 def run_rank(
     folder: str,
-    shapes: list[tuple[int, int, int]],
-    dtype: str,
-    tune: bool,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Benchmark every ``(tokens, rows, columns)``, with its best configuration if ``tune``."""
-    from interlace.bench import gemv_all_reduce as operator
-    from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
-
-    def measure(sizes: tuple[int, int, int]) -> list[Result]:
-        shape = operator.Shape(*sizes, getattr(torch, dtype))
-        config = None
-        if tune:
-            config = GemvAllReduceConfig.parse(
-                _best(operator.OPERATOR, shape, operator.tune(shape))
-            )
-        return [operator.bench(shape, config)]
-
-    return _measure_all(shapes, measure, folder, header, file)
-
-
-def run_embedding_rank(
-    folder: str,
-    shapes: list[Result],
-    dtype: str,
-    kind: str,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Benchmark pooled embeddings of every shape.
-
-    Args:
-        folder: Folder in which progress is written.
-        shapes: Sizes by name; a shape may name its own dtype.
-        dtype: Dtype of the other shapes.
-        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions, in the forward's
-            result) or ``"study"``.
-        header: Entries of the file besides results.
-        file: File for the results so far, on rank 0.
-    """
-    from interlace.bench import embedding_all_to_all as operator
-    from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
-
-    def measure(sizes: Result) -> list[Result]:
-        shape = operator.Shape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
-        if kind == "study":
-            return [operator.study(shape)]
-        if kind == "tune":
-            config = _best(operator.OPERATOR, shape, operator.tune(shape))
-            return [operator.bench(shape, EmbeddingAllToAllConfig.parse(config))]
-        return [operator.bench(shape, backwards=kind == "backward")]
-
-    return _measure_all(shapes, measure, folder, header, file)
-
-
-def run_experts_rank(
-    folder: str,
-    shapes: list[Result],
-    dtype: str,
-    part: str,
-    config: str,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Benchmark a mixture of experts of every shape.
-
-    Args:
-        folder: Folder in which progress is written.
-        shapes: Sizes by name.
-        dtype: Dtype of all shapes.
-        part: A part of the layer, ``"all"``, or ``"tune"``: then the forward part with the best
-            configuration.
-        config: The configuration; empty for the default one.
-        header: Entries of the file besides results.
-        file: File for the results so far, on rank 0.
-    """
-    from interlace.bench import mixture_of_experts as operator
-    from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
-
-    parts = {"all": operator.PARTS, "tune": ("forward",)}.get(part, (part,))
-
-    def measure(sizes: Result) -> list[Result]:
-        shape = operator.Shape(**{**sizes, "dtype": getattr(torch, dtype)})
-        text = _best(operator.OPERATOR, shape, operator.tune(shape)) if part == "tune" else config
-        chosen = MixtureOfExpertsConfig.parse(text) if text else None
-        return operator.bench(shape, chosen, parts=parts)
-
-    return _measure_all(shapes, measure, folder, header, file)
-
-
-def run_product_rank(
-    folder: str,
-    shapes: list[tuple[str, int, int, int]],
-    dtype: str,
-    kind: str,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Benchmark every ``(operator, M, N, K)`` of the operators around a product.
-
-    Args:
-        folder: Folder in which progress is written.
-        shapes: Operators and sizes.
-        dtype: Dtype of all shapes.
-        kind: ``"bench"``, ``"tune"`` (then benchmarked with the best configuration) or
-            ``"transports"``.
-        header: Entries of the file besides results.
-        file: File for the results so far, on rank 0.
-    """
-    from interlace.bench import products, transports
-
-    def measure(work: tuple[str, int, int, int]) -> list[Result]:
-        shape = products.Shape(*work, getattr(torch, dtype))
-        if kind == "transports":
-            return [transports.compare(shape)]
-        return [products.bench(shape, products.tune(shape) if kind == "tune" else None)]
-
-    return _measure_all(shapes, measure, folder, header, file)
-
-
-def run_batch_rank(
-    folder: str,
-    shapes: list[tuple[str, int, int, int, int]],
-    dtype: str,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Benchmark every ``(operator, B, M, N, K)`` of the operators on batches of products."""
-    from interlace.bench import batches
-
-    def measure(work: tuple[str, int, int, int, int]) -> list[Result]:
-        operator, count, rows, columns, inner = work
-        shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
-        return [batches.bench(shape)]
-
-    return _measure_all(shapes, measure, folder, header, file)
-
-
-def run_sweep_rank(
-    folder: str,
-    drawn: list[Draw],
-    dtype: str,
+    work: Iterable[Any],
+    measure: Measure,
     budget_s: float,
     header: Result,
     file: str | None,
 ) -> list[Result]:
-    """Measure drawn calls until the time is over, as rank 0 sees it."""
-    from interlace.bench import sweep
+    """Measure one shape after the other; return all results.
 
-    def measure(draw: Draw) -> list[Result]:
-        return [sweep.bench(draw, getattr(torch, dtype))]
-
-    return _measure_all(_within(budget_s, drawn), measure, folder, header, file)
-
-
-def _within(budget_s: float, drawn: list[Draw]) -> Iterator[Draw]:
-    """Return drawn calls until the time is over, as rank 0 sees it. Each step is collective."""
-    end = time.monotonic() + budget_s
-    for draw in drawn:
-        is_over = torch.tensor(float(time.monotonic() > end), device="cuda")
-        dist.broadcast(is_over, 0)
-        if is_over.item():
-            return
-        yield draw
-
-
-def _measure_all(
-    work: Iterable[Any],
-    measure: Callable[[Any], list[Result]],
-    folder: str,
-    header: Result,
-    file: str | None,
-) -> list[Result]:
-    """Measure one shape after the other; return all results."""
+    Args:
+        folder: Folder in which progress is written.
+        work: Sizes of each shape, as ``measure`` takes them.
+        measure: Function that benchmarks one shape; collective.
+        budget_s: Seconds after which no further shape is begun.
+        header: Entries of the file besides results.
+        file: File for the results so far, which rank 0 writes; None for no file.
+    """
     results: list[Result] = []
-    for sizes in work:
+    for sizes in _within(budget_s, work):
         results += measure(sizes)
         # The next shape's operands may need all of the GPU's memory.
         torch.cuda.empty_cache()
@@ -212,14 +55,92 @@ def _measure_all(
     return results
 
 
-def _best(operator: str, shape: object, times: list[tuple[float, str]]) -> str:
-    """Return the fastest configuration of those that were tuned.
+def _within(budget_s: float, work: Iterable[Any]) -> Iterator[Any]:
+    """Yield shapes until the time is over, as rank 0 sees it. Each step is collective."""
+    end = time.monotonic() + budget_s
+    for sizes in work:
+        # Clocks of ranks differ, and a rank that began another shape alone would wait for ever.
+        if math.isfinite(budget_s):
+            is_over = torch.tensor(float(time.monotonic() > end), device="cuda")
+            dist.broadcast(is_over, 0)
+            if is_over.item():
+                return
+        yield sizes
 
-    Raises:
-        BackendError: There is none.
+
+def measure_gemv(sizes: tuple[int, int, int], *, dtype: str, tunes: bool) -> list[Result]:
+    """Benchmark ``(tokens, rows, columns)``, with the best configuration if ``tunes``."""
+    from interlace.bench import gemv_all_reduce as operator
+
+    shape = operator.Shape(*sizes, getattr(torch, dtype))
+    return [operator.bench(shape, operator.tune(shape) if tunes else None)]
+
+
+def measure_embeddings(sizes: Result, *, dtype: str, kind: str) -> list[Result]:
+    """Benchmark pooled embeddings.
+
+    Args:
+        sizes: Sizes by name; they may name a dtype of their own.
+        dtype: Dtype of shapes that name none.
+        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions are tuned, and the
+            forward pass is timed) or ``"study"``.
     """
-    if not times:
-        raise BackendError(
-            f"{operator} {shape}: some configuration must run and be right; none did on this GPU."
-        )
-    return times[0][1]
+    from interlace.bench import embedding_all_to_all as operator
+
+    shape = operator.Shape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
+    if kind == "study":
+        return [operator.study(shape)]
+    config = operator.tune(shape) if kind == "tune" else None
+    return [operator.bench(shape, config, backwards=kind == "backward")]
+
+
+def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> list[Result]:
+    """Benchmark a mixture of experts.
+
+    Args:
+        sizes: Sizes by name.
+        dtype: Dtype of the layer.
+        part: A part of the layer, ``"all"``, or ``"tune"``: then the forward pass with the best
+            configuration.
+        config: The configuration; empty for the default one.
+    """
+    from interlace.bench import mixture_of_experts as operator
+    from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+
+    shape = operator.Shape(**sizes, dtype=getattr(torch, dtype))
+    if part == "tune":
+        return operator.bench(shape, operator.tune(shape), parts=("forward",))
+    chosen = MixtureOfExpertsConfig.parse(config) if config else None
+    return operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
+
+
+def measure_product(work: tuple[str, int, int, int], *, dtype: str, kind: str) -> list[Result]:
+    """Benchmark ``(operator, M, N, K)`` of an operator around a product.
+
+    Args:
+        work: Operator and sizes.
+        dtype: Dtype of the operands.
+        kind: ``"bench"``, ``"tune"`` (then with the best configuration) or ``"transports"``.
+    """
+    from interlace.bench import products, transports
+
+    shape = products.Shape(*work, getattr(torch, dtype))
+    if kind == "transports":
+        return [transports.compare(shape)]
+    return [products.bench(shape, products.tune(shape) if kind == "tune" else None)]
+
+
+def measure_batch(work: tuple[str, int, int, int, int], *, dtype: str) -> list[Result]:
+    """Benchmark ``(operator, B, M, N, K)`` of an operator on a batch of products."""
+    from interlace.bench import batches
+
+    operator, count, rows, columns, inner = work
+    shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
+    return [batches.bench(shape)]
+
+
+def measure_draw(draw: Draw, *, dtype: str) -> list[Result]:
+    """Measure every implementation of one drawn call."""
+    from interlace.bench import sweep
+
+    return [sweep.bench(draw, getattr(torch, dtype))]

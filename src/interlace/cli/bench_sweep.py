@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -15,7 +16,7 @@ from rich.table import Table
 from interlace.bench import profile_fit, report
 from interlace.bench.draws import MOST_FLOPS, draws
 from interlace.cli import bench
-from interlace.cli.bench_ranks import run_sweep_rank
+from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
@@ -51,10 +52,10 @@ def run_sweep(
                 "bench",
                 "Measuring random calls",
                 work,
-                run_sweep_rank,
-                (dtype, budget_s),
+                functools.partial(measure_draw, dtype=dtype),
                 world_size,
                 outputs,
+                budget_s,
             )
     console, ratios = make_console(), ratios_of(document["results"])
     console.print(summary_table(ratios, "Predicted"))

@@ -5,12 +5,13 @@ recommendation model that trains.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from interlace.cli import demo_dlrm, demo_mapped, demo_ranks, machine, picture
 from interlace.cli.console import command_line, make_console, now, run_ranks
@@ -85,6 +86,7 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
         "passed": all(model["passed"] for model in models),
         "models": models,
     }
+    # The picture is of these models only, so it is drawn before the other two parts run.
     _show(console, document, outputs)
     document["mapped"] = demo_mapped.run(console, world_size, backend)
     document["dlrm"] = demo_dlrm.run(console, world_size, backend)
@@ -106,10 +108,10 @@ def _judge(
     It passes if every rank is right, all are bitwise alike, and ``interlace.costs`` predicts the
     traffic.
     """
-    from interlace.bench.gemv_all_reduce import Shape, tolerance
+    from interlace.bench.gemv_all_reduce import Shape
 
     rows, columns = shape
-    error, allowed = max(rank["error"] for rank in ranks), tolerance(Shape(tokens, rows, columns))
+    error, allowed = max(rank["error"] for rank in ranks), Shape(tokens, rows, columns).tolerance
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
     is_equal = len({rank["digest"] for rank in ranks}) == 1
@@ -151,13 +153,11 @@ def _show(console: Console, document: dict[str, Any], outputs: Outputs) -> None:
 def _cpu_table(document: dict[str, Any]) -> Table:
     first = document["models"][0]
     table = _table(
+        ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"),
+        ("error", "puts", "bytes sent"),
         "Puts and bytes that left all ranks together, counted; in brackets, what interlace.costs "
-        "predicts."
+        "predicts.",
     )
-    for heading in ("model", "w [N, K]", f"of a rank,\nscaled 1/{first['scale']}"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("error", "puts", "bytes sent"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         counted, predicted = (_total(model, key) for key in ("counted", "predicted"))
         table.add_row(
@@ -172,14 +172,12 @@ def _cpu_table(document: dict[str, Any]) -> Table:
 
 def _cuda_table(document: dict[str, Any]) -> Table:
     table = _table(
+        ("model", "w [N, K]"),
+        ("error", "sent", "fused", "unfused", "compute", "fused is"),
         "Sent: bytes of all ranks together, as interlace.costs predicts. Times: the slowest "
         "rank's median in microseconds, in CUDA "
-        "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone."
+        "graphs, weights not in the cache. Unfused: F.linear, then NCCL. Compute: F.linear alone.",
     )
-    for heading in ("model", "w [N, K]"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("error", "sent", "fused", "unfused", "compute", "fused is"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for model in document["models"]:
         times = model["ranks"][0]["times_us"]
         table.add_row(
@@ -193,9 +191,16 @@ def _cuda_table(document: dict[str, Any]) -> Table:
     return table
 
 
-def _table(caption: str) -> Table:
+def _table(words: Sequence[str], numbers: Sequence[str], caption: str) -> Table:
+    """Return an empty table: columns of words, and then columns of numbers."""
     return Table(
-        caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0
+        *(Column(heading, no_wrap=True) for heading in words),
+        *(Column(heading, justify="right", no_wrap=True) for heading in numbers),
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
     )
 
 

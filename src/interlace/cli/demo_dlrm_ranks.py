@@ -37,15 +37,9 @@ ON_CPU = Sizes(
     tables=4, rows=16, width=8, batch=32, fused_steps=2, steps=16, cardinality=6, layers=(16,)
 )
 ON_CUDA = Sizes(
-    tables=26,
-    rows=100_000,
-    width=128,
-    batch=8192,
-    fused_steps=20,
-    steps=100,
-    cardinality=1000,
+    tables=26, rows=100_000, width=128, batch=8192, fused_steps=20, steps=100, cardinality=1000,
     layers=(512, 256),
-)
+)  # fmt: skip
 
 
 def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace import tuning
-from interlace.cli.doctor_host import ABSENT, MISSING, OK, Row, first_line
+from interlace.cli.doctor_host import ABSENT, MISSING, OK, Row, first_line, needed
 
 _MOST_RANKS = 8
 """The largest group of an operator."""
@@ -53,24 +53,19 @@ def check_cuda() -> list[Row]:
         rows.append(Row(f"GPU {i}", OK, meaning))
     rows += _links(torch, count)
     rows.append(_sharing(torch, count))
-    rows.append(
-        Row("cuda-bindings", OK, "maps the GPUs' memory side by side")
-        if _importable("cuda.bindings.driver")
-        else Row(
-            "cuda-bindings",
-            MISSING,
-            "maps the GPUs' memory side by side",
-            "pip install cuda-bindings",
-        )
-    )
+    duty = "maps the GPUs' memory side by side"
+    is_importable = _importable("cuda.bindings.driver")
+    rows.append(needed("cuda-bindings", is_importable, duty, duty, "pip install cuda-bindings"))
     rows.append(_triggers(torch.device("cuda", 0)))
     rows += _compiler()
     nccl = nccl_version()
     rows.append(
-        Row("NCCL", OK, f"{nccl}; process groups, and what unfused calls use")
-        if nccl
-        else Row(
-            "NCCL", MISSING, "process groups of GPU ranks", "install a stock CUDA build of torch"
+        needed(
+            "NCCL",
+            nccl,
+            f"{nccl}; process groups, and what unfused calls use",
+            "process groups of GPU ranks",
+            "install a stock CUDA build of torch",
         )
     )
     rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
@@ -84,6 +79,7 @@ def _triggers(device: Any) -> Row:
     That cannot be looked at without cuda-bindings, which is a row of its own.
     """
     check = "stream memory operations"
+    # The look itself goes through the driver's bindings.
     if not _importable("cuda.bindings.driver"):
         return Row(check, ABSENT, "not looked at: cuda-bindings is not installed")
     from interlace.comm.copies import supports_triggers
@@ -174,19 +170,17 @@ def _compiler() -> list[Row]:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return [
-        Row("C compiler", OK, f"{Path(compiler).name}, for Triton's launch stubs")
-        if compiler
-        else Row(
+        needed(
             "C compiler",
-            MISSING,
+            compiler,
+            f"{Path(compiler or '').name}, for Triton's launch stubs",
             "Triton compiles a launch stub for every kernel",
             "install gcc or clang, or set CC",
         ),
-        Row("Python headers", OK, "for Triton's launch stubs")
-        if header.is_file()
-        else Row(
+        needed(
             "Python headers",
-            MISSING,
+            header.is_file(),
+            "for Triton's launch stubs",
             "Triton's launch stubs include Python.h",
             f"install python{version}-dev",
         ),

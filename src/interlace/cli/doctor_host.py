@@ -32,6 +32,18 @@ class Row:
     action: str = ""
 
 
+def needed(check: str, is_there: object, works: str, missing: str, action: str) -> Row:
+    """Return the row of a thing that a backend cannot do without.
+
+    Args:
+        check: the thing.
+        is_there: whether it is there.
+        works, missing: the meaning if it is there, and if it is not.
+        action: the advice if it is not.
+    """
+    return Row(check, OK, works) if is_there else Row(check, MISSING, missing, action)
+
+
 def check_packages() -> list[Row]:
     """Check the versions of Python and of the packages that kernels need."""
     from interlace.cli.machine import package_version
@@ -112,11 +124,10 @@ def check_cpu() -> list[Row]:
     except ImportError:
         gloo = False
     rows.append(
-        Row("Gloo", OK, "process groups of CPU ranks")
-        if gloo
-        else Row(
+        needed(
             "Gloo",
-            MISSING,
+            gloo,
+            "process groups of CPU ranks",
             "torch was built without it; ranks agree on the host through it",
             "install a stock torch",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,3 +19,14 @@ Ranks = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 HalfDtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
+
+
+def shape_option(names: str, description: str) -> Any:
+    """Return the option ``--shape``, which may be given several times.
+
+    Args:
+        names: the sizes' names in order, such as ``"MxNxK"``.
+        description: the option's help.
+    """
+    # A default rather than an annotation: commands that are made in a loop have names of their own.
+    return typer.Option(None, "--shape", metavar=names, help=description)

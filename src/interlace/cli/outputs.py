@@ -135,6 +135,22 @@ def to_json(document: object) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
+def read_json(file: Path, meaning: str) -> Any:
+    """Read a document.
+
+    Args:
+        file: the file.
+        meaning: what the file must be, for the message.
+
+    Raises:
+        ArgumentError: the file cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{file} must be {meaning}; {error}.") from error
+
+
 def _write_text(file: Path, text: str) -> None:
     """Write a text file.
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from interlace.errors import ArgumentError
+from interlace.sim.figure import open_figure
 
 # Okabe and Ito's colours, one per rank: colour-blind readers can tell them apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
@@ -24,43 +24,36 @@ _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
 def draw(document: dict[str, Any], file: Path) -> None:
-    """Draw the demo's document as a PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure = _timeline(document) if document["backend"] == "cpu" else _bars(document)
-    figure.savefig(file, dpi=150, format="png")
-    pyplot.close(figure)
-
-
-def draw_study(document: dict[str, Any], file: Path) -> None:
-    """Draw a study of occupancy and order as a PNG: a panel per shape, a line per order.
+    """Draw the demo's document.
 
     Raises:
         ArgumentError: the file cannot be written.
     """
-    import matplotlib
+    if document["backend"] == "cpu":
+        ranks = len(document["models"][-1]["ranks"])
+        with open_figure(file, 11, 2.6 + 1.1 * max(2, ranks) * 0.85) as figure:
+            _timeline(document, figure)
+    else:
+        with open_figure(file, 9, 4.8) as figure:
+            _bars(document, figure)
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
 
+def draw_study(document: dict[str, Any], file: Path) -> None:
+    """Draw a study of occupancy and order: a panel per shape, a line per order.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
     results = document["results"]
     columns = min(3, len(results))
     rows = math.ceil(len(results) / columns)
-    figure, grid = pyplot.subplots(
-        2 * rows,
-        columns,
-        figsize=(1 + 4 * columns, 4.6 * rows),
-        height_ratios=(3, 1) * rows,
-        squeeze=False,
-        layout="constrained",
-    )
+    with open_figure(file, 1 + 4 * columns, 4.6 * rows) as figure:
+        _study_panels(results, figure, rows, columns)
+
+
+def _study_panels(results: list[dict[str, Any]], figure: Any, rows: int, columns: int) -> None:
+    # Each panel is two of the grid's rows: times above, and the skew of ranks below.
+    grid = figure.subplots(2 * rows, columns, height_ratios=(3, 1) * rows, squeeze=False)
     for panel, result in enumerate(results):
         row, column = divmod(panel, columns)
         above, below = grid[2 * row][column], grid[2 * row + 1][column]
@@ -91,28 +84,16 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
         for part in (0, 1):
             grid[2 * (blank // columns) + part][blank % columns].set_axis_off()
     grid[0][0].legend(frameon=False)
-    try:
-        figure.savefig(file, dpi=150, format="png")
-    except OSError as error:
-        raise ArgumentError(
-            f"{file} must be a file that can be written; {error.strerror}."
-        ) from error
-    finally:
-        pyplot.close(figure)
 
 
-def _timeline(document: dict[str, Any]) -> Any:
+def _timeline(document: dict[str, Any], figure: Any) -> None:
     """Draw two panels, one lane per rank: the fused kernel, and the kernel taken apart."""
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     model = document["models"][-1]
     ranks = model["ranks"]
-    height = 2.6 + 1.1 * max(2, len(ranks)) * 0.85
-    figure, (above, below) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(11, height), layout="constrained"
-    )
+    above, below = figure.subplots(2, 1, sharex=True)
     figure.suptitle(
         f"gemv_all_reduce: who sent what when\n{model['name']} down projection at "
         f"1/{model['scale']}, "
@@ -120,25 +101,17 @@ def _timeline(document: dict[str, Any]) -> Any:
         f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
         fontsize=12,
     )
-    start = min(rank["fused"]["start"] for rank in ranks)
-    for rank in ranks:
-        span = rank["fused"]
-        _span(
-            above,
-            rank["rank"],
-            span["start"] - start,
-            span["end"] - start,
-            _COMPUTE,
-            hatched=len(ranks) > 1,
-        )
-        _puts(above, rank["rank"], span["puts"], start, len(ranks))
-    start = min(rank["unfused"]["start"] for rank in ranks)
-    for rank in ranks:
-        span = rank["unfused"]
-        _span(below, rank["rank"], span["start"] - start, span["computed"] - start, _COMPUTE)
-        if span["end"] > span["computed"] and len(ranks) > 1:
-            _span(below, rank["rank"], span["computed"] - start, span["end"] - start, _EXCHANGE)
-        _puts(below, rank["rank"], span["puts"], start, len(ranks))
+    for axes, kind in ((above, "fused"), (below, "unfused")):
+        start = min(rank[kind]["start"] for rank in ranks)
+        for rank in ranks:
+            span, lane = rank[kind], rank["rank"]
+            # A fused kernel computes to its end; it sends meanwhile if there is anybody to send to.
+            computed = span.get("computed", span["end"])
+            is_fused = kind == "fused" and len(ranks) > 1
+            _span(axes, lane, span["start"] - start, computed - start, _COMPUTE, hatched=is_fused)
+            if span["end"] > computed and len(ranks) > 1:
+                _span(axes, lane, computed - start, span["end"] - start, _EXCHANGE)
+            _puts(axes, lane, span["puts"], start, len(ranks))
     for axes, text in zip(
         (above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True
     ):
@@ -175,17 +148,13 @@ def _timeline(document: dict[str, Any]) -> Any:
         fontsize=9,
         frameon=False,
     )
-    return figure
 
 
 def _span(
     axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False
 ) -> None:
-    style = (
-        {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
-        if hatched
-        else {"color": colour}
-    )
+    hatch = {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
+    style = hatch if hatched else {"color": colour}
     axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **style)
 
 
@@ -219,12 +188,10 @@ def _lanes(axes: Any, world_size: int) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _bars(document: dict[str, Any]) -> Any:
+def _bars(document: dict[str, Any], figure: Any) -> None:
     """Draw fused, unfused and compute alone, side by side for every model."""
-    from matplotlib import pyplot
-
     models = document["models"]
-    figure, axes = pyplot.subplots(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
     kinds = (
         ("unfused", "#D55E00", "unfused: F.linear, then NCCL"),
         ("fused", "#0072B2", "fused: one kernel"),
@@ -250,7 +217,6 @@ def _bars(document: dict[str, Any]) -> Any:
         fontsize=12,
     )
     axes.legend(frameon=False, fontsize=9)
-    return figure
 
 
 def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True) -> list[str]:

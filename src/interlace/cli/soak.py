@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import multiprocessing
 import os
 import random
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from interlace.bench.report import machine_line
 from interlace.cli.bench import read_document
@@ -59,7 +58,7 @@ def run(
 
     from interlace.cli import machine
     from interlace.testing.cases import IMPLEMENTATIONS
-    from interlace.testing.soak import ROUND_CALLS, Plan, run_rank
+    from interlace.testing.soak import ROUND_CALLS, Plan, on_interrupt, run_rank
 
     gpus = torch.cuda.device_count()
     if backend not in ("auto", "cpu", "cuda"):
@@ -92,10 +91,11 @@ def run(
         deadline_s=deadline_s or _DEADLINE_S,
     )
     header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
-    with _interrupts_go_to_ranks():
+    with on_interrupt(_pass_on_interrupt):
         result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
     document = {**header, "results": [result]}
     outputs.write_json(lambda: document)
@@ -123,6 +123,7 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
                     f"{file} must be a JSON file that interlace soak wrote; it is another "
                     "command's."
                 )
+            # Calls that count twice would claim more testing than there was.
             for earlier in results:
                 if _overlap(result, earlier):
                     raise ArgumentError(
@@ -179,10 +180,8 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
         for operator, implementations in result["by_operator"].items():
             for impl, count in implementations.items():
                 counts[operator, impl] += count
-    table = Table(title="Calls made", title_justify="left")
-    table.add_column("operator")
-    table.add_column("implementation")
-    table.add_column("calls", justify="right")
+    calls = Column("calls", justify="right")
+    table = Table("operator", "implementation", calls, title="Calls made", title_justify="left")
     for (operator, impl), count in sorted(counts.items()):
         table.add_row(operator, impl, f"{count:,}")
     return table
@@ -206,41 +205,23 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     # Calls are made in rounds, so a repetition begins with the first call of a round.
     start = call - call % result["round_calls"]
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
-    words = [
-        "interlace",
-        "soak",
-        "--backend",
-        result["backend"],
-        "--ranks",
-        str(result["world_size"]),
-    ]
-    words += [
-        "--seed",
-        str(result["seed"]),
-        "--start",
-        str(start),
-        "--calls",
-        str(call - start + 1),
-        *operators,
-    ]
-    return shlex.join(words)
+    options = {
+        "--backend": result["backend"],
+        "--ranks": result["world_size"],
+        "--seed": result["seed"],
+        "--start": start,
+        "--calls": call - start + 1,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return shlex.join(["interlace", "soak", *words, *operators])
 
 
-@contextlib.contextmanager
-def _interrupts_go_to_ranks() -> Iterator[None]:
-    """The first Ctrl-C goes to the ranks, which end with the report so far; the second one ends
+def _pass_on_interrupt(*_: object) -> None:
+    """Pass the first Ctrl-C on to the ranks, which end with the report so far; the second one ends
     everything.
     """
-
-    def forward(*_: object) -> None:
-        # The second interrupt raises KeyboardInterrupt as usual.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for process in multiprocessing.active_children():
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    # The second interrupt raises KeyboardInterrupt as usual.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for process in multiprocessing.active_children():
+        if process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from rich.table import Table
 
 from interlace.bench import machine_profile, profile_fit
-from interlace.bench.draws import Draw
+from interlace.bench.draws import Draw, draws
 from interlace.cli import bench
+from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
@@ -44,34 +45,31 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
         # Every call is to be measured, whatever this user's programs have measured before.
         before = os.environ.get("INTERLACE_CACHE_DIR")
         os.environ["INTERLACE_CACHE_DIR"] = folder
+        # The rates of products and links first, then as many calls as there is time for.
+        work = [None, *itertools.islice(draws(_SEED, max(count, 2)), _MOST_CALLS)]
         document = bench.measure_on_gpus(
-            "tune",
-            "Measuring this machine",
-            machine_profile.calls(_SEED, max(count, 2), _MOST_CALLS),
-            measure_rank,
-            (budget_s,),
-            world_size,
-            outputs,
+            "tune", "Measuring this machine", work, measure, world_size, outputs, budget_s
         )
         if before is None:
             del os.environ["INTERLACE_CACHE_DIR"]
         else:
             os.environ["INTERLACE_CACHE_DIR"] = before
-    (measured,) = document["results"]
+    rates, *results = document["results"]
     gpu = gpus.pop()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     profile = machine_profile.profile_from(
         profile_of(gpu, processors),
         gpu,
         processors,
-        measured,
-        f"measured here on {document['date'][:10]}, {len(measured['results'])} calls of "
-        f"{measured['world_size']} ranks",
+        rates,
+        results,
+        f"measured here on {document['date'][:10]}, {len(results)} calls of "
+        f"{rates['world_size']} ranks",
     )
     file = own_file(gpu)
     write(file, profile)
     console = make_console()
-    console.print(_table(profile, measured))
+    console.print(_table(profile, results))
     console.print(
         f"{profile.gpu}: {profile.product.flops_per_s / 1e12:.0f} TFLOP/s, memory "
         f"{profile.product.memory_bytes_per_s / 1e9:.0f} GB/s, links "
@@ -80,19 +78,11 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     console.print(f"Profile: {file}. Remove the file to go back to what is shipped.")
 
 
-def measure_rank(
-    folder: str, drawn: list[Draw], budget_s: float, header: dict[str, Any], file: str | None
-) -> list[dict[str, Any]]:
-    """Measure on every rank, until the time is over as rank 0 sees it."""
-    end = time.monotonic() + budget_s
-
-    def is_over() -> bool:
-        over = torch.tensor(float(time.monotonic() > end), device="cuda")
-        dist.broadcast(over, 0)
-        return bool(over.item())
-
-    measured = machine_profile.run(drawn, is_over)
-    return [{**measured, "world_size": dist.get_world_size()}]
+def measure(draw: Draw | None) -> list[dict[str, Any]]:
+    """Measure one drawn call, or the rates of products and links for None; collective."""
+    if draw is None:
+        return [machine_profile.measure_rates()]
+    return measure_draw(draw, dtype="bfloat16")
 
 
 def write(file: Path, profile: MachineProfile) -> None:
@@ -108,10 +98,10 @@ def write(file: Path, profile: MachineProfile) -> None:
         raise
 
 
-def _table(profile: MachineProfile, measured: dict[str, Any]) -> Any:
+def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
     """Return how far the profile is from what was measured, by implementation."""
     table = make_table("operator", "implementation", "times", "median error")
-    points = profile_fit.points_of([measured])
+    points = profile_fit.points_of([{"results": results}])
     for operator, compositions in profile.compositions.items():
         for name in compositions:
             own = [

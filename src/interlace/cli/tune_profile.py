@@ -35,6 +35,7 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
     if not fitted.compositions:
         raise ArgumentError(f"results must have more of a product's times; got {len(points)}.")
     calls = {(point.operator, point.call) for point in points}
+    # The source keeps what earlier fits said of products and links, which this one leaves as it is.
     profile = dataclasses.replace(
         fitted,
         source=f"{start.source.split('; compositions')[0]}; compositions: {len(points)} times of "

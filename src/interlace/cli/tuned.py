@@ -8,12 +8,12 @@ fused_us, chunked_us and the like where measured, unfused_us (the fastest unfuse
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from interlace.bench.report import fastest_impl, impl_times, own_impls, summarise
+from interlace.cli.outputs import read_json
 from interlace.errors import ArgumentError
 from interlace.registry import operator_named
 
@@ -40,10 +40,7 @@ def read(file: Path, operator: str) -> dict[str, Any] | None:
     """
     if not file.exists():
         return None
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{file} must be a tuned table or not exist; {error}.") from error
+    table = read_json(file, "a tuned table or not exist")
     if (
         not isinstance(table, dict)
         or table.get("operator") != operator

@@ -5,6 +5,7 @@ See ``docs/explorer.md``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.ranks import Rank
 from interlace.testing.report import Report
 from interlace.testing.search import Search
-from interlace.testing.trees import Tree, all_of
+from interlace.testing.trees import Tree
 
 
 def explore(
@@ -84,12 +85,15 @@ def explore(
     with hooks.installed(), torch.random.fork_rng(devices=[]):
         while True:
             cells = CellTable(ranks, grain)
-            trees = [
-                Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still)
-                for rank in range(ranks)
-            ]
             try:
-                with all_of(trees):
+                # A tree has a thread that stands still and a mapping, and both must end with it.
+                with contextlib.ExitStack() as stack:
+                    trees = [
+                        Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still)
+                        for rank in range(ranks)
+                    ]
+                    for tree in trees:
+                        stack.callback(tree.close)
                     search = Search(trees, cells, hooks.Judge(), random.Random(seed))
                     return search.replay(replay) if replay else search.run(schedules, preemptions)
             except FinerGrain as finer:

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import triton.language as tl
@@ -90,22 +91,25 @@ def installed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(shortcuts.taken())
         stack.enter_context(cpu_faults.living_in(_World()))
-        for name, hook in _HOOKS.items():
-            stack.enter_context(
-                _replaced(_builder, name, functools.partial(hook, getattr(_builder, name)))
-            )
-        call = interpreter.GridExecutor.__call__
-        stack.enter_context(_replaced(interpreter.GridExecutor, "__call__", _launch(call)))
-        stack.enter_context(
-            _replaced(sys, "excepthook", functools.partial(_excepthook, sys.excepthook))
-        )
+        launch = _launch(interpreter.GridExecutor.__call__)
+        excepthook = functools.partial(_excepthook, sys.excepthook)
+        replacements: list[tuple[Any, str, Any]] = [
+            *(
+                (_builder, name, functools.partial(hook, getattr(_builder, name)))
+                for name, hook in _HOOKS.items()
+            ),
+            (interpreter.GridExecutor, "__call__", launch),
+            (sys, "excepthook", excepthook),
+        ]
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
         # The interpreter keeps a rewritten Python function for each Triton function that it has
         # called. Replacing it there reaches every kernel, however it imported the primitive.
-        for function, replacement in ((primitives.wait, wait), (packed.sum_words, sum_words)):
+        for function, wrapper in ((primitives.wait, wait), (packed.sum_words, sum_words)):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
             stack.callback(table.__setitem__, function.fn, original)
-            table[function.fn] = functools.partial(replacement, original)
+            table[function.fn] = functools.partial(wrapper, original)
         yield
 
 
@@ -116,21 +120,6 @@ def _excepthook(original: Callable[..., None], *error: Any) -> None:
     """
     if current() is None:
         original(*error)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute within a block."""
-    inherited = name not in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -182,50 +171,72 @@ def _set_grid_idx(original: Callable[..., None], x: int, y: int, z: int) -> None
         run.perform(Kind.PROGRAM, detail=run.program)
 
 
+Hook = Callable[..., Any]
+
+
+def _on_shared(pointers: int, mask: int | None) -> Callable[[Hook], Hook]:
+    """Let a hook replace an operation of the interpreter only where it is on symmetric memory.
+
+    The hook is called with the run, the elements within the mask that are of symmetric memory (bool
+    array), the original operation and its arguments.
+
+    Args:
+        pointers, mask: positions of these two among the operation's arguments; None without a mask.
+    """
+
+    def decorate(hook: Hook) -> Hook:
+        def replacement(original: Hook, *args: Any, **options: Any) -> Any:
+            run = current()
+            # Other threads of this process may run kernels of their own, on ordinary memory.
+            if run is not None:
+                shared = run.tree.view.holds(args[pointers].data)
+                if mask is not None:
+                    shared = shared & np.broadcast_to(args[mask].data, shared.shape).astype(bool)
+                if shared.any():
+                    return hook(run, shared, original, *args, **options)
+            return original(*args, **options)
+
+        return replacement
+
+    return decorate
+
+
+@_on_shared(pointers=0, mask=1)
 def _masked_load(
-    original: Callable[..., Any], ptrs: Any, mask: Any, fill: Any, *args: Any, **options: Any
+    run: Run, shared: Words, original: Hook, ptrs: Any, mask: Any, *args: Any, **options: Any
 ) -> Any:
     """Load elements of symmetric memory from the run, and the others from the process."""
-    run, shared = _shared(ptrs, mask)
-    if run is None or not shared.any():
-        return original(ptrs, mask, fill, *args, **options)
-    result = original(ptrs, _handle_of(mask.data & ~shared), fill, *args, **options)
+    result = original(ptrs, _handle_of(mask.data & ~shared), *args, **options)
     data = np.array(np.broadcast_to(result.data, ptrs.data.shape))
     data[shared] = run.load(ptrs.data[shared], data.dtype)
     return interpreter.TensorHandle(data, result.dtype)
 
 
+@_on_shared(pointers=0, mask=2)
 def _masked_store(
-    original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *args: Any, **options: Any
+    run: Run, shared: Words, original: Hook, ptrs: Any, value: Any, mask: Any, *args: Any
 ) -> Any:
     """Store elements of symmetric memory by the run, and the others in the process."""
-    run, shared = _shared(ptrs, mask)
-    if run is None or not shared.any():
-        return original(ptrs, value, mask, *args, **options)
     run.send(ptrs.data[shared], np.broadcast_to(value.data, ptrs.data.shape)[shared], "store")
-    return original(ptrs, value, _handle_of(mask.data & ~shared), *args, **options)
+    return original(ptrs, value, _handle_of(mask.data & ~shared), *args)
 
 
+@_on_shared(pointers=1, mask=3)
 def _atomic_rmw(
-    original: Callable[..., Any], rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+    run: Run, shared: Words, _: Hook, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
 ) -> Any:
     """Do an atomic read-modify-write on symmetric memory as one operation of the run."""
-    run, shared = _shared(ptr, mask)
-    if run is None or not shared.any():
-        return original(rmw, ptr, val, mask, sem, scope)
     modify = _MODIFY.get(rmw.name)
     values = np.broadcast_to(val.data, ptr.data.shape)[shared]
     function = None if modify is None else functools.partial(modify, values)
     return _atomic(run, ptr, shared, val, sem, function)
 
 
+@_on_shared(pointers=0, mask=None)
 def _atomic_cas(
-    original: Callable[..., Any], ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
+    run: Run, shared: Words, _: Hook, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
 ) -> Any:
     """Do a compare-and-swap on symmetric memory as one operation of the run."""
-    run, shared = _shared(ptr, None)
-    if run is None or not shared.any():
-        return original(ptr, cmp, val, sem, scope)
     function = functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel())
     return _atomic(run, ptr, shared, val, sem, function)
 
@@ -267,20 +278,6 @@ def _atomic(
     return interpreter.TensorHandle(result, val.dtype.scalar)
 
 
-def _shared(ptrs: Any, mask: Any) -> tuple[Run | None, Words]:
-    """Return this thread's run, and the pointers within a mask to symmetric memory (bool array).
-
-    Without a run, return None and an empty array.
-    """
-    run = current()
-    if run is None:
-        return None, np.zeros(0, bool)
-    inside = run.tree.view.holds(ptrs.data)
-    return run, inside if mask is None else inside & np.broadcast_to(
-        mask.data, ptrs.data.shape
-    ).astype(bool)
-
-
 def _handle_of(mask: Words) -> Any:
     """Wrap a mask for the interpreter."""
     return interpreter.TensorHandle(mask, tl.int1)
@@ -296,7 +293,7 @@ _MODIFY: dict[str, Callable[[Words, Words], Words]] = {
     "XCHG": lambda value, before: np.array(value, before.dtype),
 }
 
-_HOOKS: dict[str, Callable[..., Any]] = {
+_HOOKS: dict[str, Hook] = {
     "set_grid_idx": _set_grid_idx,
     "create_masked_load": _masked_load,
     "create_masked_store": _masked_store,

@@ -170,10 +170,7 @@ class Machine:
     def step(self, rank: int) -> None:
         """Do a rank's next operation, and those after it that no other rank can notice."""
         self._do(rank, self.at[rank])
-        node = self.at[rank]
-        while node.kind < Kind.RELEASE:
-            self._do(rank, node)
-            node = self.at[rank]
+        self.settle(rank)
 
     def settle(self, rank: int) -> None:
         """Go to the first point at which a schedule may go on with another rank."""

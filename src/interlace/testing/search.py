@@ -35,18 +35,6 @@ _ARRIVALS = (0.0, 0.02, 0.2)
 _EAGER_SHARE = 0.3
 
 
-class _ProgramFailed(Exception):
-    """A rank's program failed, or no rank can go on.
-
-    Attributes:
-        kind: as in :class:`Failure`.
-    """
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
 class _ScheduleFailed(Exception):
     """A schedule fails.
 
@@ -182,7 +170,7 @@ class Search:
             machine = self._beginning(trace)
             machine.eager = eager
             self._go(machine, policy, actions)
-        except (_ProgramFailed, Violation) as error:
+        except Violation as error:
             self._tried.add((eager, tuple(actions)))
             raise _ScheduleFailed(error.kind, str(error), eager, actions) from None
         return actions
@@ -227,8 +215,8 @@ class Search:
             True if all ranks are ready, False at the program's end.
 
         Raises:
-            _ProgramFailed: a rank's program failed, or no rank can go on.
-            Violation: a rule of the memory model is broken.
+            Violation: a rule of the memory model is broken, a rank's program failed, or no rank can
+                go on.
         """
         while True:
             at = machine.at
@@ -253,7 +241,7 @@ class Search:
                     continue
                 if all(node.kind == Kind.END for node in at):
                     return False
-                raise _ProgramFailed("deadlock", machine.awaiting())
+                raise Violation("deadlock", machine.awaiting())
             rank, store = policy.choose(len(actions), enabled, machine.under_way)
             actions.append((rank, store))
             if store >= 0:
@@ -302,7 +290,7 @@ def _failure_of(rank: int, error: BaseException) -> BaseException:
     if isinstance(error, FinerGrain):
         return error
     if isinstance(error, AssertionError):
-        return _ProgramFailed("wrong result", f"on rank {rank}: {' '.join(str(error).split())}")
-    return _ProgramFailed(
+        return Violation("wrong result", f"on rank {rank}: {' '.join(str(error).split())}")
+    return Violation(
         "error", f"rank {rank} raised {type(error).__name__}: {' '.join(str(error).split())}"
     )

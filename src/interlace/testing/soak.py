@@ -14,7 +14,7 @@ import datetime
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class _Soak:
     def run(self) -> dict[str, Any]:
         """Make all rounds, and return the report."""
         number = self.plan.start // ROUND_CALLS[self.backend]
-        with self._stopped_by_interrupt():
+        with on_interrupt(self._stop):
             while self._run_round(number):
                 number += 1
         # The process may go on to use the default group.
@@ -220,9 +220,8 @@ class _Soak:
         seconds = time.monotonic() - self.started
         spent = 0.0
         if self.rank == 0:
-            parts = [seconds / self.plan.seconds if self.plan.seconds else 0.0]
-            parts.append(self.done / self.plan.calls if self.plan.calls else 0.0)
-            spent = max(parts)
+            limits = (seconds, self.plan.seconds), (self.done, self.plan.calls)
+            spent = max(used / limit if limit else 0.0 for used, limit in limits)
             self._show(spent)
         flags = torch.tensor([float(failed), float(self.interrupted), float(spent >= 1)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
@@ -251,18 +250,19 @@ class _Soak:
         with inject(faults):
             yield
 
-    @contextlib.contextmanager
-    def _stopped_by_interrupt(self) -> Iterator[None]:
+    def _stop(self, *_: object) -> None:
         """Let Ctrl-C end the soak at the ranks' next agreement, with a report."""
+        self.interrupted = True
 
-        def stop(*_: object) -> None:
-            self.interrupted = True
 
-        before = signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+@contextlib.contextmanager
+def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
+    """Let Ctrl-C call a handler of signals, within a block."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _memberships(ranks: int) -> list[tuple[int, ...]]:
@@ -274,4 +274,4 @@ def _memberships(ranks: int) -> list[tuple[int, ...]]:
     return [*groups, tuple(range(1, ranks))] if ranks > 2 else groups
 
 
-__all__ = ["ROUND_CALLS", "Failure", "Plan", "Round", "make_round", "run_rank"]
+__all__ = ["ROUND_CALLS", "Failure", "Plan", "Round", "make_round", "on_interrupt", "run_rank"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -97,11 +98,8 @@ class Round:
     @property
     def numbers(self) -> list[int]:
         """Numbers of the steps' first calls within the round, one per step."""
-        numbers, next_number = [], 0
-        for step in self.steps:
-            numbers.append(next_number)
-            next_number += len(step.slots)
-        return numbers
+        ends = itertools.accumulate(len(step.slots) for step in self.steps)
+        return [0, *ends][:-1]
 
 
 def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]) -> Round:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.testing.machine import Machine
@@ -127,13 +127,3 @@ class Tree:
         if self._run is not None:
             self._run.abandon()
             self._run = self._at = None
-
-
-@contextlib.contextmanager
-def all_of(trees: Sequence[Tree]) -> Iterator[Sequence[Tree]]:
-    """Close trees at the end of a block."""
-    try:
-        yield trees
-    finally:
-        for tree in trees:
-            tree.close()

@@ -1,4 +1,4 @@
-"""Rules of the memory model that a schedule can break, and the messages that say so."""
+"""Rules that a schedule can break, those of the memory model above all, and their messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WAITS = {
 
 
 class Violation(Exception):
-    """A rule of the memory model is broken.
+    """A rule of the memory model is broken, a rank's program failed, or no rank can go on.
 
     Attributes:
-        kind: ``"race"`` or ``"two writers"``.
+        kind: as in :class:`interlace.testing.report.Failure`.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -13,6 +13,7 @@ from interlace.language import primitives
 from tests.errors import error_of
 from tests.operators.embedding_all_to_all.calls import SMALL, Call, run_one
 from tests.operators.embedding_all_to_all.test_gradients import upstream
+from tests.operators.traffic import held_up
 
 PROTOCOLS = ["direct", "sliced"]
 
@@ -188,18 +189,10 @@ def _one_ahead(calls):
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(primitives, "load_acquire", _held_up(primitives.load_acquire))
+            patch.setattr(primitives, "load_acquire", held_up(primitives.load_acquire, 0.5))
         found = [run_one(call, check_indices=False) for call in calls]
     dist.barrier()
     return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
-
-
-def _held_up(look):
-    def late(*args):
-        time.sleep(0.5)
-        return look(*args)
-
-    return late
 
 
 def test_a_rank_that_has_its_slices_may_be_one_call_ahead(ranks):

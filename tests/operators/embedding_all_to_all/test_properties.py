@@ -14,21 +14,9 @@ import interlace
 from interlace import EmbeddingAllToAllConfig
 from interlace.costs.embedding_all_to_all import backward, forward
 from tests.operators.embedding_all_to_all.calls import DTYPES, SMALL, Call, check_all, run_one
+from tests.operators.traffic import changing_shapes, check_traffic, with_traffic
 
 PROTOCOLS = ["direct", "sliced"]
-
-
-def _with_traffic(calls):
-    """Each call's result, and what its kernel sent."""
-    traffic = interlace.group_of().traffic
-    answers = []
-    for call in calls:
-        traffic.reset()
-        y = run_one(call)
-        answers.append(
-            (y, traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to))
-        )
-    return answers
 
 
 def lookups_of(call, rank):
@@ -55,20 +43,7 @@ def _cost(call, rank):
 
 def _check(calls, answers):
     """``answers[rank][i]`` against ``calls[i]`` and its cost."""
-    world_size = len(answers)
-    check_all(calls, [[answer[0] for answer in answers[rank]] for rank in range(world_size)])
-    for rank in range(world_size):
-        for call, (_, link_bytes, messages, signals, bytes_to) in zip(
-            calls, answers[rank], strict=True
-        ):
-            cost = _cost(call, rank)
-            assert (link_bytes, messages, signals) == (
-                cost.link_bytes,
-                cost.messages,
-                cost.signals,
-            ), (rank, call)
-            assert sum(bytes_to.values()) == link_bytes
-            assert rank not in bytes_to
+    check_traffic(calls, answers, check_all, _cost)
 
 
 configs = st.builds(
@@ -110,7 +85,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     @settings(max_examples=8 if world_size == 2 else 3)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=4))
     def check(batch):
-        _check(batch, ranks(world_size).run(_with_traffic, batch))
+        _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
 
     check()
 
@@ -220,18 +195,6 @@ def test_puts_may_arrive_in_any_order(ranks, protocol):
     call.check([expected for _, expected in results])
 
 
-def _changing_shapes(batch):
-    expected = [run_one(call).clone() for call in batch]
-    with interlace.inject(
-        interlace.Faults(seed=dist.get_rank(), max_delay_s=0.002, reorder_puts=True)
-    ):
-        return [
-            i
-            for i in range(18)
-            if not run_one(batch[i % len(batch)]).equal(expected[i % len(batch)])
-        ]
-
-
 def test_calls_of_different_shapes_share_memory(ranks):
     """Grids, slices and buffers change from call to call, epochs do not."""
     batch = [
@@ -249,4 +212,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         )
         for protocol in PROTOCOLS
     ]
-    assert ranks(2).run(_changing_shapes, batch) == [[]] * 2
+    assert ranks(2).run(changing_shapes, run_one, batch, 18) == [[]] * 2

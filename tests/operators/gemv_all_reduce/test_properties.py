@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch.distributed as dist
@@ -14,19 +15,7 @@ from interlace import GemvAllReduceConfig
 from interlace.costs.gemv_all_reduce import fused
 from interlace.operators.gemv_all_reduce.config import block_tokens
 from tests.operators.gemv_all_reduce.calls import DTYPES, Call, check_all, run_one
-
-
-def _with_traffic(calls):
-    """Each call's result, and what its kernel sent."""
-    traffic = interlace.group_of().traffic
-    answers = []
-    for call in calls:
-        traffic.reset()
-        y = run_one(call)
-        answers.append(
-            (y, traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to))
-        )
-    return answers
+from tests.operators.traffic import changing_shapes, check_traffic, with_traffic
 
 
 def _cost(call, rank, world_size):
@@ -47,20 +36,8 @@ def _cost(call, rank, world_size):
 
 def _check(calls, answers):
     """``answers[rank][i]`` against ``calls[i]`` and its cost."""
-    world_size = len(answers)
-    check_all(calls, [[answer[0] for answer in answers[rank]] for rank in range(world_size)])
-    for rank in range(world_size):
-        for call, (_, link_bytes, messages, signals, bytes_to) in zip(
-            calls, answers[rank], strict=True
-        ):
-            cost = _cost(call, rank, world_size)
-            assert (link_bytes, messages, signals) == (
-                cost.link_bytes,
-                cost.messages,
-                cost.signals,
-            ), (rank, call)
-            assert sum(bytes_to.values()) == link_bytes
-            assert rank not in bytes_to
+    cost = functools.partial(_cost, world_size=len(answers))
+    check_traffic(calls, answers, check_all, cost)
 
 
 calls = st.builds(
@@ -90,7 +67,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     @settings(max_examples=6 if world_size == 2 else 3)
     @given(batch=st.lists(calls, min_size=1, max_size=4))
     def check(batch):
-        _check(batch, ranks(world_size).run(_with_traffic, batch))
+        _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
 
     check()
 
@@ -111,7 +88,7 @@ def test_costs_are_the_counted_traffic(ranks, world_size, protocol):
         for shape in shapes
         for block_n, programs in cuts
     ]
-    _check(batch, ranks(world_size).run(_with_traffic, batch))
+    _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
 
 
 def _back_to_back(call, count, faults):
@@ -147,18 +124,6 @@ def test_puts_may_arrive_in_any_order(ranks, protocol):
     call.check([expected for _, expected in results])
 
 
-def _changing_shapes(batch):
-    expected = [run_one(call) for call in batch]
-    with interlace.inject(
-        interlace.Faults(seed=dist.get_rank(), max_delay_s=0.002, reorder_puts=True)
-    ):
-        return [
-            i
-            for i in range(12)
-            if not run_one(batch[i % len(batch)]).equal(expected[i % len(batch)])
-        ]
-
-
 def test_calls_of_different_shapes_share_memory(ranks):
     """Grids and slots change from call to call, epochs do not."""
     batch = [
@@ -173,4 +138,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         for tokens, rows, block_n, programs in ((None, 5, 2, 0), (3, 12, 4, 1), (1, 20, 16, 2))
         for protocol in ("one_shot", "two_phase")
     ]
-    assert ranks(2).run(_changing_shapes, batch) == [[]] * 2
+    assert ranks(2).run(changing_shapes, run_one, batch, 12) == [[]] * 2

@@ -15,16 +15,9 @@ from interlace.operators.mixture_of_experts.layout import capacity_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL = MixtureOfExpertsConfig(
-    block_m=16,
-    block_n=64,
-    block_k=64,
-    group_m=2,
-    programs=2,
-    push_programs=2,
-    push_rows=8,
-    sum_programs=2,
-    stagger=0,
-)
+    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8,
+    sum_programs=2, stagger=0,
+)  # fmt: skip
 NAMES = ("y", "x", "weights", "w_in", "w_out")
 
 

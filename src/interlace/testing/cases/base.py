@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,13 @@ class Case(abc.ABC):
             ``IMPLEMENTATIONS`` lists it.
         dtype: the name of the inputs' dtype, a key of ``DTYPES``.
         backward: whether the call includes its backward pass.
+        leaf_names: the tensors that get gradients, in the order of the results; a call need not
+            have all of them.
+        is_replicated: True if every rank has a copy of one result, with one gradient.
+        shares_bias: True if the ranks' biases are copies of one, which is added once.
     """
+
+    leaf_names: ClassVar[tuple[str, ...]] = ("x", "w", "bias")
 
     operator: str
     impl: str
@@ -54,6 +61,24 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def sizes(self) -> str:
         """The shapes in words, for reports."""
+
+    @property
+    def impl_name(self) -> str:
+        """The first word of ``impl``, which the operator takes."""
+        return self.impl.partition(" ")[0]
+
+    @property
+    def variant(self) -> str:
+        """The second word of ``impl``, such as a protocol of the fused kernel; or nothing."""
+        return self.impl.partition(" ")[2]
+
+    @property
+    def is_replicated(self) -> bool:
+        return False
+
+    @property
+    def shares_bias(self) -> bool:
+        return False
 
     @property
     def label(self) -> str:
@@ -90,9 +115,41 @@ class Case(abc.ABC):
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         """Return the input tensors of one rank of ``ranks``, on the CPU."""
 
-    @abc.abstractmethod
+    def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
+        """Return, for each rank, the operator's result computed from all ranks' tensors by torch.
+
+        Args:
+            leaves: the tensors of ``leaf_names``.
+            inputs: all tensors.
+        """
+        raise NotImplementedError
+
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """Return, for each rank, the results computed from all ranks' inputs in float64."""
+        """Return, for each rank, the results computed from all ranks' inputs in float64.
+
+        They are the operator's result and, with the backward pass, the gradients of the leaves.
+        """
+        leaves = [
+            {
+                name: call[name].clone().requires_grad_(self.backward)
+                for name in self.leaf_names
+                if name in call
+            }
+            for call in inputs
+        ]
+        outputs = self.outputs(leaves, inputs)
+        if not self.backward:
+            return [[output] for output in outputs]
+        # Copies of one result are one tensor with one gradient: rank 0's copy stands for all.
+        counted = slice(0, 1) if self.is_replicated else slice(None)
+        flat = [leaf for call in leaves for leaf in call.values()]
+        grads = iter(gradients(outputs[counted], [call["grad"] for call in inputs[counted]], flat))
+        by_rank = [{name: next(grads) for name in call} for call in leaves]
+        if self.shares_bias:
+            by_rank = [call | {"bias": by_rank[0]["bias"]} for call in by_rank]
+        return [
+            [output.detach(), *call.values()] for output, call in zip(outputs, by_rank, strict=True)
+        ]
 
     def dtypes(self, results: int) -> list[torch.dtype]:
         """Return the dtype of each result."""
@@ -102,6 +159,26 @@ class Case(abc.ABC):
     def open(self, group: dist.ProcessGroup | None) -> Make:
         """Return a function that makes the call with this rank's tensors. Collective."""
 
+    def call(
+        self, operator: Callable[..., torch.Tensor], options: dict[str, Any], tensors: Tensors
+    ) -> list[torch.Tensor]:
+        """Call an operator with this rank's tensors by name, and with ``options``.
+
+        Returns:
+            Its result and, with the backward pass, the gradients of the leaves.
+        """
+        arguments = {name: tensor for name, tensor in tensors.items() if name != "grad"}
+        if not self.backward:
+            return [operator(**arguments, **options)]
+        # Detached: the same tensors are inputs of every call, and must keep no call's graph alive.
+        leaves = {
+            name: arguments[name].detach().requires_grad_()
+            for name in self.leaf_names
+            if name in arguments
+        }
+        y = operator(**(arguments | leaves), **options)
+        return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
+
     # What must come out
 
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
@@ -109,10 +186,13 @@ class Case(abc.ABC):
 
         The error is 0 where all arithmetic is exact.
         """
-        inputs = [_in_float64(self.tensors(peer, ranks, seed)) for peer in range(ranks)]
+        inputs = [
+            _of_floats(torch.Tensor.double, self.tensors(peer, ranks, seed))
+            for peer in range(ranks)
+        ]
         exact = self.results(inputs)[rank]
         # The result of absolute values bounds every intermediate sum, in any order of additions.
-        bounds = self.results([_absolute(tensors) for tensors in inputs])[rank]
+        bounds = self.results([_of_floats(torch.abs, tensors) for tensors in inputs])[rank]
         eps = torch.finfo(self.result_dtype).eps
         allowed = []
         for bound, unit in zip(bounds, self.units(len(bounds)), strict=True):
@@ -201,16 +281,10 @@ class Prepared:
         return counts
 
 
-def _in_float64(tensors: Tensors) -> Tensors:
+def _of_floats(function: Callable[[torch.Tensor], torch.Tensor], tensors: Tensors) -> Tensors:
+    """Apply a function to the tensors that are not indices."""
     return {
-        name: tensor.double() if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _absolute(tensors: Tensors) -> Tensors:
-    return {
-        name: tensor.abs() if tensor.is_floating_point() else tensor
+        name: function(tensor) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
 

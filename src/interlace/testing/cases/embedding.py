@@ -22,27 +22,13 @@ UPDATES = ("dense", "sparse", "sgd", "adagrad")
 _LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are then exact
 _EPSILON = 1e-3
 _CPU = EmbeddingAllToAllConfig(
-    block_bags=4,
-    unroll=2,
-    max_programs=3,
-    slice_blocks=2,
-    push_programs=2,
-    push_rows=4,
-    update_programs=3,
-    block_runs=4,
-    run_unroll=2,
-    run_lookups=8,
-)
+    block_bags=4, unroll=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4,
+    update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
+)  # fmt: skip
 _CUDA = EmbeddingAllToAllConfig(
-    block_bags=2,
-    unroll=4,
-    max_programs=256,
-    slice_blocks=4,
-    push_programs=32,
-    push_rows=8,
-    update_programs=128,
-    run_lookups=16,
-)
+    block_bags=2, unroll=4, max_programs=256, slice_blocks=4, push_programs=32, push_rows=8,
+    update_programs=128, run_lookups=16,
+)  # fmt: skip
 
 # Widths of the tables of ranks 0, 1, ... (taken in turn), dtype, output dtype.
 _KINDS = (
@@ -198,13 +184,11 @@ class EmbeddingCase(Case):
         return [self.result_dtype, *[DTYPES[self.dtype]] * count, *[torch.float32] * count]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        impl, _, protocol = self.impl.partition(" ")
         config = None
-        if protocol:
+        if self.variant:
             base = _CPU if group_of(group).backend == "cpu" else _CUDA
-            config = dataclasses.replace(
-                base, protocol=protocol, push="tiles" if protocol == "tiles" else "direct"
-            )
+            push = "tiles" if self.variant == "tiles" else "direct"
+            config = dataclasses.replace(base, protocol=self.variant, push=push)
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             tables = [tensor.detach() for name, tensor in tensors.items() if "table" in name]
@@ -222,7 +206,7 @@ class EmbeddingCase(Case):
                 batch_size=self.batch,
                 name=self.label,
                 group=group,
-                impl=impl,
+                impl=self.impl_name,
                 config=config,
             )
             if not self.backward:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,7 @@ import torch.distributed as dist
 import interlace
 from interlace import MixtureOfExpertsConfig
 from interlace.comm import group_of
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    gradients,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "mixture_of_experts"
 IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
@@ -32,26 +23,13 @@ _GATE = 128.0
 stays a multiple of a half.
 """
 _CPU = MixtureOfExpertsConfig(
-    block_m=16,
-    block_n=64,
-    block_k=64,
-    group_m=2,
-    programs=2,
-    push_programs=2,
-    push_rows=8,
-    sum_programs=2,
-    stagger=0,
-)
+    block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8,
+    sum_programs=2, stagger=0,
+)  # fmt: skip
 _CUDA = MixtureOfExpertsConfig(
-    block_m=64,
-    block_n=64,
-    block_k=32,
-    num_warps=4,
-    push_programs=8,
-    push_rows=16,
-    sum_programs=264,
-    stagger=0,
-)
+    block_m=64, block_n=64, block_k=32, num_warps=4, push_programs=8, push_rows=16,
+    sum_programs=264, stagger=0,
+)  # fmt: skip
 
 # Tokens of each rank, experts of each rank, experts of a token, hidden, F, dtype.
 _KINDS = (
@@ -71,6 +49,8 @@ class ExpertsCase(Case):
             some slots name no expert.
         capacity: rows that an expert takes from each rank at most; 0 for no limit.
     """
+
+    leaf_names = ("x", "weights", "w_in", "w_out")
 
     tokens: int = 7
     local: int = 2
@@ -121,13 +101,8 @@ class ExpertsCase(Case):
             ).to(dtype)
         return tensors
 
-    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
+    def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         """Compute dense products of all tokens with all experts."""
-        names = ("x", "weights", "w_in", "w_out")
-        leaves = [
-            {name: call[name].clone().requires_grad_(self.backward) for name in names}
-            for call in inputs
-        ]
         w_in, w_out = (torch.cat([call[name] for call in leaves]) for name in ("w_in", "w_out"))
         outputs = []
         for leaf, call in zip(leaves, inputs, strict=True):
@@ -140,16 +115,7 @@ class ExpertsCase(Case):
             # Dropped slots are added to an extra column, which is not used.
             shares = shares.scatter_add(1, chosen, leaf["weights"])
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
-        if not self.backward:
-            return [[output] for output in outputs]
-        grads = iter(
-            gradients(
-                outputs,
-                [call["grad"] for call in inputs],
-                [call[name] for call in leaves for name in names],
-            )
-        )
-        return [[output.detach(), *(next(grads) for _ in names)] for output in outputs]
+        return outputs
 
     def _kept(self, chosen: torch.Tensor, experts: int) -> torch.Tensor:
         """Return a mask ``[tokens, top_k]`` of the slots that are not dropped."""
@@ -164,27 +130,14 @@ class ExpertsCase(Case):
         return [dtype] if not self.backward else [dtype, dtype, torch.float32, dtype, dtype]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        impl, _, operands = self.impl.partition(" ")
         base = _CPU if group_of(group).backend == "cpu" else _CUDA
         options = {
-            "impl": impl,
-            "config": dataclasses.replace(base, operands=operands) if operands else None,
+            "impl": self.impl_name,
+            "config": dataclasses.replace(base, operands=self.variant) if self.variant else None,
             "capacity": self.capacity or None,
             "group": group,
         }
-
-        def make(tensors: Tensors) -> list[torch.Tensor]:
-            leaves = {
-                name: tensors[name].detach().requires_grad_(self.backward)
-                for name in ("x", "weights", "w_in", "w_out")
-            }
-            arguments: dict[str, Any] = {"experts": tensors["experts"], **leaves, **options}
-            y = interlace.mixture_of_experts(**arguments)
-            if not self.backward:
-                return [y]
-            return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
-
-        return make
+        return functools.partial(self.call, interlace.mixture_of_experts, options)
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:

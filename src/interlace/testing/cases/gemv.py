@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import torch
@@ -11,16 +12,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import group_of
 from interlace.operators.gemv_all_reduce.launch import choose
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    gradients,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "gemv_all_reduce"
 IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "gemm", "unfused")}
@@ -66,25 +58,22 @@ class GemvCase(Case):
             ).to(dtype)
         return tensors
 
-    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        """Compute the sum over ranks, of which every rank has a copy, and its gradients."""
-        names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
-        leaves = [
-            {name: call[name].clone().requires_grad_(self.backward) for name in names}
-            for call in inputs
-        ]
+    @property
+    def is_replicated(self) -> bool:
+        return True
+
+    @property
+    def shares_bias(self) -> bool:
+        return self.bias
+
+    def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
+        """Compute the sum over ranks, of which every rank has a copy."""
         total = torch.stack([call["x"] @ call["w"].T for call in leaves]).sum(0)
-        results = [total + call["bias"] if self.bias else total for call in leaves]
-        if not self.backward:
-            return [[result] for result in results]
-        return [
-            [result.detach(), *gradients([result], [call["grad"]], list(leaf.values()))]
-            for result, call, leaf in zip(results, inputs, leaves, strict=True)
-        ]
+        # The ranks' biases are copies of one, which is added once, after the sum.
+        return [total + leaves[0].get("bias", 0)] * len(leaves)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         owner = group_of(group)
-        impl, _, protocol = self.impl.partition(" ")
         choice = choose(
             tokens=self.tokens or 1,
             rows=self.rows,
@@ -93,21 +82,14 @@ class GemvCase(Case):
             world_size=owner.world_size,
             device=owner.device,
         )
-        config = dataclasses.replace(choice.config, protocol=protocol) if protocol else None
-
-        def make(tensors: Tensors) -> list[torch.Tensor]:
-            x, w, bias = tensors["x"], tensors["w"], tensors.get("bias")
-            if not self.backward:
-                return [
-                    interlace.gemv_all_reduce(x, w, bias, group=group, impl=impl, config=config)
-                ]
-            leaves = [
-                tensor.detach().requires_grad_() for tensor in (x, w, bias) if tensor is not None
-            ]
-            y = interlace.gemv_all_reduce(*leaves, group=group, impl=impl, config=config)
-            return [y.detach(), *torch.autograd.grad(y, leaves, tensors["grad"])]
-
-        return make
+        options = {
+            "group": group,
+            "impl": self.impl_name,
+            "config": dataclasses.replace(choice.config, protocol=self.variant)
+            if self.variant
+            else None,
+        }
+        return functools.partial(self.call, interlace.gemv_all_reduce, options)
 
 
 def every(operator: str, impl: str, ranks: int) -> list[GemvCase]:

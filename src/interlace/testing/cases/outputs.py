@@ -61,21 +61,13 @@ class OutputCase(Case):
         return f"{self.rows} x {self.columns} x {self.inner} for each rank"
 
     @property
-    def collective(self) -> str:
-        return self.impl.partition(" ")[0]
-
-    @property
-    def way(self) -> str:
-        return self.impl.partition(" ")[2]
-
-    @property
     def poisonable(self) -> bool:
         # The other collectives return views of memory that peers write.
-        return self.collective == "reduce_scatter"
+        return self.impl_name == "reduce_scatter"
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         source, dtype = generator(seed, rank), DTYPES[self.dtype]
-        if self.way == "counted":
+        if self.variant == "counted":
             return {"x": whole_numbers(source, (ranks, self.rows, self.columns), 4).to(dtype)}
         return {
             "x": whole_numbers(source, (ranks, self.rows, self.inner), 2).to(dtype),
@@ -86,10 +78,10 @@ class OutputCase(Case):
 
     def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
         made = [
-            call["x"] * 2 if self.way == "counted" else call["x"] @ call["w"] for call in inputs
+            call["x"] * 2 if self.variant == "counted" else call["x"] @ call["w"] for call in inputs
         ]
         ranks = range(len(made))
-        match self.collective:
+        match self.impl_name:
             case "all_to_all":
                 return [[torch.stack([parts[rank] for parts in made])] for rank in ranks]
             case "reduce_scatter":
@@ -109,24 +101,25 @@ class OutputCase(Case):
             "group": group,
         }
         producer: Callable[..., Any] = torch.bmm
-        if self.way == "rotated":
+        if self.variant == "rotated":
             options["order"] = "rotated"
-        elif self.way == "sent":
+        elif self.variant == "sent":
             producer = _send_parts
             options["transport"] = "copy_engine"
-        elif self.way == "counted":
+        elif self.variant == "counted":
             producer = _double
             options |= {
                 "transport": "copy_engine",
                 "tiles": self.rows // _PIECES,
                 "pieces": _PIECES,
             }
-        run = interlace.fuse(producer, self.collective, **options)
+        run = interlace.fuse(producer, self.impl_name, **options)
+        # In the rotated order a rank's own part is the last one, of the input as of the output.
         order = [(rank + 1 + i) % ranks for i in range(ranks)]
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             arguments = list(tensors.values())
-            if self.way == "rotated":
+            if self.variant == "rotated":
                 arguments = [
                     torch.cat([tensor[first : first + 1] for first in order])
                     for tensor in arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named, operators
-from interlace.testing.cases.base import (
-    DTYPES,
-    Case,
-    Make,
-    Tensors,
-    generator,
-    gradients,
-    thin,
-    whole_numbers,
-)
+from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
@@ -114,6 +106,7 @@ class ProductCase(Case):
             tensors["bias"] = whole_numbers(
                 shared if self.declaration.adds_ranks else source, (self.columns,), 8
             ).to(self.result_dtype)
+        # Powers of two: scaled products stay exact in float32.
         if self.dtype == "float8":
             tensors["x_scale"] = 2.0 ** torch.randint(0, 2, (rows, 1), generator=source)
             tensors["w_scale"] = 2.0 ** torch.randint(0, 2, (1, self.columns), generator=source)
@@ -135,32 +128,15 @@ class ProductCase(Case):
                 return self.rows
         return int((self.splits or balanced(self.rows, ranks))[rank])
 
-    def results(self, inputs: list[Tensors]) -> list[list[torch.Tensor]]:
-        names: list[str] = [name for name in ("x", "w", "bias") if name in inputs[0]]
-        leaves = [
-            {name: call[name].clone().requires_grad_(self.backward) for name in names}
-            for call in inputs
-        ]
-        outputs = self._forward(leaves, inputs)
-        if not self.backward:
-            return [[output] for output in outputs]
-        # If every rank has a copy of the result, the copies are one tensor with one gradient, and
-        # rank 0's copy stands for all of them.
-        is_replicated, shared_bias = (
-            self.collective == "all_reduce",
-            self.bias and self.declaration.adds_ranks,
-        )
-        counted = slice(0, 1) if is_replicated else slice(None)
-        flat = [leaf for call in leaves for leaf in call.values()]
-        grads = iter(gradients(outputs[counted], [call["grad"] for call in inputs][counted], flat))
-        by_rank = [{name: next(grads) for name in names} for _ in inputs]
-        if shared_bias:
-            by_rank = [call | {"bias": by_rank[0]["bias"]} for call in by_rank]
-        return [
-            [output.detach(), *call.values()] for output, call in zip(outputs, by_rank, strict=True)
-        ]
+    @property
+    def is_replicated(self) -> bool:
+        return self.collective == "all_reduce"
 
-    def _forward(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
+    @property
+    def shares_bias(self) -> bool:
+        return self.bias and self.declaration.adds_ranks
+
+    def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         xs = [leaf["x"] * call.get("x_scale", 1) for leaf, call in zip(leaves, inputs, strict=True)]
         ws = [
             leaf["w"] * call["w_scale"].mT if "w_scale" in call else leaf["w"]
@@ -172,19 +148,9 @@ class ProductCase(Case):
         return exact_results(self.collective, xs, ws, biases, self.splits)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        operator, rank = getattr(interlace, self.operator), dist.get_rank(group)
-        options: dict[str, Any] = {"group": group, "impl": self.impl}
-        options |= split_options(self.collective, self.splits, rank)
-
-        def make(tensors: Tensors) -> list[torch.Tensor]:
-            arguments = {name: tensor for name, tensor in tensors.items() if name != "grad"}
-            if not self.backward:
-                return [operator(**arguments, **options)]
-            leaves = {name: tensor.detach().requires_grad_() for name, tensor in arguments.items()}
-            y = operator(**leaves, **options)
-            return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), tensors["grad"])]
-
-        return make
+        splits = split_options(self.collective, self.splits, dist.get_rank(group))
+        options = {"group": group, "impl": self.impl, **splits}
+        return functools.partial(self.call, getattr(interlace, self.operator), options)
 
 
 def exact_results(
@@ -236,13 +202,11 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     """Return a small call with its backward pass, and, if the implementation takes it, a call with
     uneven rows and a rank without rows.
     """
-    can_be_uneven = takes_any_rows(operator, impl)
-    dtype = "bfloat16"
     cases = [
         ProductCase(
             operator,
             impl,
-            dtype,
+            "bfloat16",
             True,
             _as_many_as_taken(operator, impl, 16 * ranks),
             64,
@@ -250,7 +214,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
             takes_bias(operator, impl),
         ),
     ]
-    if can_be_uneven:
+    if takes_any_rows(operator, impl):
         splits = _uneven(operator, random.Random(1), ranks)
         rows = sum(splits) if _declared(operator).collective == "reduce_scatter" else 0
         cases.append(
@@ -277,6 +241,7 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     )
     uneven = uneven and takes_any_rows(operator, impl)
     splits = _uneven(operator, source, ranks) if uneven else None
+    # Numbers are drawn in the same order whatever the implementation: a seed makes the same calls.
     sizes = _MAPPED_ROWS if impl == "remote_stores" else _ROWS
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
     collective = _declared(operator).collective

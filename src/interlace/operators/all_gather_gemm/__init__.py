@@ -22,6 +22,7 @@ from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
 from interlace.registry import Implementation, operator
+from interlace.tuning.configuration import between
 from interlace.units import ceil_div
 
 
@@ -35,12 +36,8 @@ class AllGatherGemmConfig(GemmConfig):
             to let it share.
     """
 
-    group_m: int = 16
-    stage_first: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_between("stage_first", 0, 1)
+    group_m: int = between(16, 1, 1 << 20)
+    stage_first: int = between(0, 0, 1)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

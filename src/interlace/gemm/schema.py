@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
 from interlace.gemm.operator import GemmOperator
@@ -41,8 +42,6 @@ def define(name: str) -> GemmOperator:
     )
 
     def run(*arguments: Any) -> Any:
-        from interlace.gemm import dispatch
-
         tensors, splits, out_dtype, gather, group_name, impl, config = _unpack(operator, arguments)
         x, w, bias, x_scale, w_scale = tensors
         operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)

@@ -21,6 +21,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
+from interlace.operators.all_gather_gemm import fused, reference
 from interlace.registry import Implementation, operator
 from interlace.tuning.configuration import between
 from interlace.units import ceil_div
@@ -43,18 +44,6 @@ class AllGatherGemmConfig(GemmConfig):
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _run_chunked(call: GemmCall) -> Pair:
-    from interlace.operators.all_gather_gemm import fused
-
-    return fused.run_chunked(call)
-
-
-def _run_pushed(call: GemmCall) -> Pair:
-    from interlace.operators.all_gather_gemm import fused
-
-    return fused.run_pushed(call)
-
-
 @operator
 class AllGatherGemm(GemmOperator):
     """``all_gather(x) @ w.T``: all ranks' rows times this rank's columns."""
@@ -72,14 +61,14 @@ class AllGatherGemm(GemmOperator):
         Implementation(
             "pushed",
             "one kernel stores rows in all ranks' memory, then torch.mm",
-            _run_pushed,
+            fused.run_pushed,
             needs(same_dtype=True),
             former_names=("mapped",),
         ),
         Implementation(
             "chunked",
             "torch.mm for each rank's rows once copy engines have brought them",
-            _run_chunked,
+            fused.run_chunked,
             needs(same_dtype=True),
             schedule="by_rank",
             former_names=("split",),
@@ -133,14 +122,10 @@ class AllGatherGemm(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> Pair:
         """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
-        from interlace.operators.all_gather_gemm import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> Pair:
         """Run ``all_gather``, then ``F.linear``."""
-        from interlace.operators.all_gather_gemm import reference
-
         x = call.operands.x
         y, gathered = reference.all_gather_gemm(
             call.operands.factors(), call.rows.by_rank, call.process_group

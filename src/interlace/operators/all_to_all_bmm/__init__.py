@@ -15,6 +15,7 @@ from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm.batch import BatchCall, BatchOperator
 from interlace.gemm.dispatch import group_for
+from interlace.operators.all_to_all_bmm import launch
 from interlace.registry import Implementation, operator
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -24,18 +25,6 @@ _library.define(
 )
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _run_chunked(call: BatchCall) -> Pair:
-    from interlace.operators.all_to_all_bmm import launch
-
-    return launch.run_chunked(call)
-
-
-def _run_pushed(call: BatchCall) -> Pair:
-    from interlace.operators.all_to_all_bmm import launch
-
-    return launch.run_pushed(call)
 
 
 @operator
@@ -54,13 +43,13 @@ class AllToAllBmm(BatchOperator):
         Implementation(
             "chunked",
             "torch.bmm of each rank's rows once copy engines have brought them",
-            _run_chunked,
+            launch.run_chunked,
             former_names=("fused", "split"),
         ),
         Implementation(
             "pushed",
             "one kernel stores rows where they are multiplied, then torch.bmm",
-            _run_pushed,
+            launch.run_pushed,
             former_names=("mapped",),
         ),
     )

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.operators.embedding_all_to_all.backward import gradient, update
+from interlace.operators.embedding_all_to_all.launch import Call, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -75,8 +77,6 @@ def _call(
     exchange: _Exchange,
     options: Sequence[str],
 ) -> Any:
-    from interlace.operators.embedding_all_to_all.launch import Call
-
     indices, offsets, scale = lookups
     group_name, impl, config = options
     return Call(
@@ -103,8 +103,6 @@ def _run(
     states: list[torch.Tensor],
     *others: Any,
 ) -> torch.Tensor:
-    from interlace.operators.embedding_all_to_all.launch import run
-
     exchange = _Exchange(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
     return run(_call(weights, (indices, offsets, scale), exchange, options), check)
@@ -131,8 +129,6 @@ def _run_gradient(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from interlace.operators.embedding_all_to_all.backward import gradient
-
     exchange = _Exchange(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
     call = _call([], (indices, offsets, scale), exchange, options)
@@ -181,8 +177,6 @@ def _run_update(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> torch.Tensor:
-    from interlace.operators.embedding_all_to_all.backward import update
-
     exchange = _Exchange(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)

@@ -23,6 +23,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.replicated import replicated
 from interlace.gemm.splits import balanced
+from interlace.operators.gemm_all_reduce import fused, reference
 from interlace.registry import operator
 
 
@@ -67,14 +68,10 @@ class GemmAllReduce(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernel`."""
-        from interlace.operators.gemm_all_reduce import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""
-        from interlace.operators.gemm_all_reduce import reference
-
         return reference.gemm_all_reduce(call.operands.factors(), call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, check_sum
+from interlace.operators.gemm_all_to_all import fused, reference
 from interlace.registry import operator
 
 
@@ -130,14 +131,10 @@ class GemmAllToAll(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
-        from interlace.operators.gemm_all_to_all import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_to_all_single``."""
-        from interlace.operators.gemm_all_to_all import reference
-
         sent, rank = call.rows.sent, call.group.rank
         return reference.gemm_all_to_all(
             call.operands.factors(),

@@ -17,7 +17,7 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.implementations import chunked
 from interlace.gemm.operands import Operands, contiguous_dimension
-from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even
+from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even, fused, reference
 from interlace.registry import Implementation, operator
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -33,8 +33,6 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
     """Run one kernel for all products, whose operands are views where they lie one behind the
     other.
     """
-    from interlace.operators.gemm_all_to_all import fused
-
     # The kernel sees the batch as one tall product. ``reshape`` copies operands only if the
     # products are not contiguous one after the other.
     (count, rows, inner), columns = call.x.shape, call.w.shape[2]
@@ -142,8 +140,6 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
         y = chunked.run_batch(x, w, group, group_name, replace=False)
         if y is not None:
             return y
-    from interlace.operators.gemm_all_to_all import reference
-
     total = x[0].new_empty([count, rows, columns])
     chunked.multiply_batch_into(total, x, w)
     sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1)

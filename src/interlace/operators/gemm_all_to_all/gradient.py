@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.operators.gemm_all_to_all import reference
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -30,8 +31,6 @@ def _run(
     group_name: str,
 ) -> torch.Tensor:
     """Send every row to the rank that it came from; the forward pass has checked the lists."""
-    from interlace.operators.gemm_all_to_all import reference
-
     process_group = process_group_named(group_name)
     return reference.send_back(grad, input_splits, output_splits, process_group)
 

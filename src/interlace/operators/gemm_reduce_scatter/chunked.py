@@ -17,6 +17,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.replays import places
 from interlace.gemm import dispatch
+from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
@@ -40,7 +41,12 @@ _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
-def run(
+def run(call: GemmCall) -> torch.Tensor:
+    """Return this rank's rows ``[rows, N]`` of the product, summed over ranks."""
+    return run_products([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
+
+
+def run_products(
     products: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
 ) -> torch.Tensor:
     """Return this rank's rows ``[splits[rank], N]`` of a product, or of a sum of products, summed
@@ -326,7 +332,7 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
     mark, rows, config = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:
         return first.x.new_empty([rows[group.rank], first.columns])
-    return run(products, rows, group, config, mark)
+    return run_products(products, rows, group, config, mark)
 
 
 def _decide_sum(

@@ -10,6 +10,7 @@ import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.gemm.replicated import replicated
+from interlace.operators.gemv_all_reduce.launch import run
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -19,27 +20,7 @@ _library.define(
 )
 
 
-def _run(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    impl: str,
-    config: str,
-) -> torch.Tensor:
-    from interlace.operators.gemv_all_reduce.launch import run
-
-    return run(x, w, bias, group_name, impl, config)
-
-
-def _fake(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_name: str,
-    impl: str,
-    config: str,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, w: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty([*x.shape[:-1], w.shape[0]])
 
 
@@ -71,4 +52,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_x, grad_w, grad_bias, None, None, None
 
 
-register(_library, "gemv_all_reduce", _run, _fake, backward=_backward, setup_context=_setup_context)
+register(_library, "gemv_all_reduce", run, _fake, backward=_backward, setup_context=_setup_context)

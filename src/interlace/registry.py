@@ -150,6 +150,21 @@ class Operator(abc.ABC):
         if name != "auto":
             self.implementation(name)
 
+    def validate_options(self, impl: str, config: object) -> None:
+        """Refuse an ``impl`` that does not exist, and a ``config`` of another operator.
+
+        Raises:
+            ArgumentError: There is no such implementation, or ``config`` is neither None nor this
+                operator's configuration.
+        """
+        if impl != "auto":
+            self.implementation(impl)
+        if config is not None and not isinstance(config, self.config_type or ()):
+            expected = "None" if self.config_type is None else self.config_type.__name__
+            raise ArgumentError(
+                f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
+            )
+
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 

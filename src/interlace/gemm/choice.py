@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace import tuning
 from interlace.costs.time import Call, MachineProfile, profile_of
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
@@ -116,9 +115,6 @@ def choose_on(
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
-    )
     start = default_config(
         config_type,
         rows=rows // world_size,
@@ -126,7 +122,7 @@ def choose_on(
         dtype=dtype,
         shared_bytes=gpu.shared_bytes,
     )
-    tabulated = by_table(operator, gpu.name, point, start, default)
+    tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
     if dtype in _PREDICTED and world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
         call = Call(**sizes, itemsize=dtype.itemsize, world_size=world_size)

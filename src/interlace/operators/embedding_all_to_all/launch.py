@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
@@ -25,13 +24,23 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_TILE_BYTES = 1 << 16
 """A tile passes through shared memory; any GPU that has tensor descriptors has room for two
 programs of this.
 """
+
+# Triton's interpreter runs one program after another, so few large ones are faster.
+_ON_INTERPRETER = {
+    "max_programs": 8,
+    "block_bags": 8,
+    "push_programs": 2,
+    "push_rows": 16,
+    "update_programs": 4,
+    "block_runs": 8,
+}
 
 
 @functools.cache
@@ -56,23 +65,15 @@ def choose(
             calls share a kernel.
     """
     count = processors(device) if device.type == "cuda" else 1
-    config = default_config(width=width, itemsize=dtype.itemsize, processors=count)
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config,
-            max_programs=8,
-            block_bags=8,
-            push_programs=2,
-            push_rows=16,
-            update_programs=4,
-            block_runs=8,
-        )
-        return on_cpu(small)
-    sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    return by_device(
+        OPERATOR,
+        {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor},
+        default_config(width=width, itemsize=dtype.itemsize, processors=count),
+        _ON_INTERPRETER,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
     )
-    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ class EmbeddingAllToAll(Operator):
         world_size: int,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        validate(weights, indices, offsets, None, "sum", None, "dense", "auto", None)
+        validate(weights, indices, offsets, None, "sum", None, "dense")
         if not weights:
             raise ArgumentError("explain: weights must have a table; got none.")
         batch = batch_of(len(weights), offsets, None)

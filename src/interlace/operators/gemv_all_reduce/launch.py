@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import tuning
 from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
@@ -24,7 +23,7 @@ from interlace.operators.gemv_all_reduce.config import (
     default_config,
 )
 from interlace.registry import operator_matching
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
@@ -64,26 +63,14 @@ def choose(
     config = default_config(
         tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize
     )
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8
-        )
-        return on_cpu(small)
-    point = tuning.Point(
-        world_size=world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        sizes={"tokens": tokens, "rows": rows, "columns": columns},
-    )
-    tabulated = by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
-    gemm = _choice_as_gemm(
-        tokens=tokens,
-        rows=rows,
-        columns=columns,
-        dtype=dtype,
-        world_size=world_size,
-        device=device,
-    )
-    if tabulated.is_exact or not gemm.times_us:
+    sizes: dict[str, Any] = {"tokens": tokens, "rows": rows, "columns": columns}
+    small = {"block_n": max(16, min(config.block_n, 64)), "block_k": 256, "max_programs": 8}
+    context: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "device": device}
+    tabulated = by_device(OPERATOR, sizes, config, small, **context)
+    if device.type == "cpu" or tabulated.is_exact:
+        return tabulated
+    gemm = _choice_as_gemm(**sizes, **context)
+    if not gemm.times_us:
         return tabulated
     impl = "fused" if gemm.impl == GEMV.name else "gemm"
     return dataclasses.replace(

@@ -41,7 +41,7 @@ class GemvAllReduce(Operator):
         self, x: torch.Tensor, w: torch.Tensor, *, world_size: int, bias: torch.Tensor | None = None
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        validate(x, w, bias, "auto", None)
+        validate(x, w, bias)
         choice = self.choose(
             tokens=x.shape[0] if x.dim() == 2 else 1,
             rows=w.shape[0],

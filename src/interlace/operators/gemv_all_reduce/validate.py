@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.config import OPERATOR
 
 
-def validate(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: object
-) -> None:
+def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if x.dim() not in (1, 2):
         raise ArgumentError(f"{OPERATOR}: x must be [K] or [B, K]; got shape {list(x.shape)}.")
@@ -44,9 +42,3 @@ def validate(
                 f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on "
                 f"{bias.device}."
             )
-    if impl not in ("auto", "fused", "gemm", "unfused"):
-        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused, gemm or unfused; got {impl!r}.")
-    if config is not None and not isinstance(config, GemvAllReduceConfig):
-        raise ArgumentError(
-            f"{OPERATOR}: config must be a GemvAllReduceConfig; got {type(config).__name__}."
-        )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
@@ -21,9 +20,18 @@ from interlace.operators.mixture_of_experts.config import (
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 
 _BLOCK_SLOTS = 128
+
+# Triton's interpreter runs one program after another, so few programs are enough.
+_ON_INTERPRETER = {
+    "block_m": 32,
+    "programs": 2,
+    "push_programs": 2,
+    "sum_programs": 2,
+    "stagger": 0,
+}
 _BACKWARD = f"{OPERATOR}.backward"
 
 
@@ -43,17 +51,15 @@ def choose(
 
     On the CPU backend it is the fused one, in few programs.
     """
-    config = default_config(ffn=ffn, itemsize=dtype.itemsize)
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config, block_m=32, programs=2, push_programs=2, sum_programs=2, stagger=0
-        )
-        return on_cpu(small)
-    sizes = {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    return by_device(
+        OPERATOR,
+        {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k},
+        default_config(ffn=ffn, itemsize=dtype.itemsize),
+        _ON_INTERPRETER,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
     )
-    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)

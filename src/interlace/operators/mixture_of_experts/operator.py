@@ -46,7 +46,7 @@ class MixtureOfExperts(Operator):
         world_size: int,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        validate(x, experts, weights, w_in, w_out, None, "auto", None, world_size)
+        validate(x, experts, weights, w_in, w_out, None, world_size)
         tokens, hidden = x.shape
         count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
         choice = self.choose(

@@ -12,7 +12,7 @@ from torch import nn
 
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
-from interlace.gemm.replicated import replicated
+from interlace.gemm.gradients import replicated
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.operators.all_gather_gemm import all_gather_gemm

@@ -14,6 +14,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.gradients import save_operands
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
@@ -144,7 +145,7 @@ class AllGatherGemm(GemmOperator):
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         """Save the gathered x and w, as far as their gradients are needed."""
-        x, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
+        _, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
         is_uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
         # Implementations that the gradient's operator does not have, or not for uneven rows, were
         # not asked for there.
@@ -158,10 +159,7 @@ class AllGatherGemm(GemmOperator):
         if not gather:
             ctx.mark_non_differentiable(gathered)  # it has no rows
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-        ctx.save_for_backward(
-            gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        save_operands(ctx, gathered, w, bias)
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Sum x's gradient over the ranks while it is computed.

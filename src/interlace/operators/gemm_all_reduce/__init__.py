@@ -12,6 +12,7 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
+from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
@@ -21,7 +22,6 @@ from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.replicated import replicated
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, reference
 from interlace.registry import operator
@@ -76,11 +76,8 @@ class GemmAllReduce(GemmOperator):
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""
-        x, w, bias, *_, ctx.group_name, _, _ = inputs
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        *_, ctx.group_name, _, _ = inputs
+        save_operands(ctx, *inputs[:3])
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Compute all gradients without communication.
@@ -89,15 +86,7 @@ class GemmAllReduce(GemmOperator):
         """
         (grad,) = grads
         assert grad is not None
-        x, w = ctx.saved_tensors
-        grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        rows = grad.to(ctx.dtype)
-        if torch.is_grad_enabled():
-            # Each rank has operands of its own, so a second derivative is a sum over the ranks.
-            rows = replicated(rows, ctx.group_name)
-        grad_x = rows @ w if w is not None else None
-        grad_w = rows.mT @ x if x is not None else None
-        return grad_x, grad_w, grad_bias
+        return product_gradients(ctx, grad, is_replicated=True)
 
 
 OPERATOR = schema.define(GemmAllReduce.name)

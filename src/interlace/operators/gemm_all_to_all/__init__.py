@@ -14,6 +14,7 @@ from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
@@ -152,24 +153,15 @@ class GemmAllToAll(GemmOperator):
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed, and the lists."""
-        x, w, bias, _, _, *splits, _, ctx.group_name, _, _ = inputs
-        ctx.splits, ctx.has_bias = tuple(splits), bias is not None
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        x, w, bias, _, _, *ctx.splits, _, ctx.group_name, _, _ = inputs
+        save_operands(ctx, x, w, bias)
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Send the gradient back the way its rows came; the product's own gradient is local."""
         (grad,) = grads
         assert grad is not None
-        x, w = ctx.saved_tensors
         rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, *ctx.splits, ctx.group_name)
-        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        rows = rows.to(ctx.dtype)
-        grad_x = rows @ w if w is not None else None
-        grad_w = rows.mT @ x if x is not None else None
-        return grad_x, grad_w, grad_bias
+        return product_gradients(ctx, rows)
 
 
 def check_even(rows: int, ranks: int) -> None:

@@ -324,16 +324,8 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> list[tuple[flo
 def _prepare_forward(case: Case, config: EmbeddingAllToAllConfig) -> Launch:
     """Return the forward kernel's launch, for compilation only."""
     nbytes = case.samples * case.layout.columns * case.shape.dtype.itemsize
-    space = case.owner.outputs.take(nbytes)
-    return launch.prepare(
-        case.owner,
-        case.call(0, config),
-        config,
-        0,
-        space.address,
-        space.buffer_bytes,
-        space.index,
-    )
+    destination = case.owner.outputs.take(nbytes).destination
+    return launch.prepare(case.owner, case.call(0, config), config, 0, destination)
 
 
 def _compile(case: Case, config: EmbeddingAllToAllConfig, is_backward: bool) -> None:

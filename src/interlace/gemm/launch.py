@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
 from interlace.comm.kernels import (
+    Launch,
     addressable,
     describe_matrix,
     describe_ranks,
     processors,
     triton_dtype,
 )
+from interlace.comm.outputs import Destination
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -168,6 +170,44 @@ def _stride(matrix: torch.Tensor, dimension: int) -> int:
     if count > 1:
         return matrix.stride(1 - dimension)
     return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
+
+
+def run_into_peers(
+    group: Group,
+    operands: Operands,
+    rows: int,
+    columns: int,
+    most_rows: int,
+    key: tuple[Hashable, ...],
+    prepare: Callable[[Destination], Launch],
+) -> torch.Tensor:
+    """Run a kernel that stores each row in its owner's result, and return this rank's, ``[rows,
+    columns]``. Collective when the group's output buffers must grow.
+
+    Args:
+        operands: As :meth:`Operands.for_kernel` returns them.
+        most_rows: The rows of the rank that has most, for whom every rank's buffer has room.
+        key: What the launch depends on, beside the addresses of operands and result.
+        prepare: Returns the launch into a buffer, whose rows are padded for descriptors.
+    """
+    dtype = operands.out_dtype
+    shape = [rows, padded_columns(columns, dtype)]
+    if group.world_size == 1:
+        y = operands.x.new_empty(shape, dtype=dtype)
+        launch = prepare(Destination(y.data_ptr(), 0, 0))
+        with group.running():
+            launch()
+        return y[:, :columns].contiguous()
+    # Peers store tiles straight into the result, so it is symmetric memory.
+    output = group.outputs.take(most_rows * shape[1] * dtype.itemsize)
+    y = output.tensor(shape, dtype, group.device)
+    destination = output.destination
+    with group.running():
+        call = (*key, destination, operands.memory())
+        group.replays.run(call, lambda: prepare(destination)())
+    y = y[:, :columns]
+    # Memory that is not lent is the landing, which the next call writes again.
+    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,19 +14,12 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replays import places
-from interlace.gemm import fetch
+from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import OwnRows, Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import push_rows
-from interlace.gemm.launch import (
-    constants,
-    has_descriptors,
-    operand_arguments,
-    padded_columns,
-    programs,
-)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 
 NAME = "all_gather_gemm"
@@ -38,23 +31,23 @@ def run(call: GemmCall) -> Pair:
     """Return the product ``[M, N]`` by one kernel, and the gathered x, ``[M, K]`` or no rows."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
     x, config, mark = operands.x, call.config, call.mark
-    shape = [sum(rows), padded_columns(operands.columns, operands.out_dtype)]
+    shape = [sum(rows), launch.padded_columns(operands.columns, operands.out_dtype)]
     y = x.new_empty(shape, dtype=operands.out_dtype)
     gathered, staging = _gathered(operands, rows), _staging(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(group)
 
     def enqueue() -> None:
-        launch = prepare(group, staging, operands, rows, y, gathered, config, mark)
+        product = prepare(group, staging, operands, rows, y, gathered, config, mark)
         if group.world_size == 1:
-            launch()
+            product()
             return
         # 1. Stage and fetch rows beside the product, or stage them first where the product would
         # keep every SM from the staging kernel.
         first = bool(getattr(config, "stage_first", 0))
         fetching = _begin(call, operands, staging, gathered, first=first, signal=True)
         # 2. The product waits for each source's signal in the kernel.
-        launch()
+        product()
         fetch.end(group, fetching)
 
     with group.running():
@@ -168,7 +161,7 @@ def _begin(
 def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
     """Return memory for all ranks' rows, ``[M, padded K]``, with their scales behind it."""
     x = operands.x
-    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
+    shape = [sum(splits), launch.padded_columns(max(operands.inner, 1), x.dtype)]
     nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
     return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
 
@@ -247,7 +240,7 @@ def prepare(
 
     ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
-    descriptors = has_descriptors(group)
+    descriptors = launch.has_descriptors(group)
     part_rows = _part_rows(splits, config.block_m)
     tiles = descriptors and part_rows > 0
     gathered_tiles: Any = gathered[:, : max(operands.inner, 1)]
@@ -266,7 +259,7 @@ def prepare(
         address = gathered.data_ptr() + _scale_offset(gathered.shape, dtype)
         memory = bytes_at(address, (4 * len(gathered),), (1,), group.device, gathered)
         scales = view_as(memory, (len(gathered),), torch.float32)
-    arguments = operand_arguments(operands, config, descriptors) | {
+    arguments = launch.operand_arguments(operands, config, descriptors) | {
         "scales": scales,
         "gathered": gathered_tiles,
         "result": result,
@@ -283,8 +276,8 @@ def prepare(
         "row_groups": y.shape[1] // align,
         "inner_groups": gathered.shape[1] // inner_align,
     }
-    shared = constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
-    multipliers = programs(group, config)
+    shared = launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
+    multipliers = launch.programs(group, config)
     if ranks > 1 and group.backend == "cuda":
         # The kernel that tells peers that their rows were fetched needs an SM while this one waits.
         multipliers = max(multipliers - 1, 1)

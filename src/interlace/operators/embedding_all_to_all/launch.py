@@ -13,7 +13,7 @@ from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
-from interlace.comm.outputs import BUFFERS
+from interlace.comm.outputs import BUFFERS, Destination
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import record, reference
 from interlace.operators.embedding_all_to_all.config import (
@@ -166,14 +166,14 @@ def run(call: Call, check: bool) -> torch.Tensor:
     config = call.chosen()
     if layout.world_size == 1:
         y = call.indices.new_empty(shape, dtype=call.dtype)
-        launch = prepare(group, call, config, mark, y.data_ptr(), 0, 0)
+        launch = prepare(group, call, config, mark, Destination(y.data_ptr(), 0, 0))
         with group.running():
             launch()
         return y
     # Peers store to the output directly, so it is symmetric memory that this rank grants to them.
     output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
     y = output.tensor(shape, call.dtype, group.device)
-    launch = prepare(group, call, config, mark, output.address, output.buffer_bytes, output.index)
+    launch = prepare(group, call, config, mark, output.destination)
     with group.running():
         launch()
     # Memory that is not lent is the landing, which the next call writes again.
@@ -197,14 +197,10 @@ def prepare(
     call: Call,
     config: EmbeddingAllToAllConfig,
     mark: int,
-    buffers: int,
-    buffer_bytes: int,
-    buffer_index: int,
+    destination: Destination,
 ) -> Launch:
-    """Prepare the forward launch, into a buffer of the output.
-
-    It is buffer ``buffer_index`` of those from the address ``buffers`` on (rank 0's copy).
-    Collective when the workspace must grow.
+    """Prepare the forward launch, into a buffer of the output. Collective when the workspace must
+    grow.
     """
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.forward import (
@@ -240,11 +236,13 @@ def prepare(
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
         sizes = [
-            (BUFFERS + 1, buffer_bytes // call.dtype.itemsize),
+            (BUFFERS + 1, destination.buffer_bytes // call.dtype.itemsize),
             (layout.chunk, layout.columns),
             (layout.columns, 1),
         ]
-        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, width])
+        tiles = describe_ranks(
+            group, destination.address, call.dtype, sizes, [config.block_bags, width]
+        )
     # Ranks hold different numbers of tables, from which follows how many slices each one sends.
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = {
@@ -253,7 +251,7 @@ def prepare(
         "offsets": call.offsets.contiguous(),
         "weights": None if call.scale is None else call.scale.contiguous(),
         "tiles": tiles,
-        "buffers": buffers,
+        "buffers": destination.address,
         "grants": workspace.data.address,
         "signals": workspace.signals.address,
         "staging": 0 if staging is None else staging.data_ptr(),
@@ -261,8 +259,8 @@ def prepare(
         "ctx": group.context(operator),
         "table_counts": counts,
         "call": mark,
-        "buffer_bytes": buffer_bytes,
-        "buffer_index": buffer_index,
+        "buffer_bytes": destination.buffer_bytes,
+        "buffer_index": destination.own_index,
         "slots": slots,
         "B": layout.batch,
         "chunk": layout.chunk,

@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import Matrices, Scales, add_bias, cells_of, multiply_tile, scale_tile, tile_place
+from interlace.gemm.kernels.tiles import (
+    Matrices, Scales, add_bias, cells_of, multiply_tile, scale_tile, tile_place,
+)
 
 
 @triton.jit(

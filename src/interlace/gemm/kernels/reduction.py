@@ -10,12 +10,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    add_bias,
-    cells_of,
-    multiply_tile,
-    nan_unless,
-    scale_tile,
-    tile_place,
+    add_bias, cells_of, multiply_tile, nan_unless, scale_tile, tile_place,
 )
 
 _PARTS_IN_FLIGHT = tl.constexpr(3)

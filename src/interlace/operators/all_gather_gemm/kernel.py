@@ -8,13 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    cells_of,
-    finish_tile,
-    multiply_tile,
-    nan_unless,
-    tile_place,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, nan_unless, tile_place,
 )
 
 

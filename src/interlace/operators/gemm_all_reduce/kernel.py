@@ -5,11 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.grants import (
-    Turn,
-    await_senders,
-    end_sending,
-    grant_buffer,
-    granted_buffers,
+    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
 )
 from interlace.gemm.kernels.places import DONE, GRANTS, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, send_and_sum

@@ -5,21 +5,11 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.grants import (
-    Turn,
-    await_senders,
-    end_sending,
-    grant_buffer,
-    granted_buffers,
+    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
 )
 from interlace.gemm.kernels.places import DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    cells_of,
-    finish_tile,
-    multiply_tile,
-    multiply_tile_of,
-    start_in_turn,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, multiply_tile_of, start_in_turn,
     tile_place,
 )
 

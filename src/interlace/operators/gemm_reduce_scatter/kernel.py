@@ -8,14 +8,7 @@ from interlace.gemm.kernels.grants import Turn, await_senders, end_sending
 from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    add_bias,
-    cells_of,
-    multiply_tile,
-    nan_unless,
-    start_in_turn,
-    tile_place,
+    Matrices, Scales, add_bias, cells_of, multiply_tile, nan_unless, start_in_turn, tile_place,
 )
 
 

@@ -8,11 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.comm import MAX_PROGRAMS
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    HEADER,
-    MAX_RANKS,
-    MAX_TABLES,
-    samples_of,
-    vectors_at,
+    HEADER, MAX_RANKS, MAX_TABLES, samples_of, vectors_at,
 )
 
 # A table is cut into pieces for each owner; the pieces of all owners are counted together.

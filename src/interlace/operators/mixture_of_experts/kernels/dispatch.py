@@ -7,15 +7,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS,
-    COUNTERS,
-    HEADER,
-    MAX_RANKS,
-    RETURNS,
-    Plan,
-    completeness,
-    local_experts,
-    pick,
+    ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import multiply, store_rows, tile_of
 

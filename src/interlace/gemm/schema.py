@@ -85,17 +85,19 @@ def call(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
+    splits: Sequence[object],
     out_dtype: torch.dtype | None,
     group: dist.ProcessGroup | None,
     impl: str,
     config: GemmConfig | None,
-    splits: Sequence[object] = (),
+    *,
     gather: bool = False,
 ) -> Any:
     """Validate the arguments of a public function and call its ``torch.ops.interlace``.
+
+    The arguments come in the order of the schema; see :func:`define`.
 
     Args:
         splits: The operator's lists of rows, in the order of its declaration.

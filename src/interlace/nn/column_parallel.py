@@ -108,14 +108,7 @@ class ColumnParallelLinear(ParallelLinear):
                 f"{out_features}; got {parts}."
             )
         super().__init__(
-            in_features,
-            out_features,
-            bias,
-            parts,
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device=device,
-            dtype=dtype,
+            in_features, out_features, bias, parts, sequence_parallel, group, device, dtype
         )
 
     @classmethod
@@ -132,15 +125,7 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ArgumentError: R does not divide the layer's output features, or a part of them.
         """
-        return cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            parts=parts,
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device="meta",
-        )._copy(linear)
+        return cls._copy_of(linear, group, parts=parts, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective.

@@ -309,18 +309,19 @@ def all_gather_gemm(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
     (arXiv:2205.05198) for sequence parallelism.
     """
+    gather = return_gathered or (torch.is_grad_enabled() and w.requires_grad)
     y, gathered = schema.call(
         OPERATOR,
         x,
         w,
         bias,
-        splits=[splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        gather=return_gathered or (torch.is_grad_enabled() and w.requires_grad),
-        group=group,
-        impl=impl,
-        config=config,
+        x_scale,
+        w_scale,
+        [splits],
+        out_dtype,
+        group,
+        impl,
+        config,
+        gather=gather,
     )
     return (y, gathered.detach()) if return_gathered else y

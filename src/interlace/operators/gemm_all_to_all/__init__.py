@@ -261,17 +261,8 @@ def gemm_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
+    splits = [input_splits, output_splits]
     y: torch.Tensor = schema.call(
-        OPERATOR,
-        x,
-        w,
-        bias,
-        splits=[input_splits, output_splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        group=group,
-        impl=impl,
-        config=config,
+        OPERATOR, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config
     )
     return y

@@ -202,16 +202,6 @@ def gemm_reduce_scatter(
     (arXiv:2205.05198) for sequence parallelism.
     """
     y: torch.Tensor = schema.call(
-        OPERATOR,
-        x,
-        w,
-        bias,
-        splits=[splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        group=group,
-        impl=impl,
-        config=config,
+        OPERATOR, x, w, bias, x_scale, w_scale, [splits], out_dtype, group, impl, config
     )
     return y

@@ -93,7 +93,7 @@ class TriggeredTransfers(MappedOutput):
         self._sent: set[int] = set()
         self._queues: list[TransferQueue] = []
         # The driver of a single rank may be without stream memory operations.
-        with self.group.together(OPERATOR):
+        with self.group.agreement.together(OPERATOR):
             self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
             self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
             if tiles is not None:

@@ -139,7 +139,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
             )
         memory = None
         try:
-            with group.together("allocating memory of a stock pair"):
+            with group.agreement.together("allocating memory of a stock pair"):
                 memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
                 symmetric_memory.rendezvous(memory, name)
         except (WorkspaceError, BackendError):  # on every rank alike

@@ -125,7 +125,7 @@ def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
     question = Question(*fields)
     group = _group(question)
     answers = _answers(group, question, {})
-    trains = question.grad_enabled and group.any_rank(
+    trains = question.grad_enabled and group.agreement.any_rank(
         f"{OPERATOR}: whether a rank trains tables named {question.name!r}",
         question.trains,
         final=traced,
@@ -155,7 +155,7 @@ def _group(question: Question) -> Group:
 
 
 def _answers(group: Group, question: Question, more: dict[str, bool]) -> Answers:
-    return group.gather(
+    return group.agreement.gather(
         OPERATOR,
         question.name,
         {"output_dtype": question.output_dtype, "grad_enabled": question.grad_enabled},

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,6 @@ _ALIGNMENT_BYTES = 16
 """PyTorch's symmetric-memory reductions move so many bytes at a time, and take no odd sizes."""
 
 
-def _on_cuda(terms: Terms) -> list[str]:
-    return [] if terms.device_type == "cuda" else ["a GPU"]
-
-
 def _has(operator: str) -> bool:
     """Return whether this PyTorch has ``torch.ops.symm_mem.<operator>``."""
     # The import defines the operators.
@@ -45,7 +43,7 @@ def _has(operator: str) -> bool:
 
 def _unmet(terms: Terms, operator: str) -> list[str]:
     """Return what a call must have for one of PyTorch's symmetric-memory operators, and has not."""
-    unmet = _on_cuda(terms)
+    unmet = [] if terms.device_type == "cuda" else ["a GPU"]
     if not unmet and not _has(operator):
         unmet.append(f"a PyTorch with torch.ops.symm_mem.{operator}")
     if terms.converts:
@@ -73,20 +71,16 @@ def _refuse_chunks(terms: Terms, operator: str) -> str | None:
     return " and ".join(unmet) or None
 
 
-def _refuse_without_nccl(terms: Terms) -> str | None:
-    return " and ".join(_on_cuda(terms)) or None
-
-
 NCCL = Implementation(
     "nccl",
     "cuBLAS, then NCCL's collective",
     unfused.run,
-    _refuse_without_nccl,
+    lambda terms: None if terms.device_type == "cuda" else "a GPU",
     is_stock=True,
 )
 
 
-def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor | None:
+def _run_all_reduce(call: GemmCall, operator: str) -> torch.Tensor | None:
     """Multiply into symmetric memory of PyTorch's and reduce it there."""
     operands, group = call.operands, call.group
     if group.world_size == 1:
@@ -100,10 +94,7 @@ def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor | None:
         torch.mm(operands.x, operands.w.T, out=part)
         # The next call reuses the memory, so the result has its own.
         y = torch.empty_like(part)
-        if shot == "one":
-            torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", name, y)
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", name, y)
+        getattr(torch.ops.symm_mem, operator)(part, "sum", name, y)
     return y if operands.bias is None else y.add_(operands.bias)
 
 
@@ -154,7 +145,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
 ONE_SHOT = Implementation(
     "one_shot",
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
-    functools.partial(_run_all_reduce, shot="one"),
+    functools.partial(_run_all_reduce, operator="one_shot_all_reduce_out"),
     functools.partial(
         _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=ONE_SHOT_BYTES
     ),
@@ -163,7 +154,7 @@ ONE_SHOT = Implementation(
 TWO_SHOT = Implementation(
     "two_shot",
     "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
-    functools.partial(_run_all_reduce, shot="two"),
+    functools.partial(_run_all_reduce, operator="two_shot_all_reduce_out"),
     functools.partial(_refuse_all_reduce, operator="two_shot_all_reduce_out"),
     is_stock=True,
 )
@@ -183,45 +174,40 @@ def _enabled(call: GemmCall) -> str:
     return name
 
 
-def _run_async_reduce_scatter(call: GemmCall) -> torch.Tensor:
-    operands = call.operands
+def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
     if call.group.world_size == 1:
-        alone: torch.Tensor = call.operator.run_unfused(call)
-        return alone
+        return call.operator.run_unfused(call)
     name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
     with call.group.running():
-        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            operands.x, operands.w.T, "sum", 0, name
-        )
-    return y
+        return run(call, name)
 
 
-def _run_async_all_gather(call: GemmCall) -> tuple[torch.Tensor, torch.Tensor]:
-    operands = call.operands
-    if call.group.world_size == 1:
-        alone: tuple[torch.Tensor, torch.Tensor] = call.operator.run_unfused(call)
-        return alone
-    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
-    with call.group.running():
-        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            operands.x, [operands.w.T], 0, name, return_A=call.gather
-        )
-    return y, gathered if call.gather else operands.x.new_empty([0, operands.inner])
+def _reduce_scatter(call: GemmCall, name: str) -> Any:
+    x, w = call.operands.x, call.operands.w
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name)
 
 
-ASYNC_REDUCE_SCATTER = Implementation(
-    "async_tp",
-    "PyTorch's asynchronous tensor parallelism: cuBLAS in chunks and copies",
-    _run_async_reduce_scatter,
-    functools.partial(_refuse_chunks, operator="fused_matmul_reduce_scatter"),
-    schedule="by_rank",
-    is_stock=True,
+def _all_gather(call: GemmCall, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = call.operands.x, call.operands.w
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, [w.T], 0, name, return_A=call.gather
+    )
+    return y, gathered if call.gather else x.new_empty([0, call.operands.inner])
+
+
+def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) -> Implementation:
+    """Return asynchronous tensor parallelism by one operator of ``torch.ops.symm_mem``."""
+    return Implementation(
+        "async_tp",
+        f"PyTorch's asynchronous tensor parallelism: {steps}",
+        functools.partial(_run_async, run=run),
+        functools.partial(_refuse_chunks, operator=operator),
+        schedule="by_rank",
+        is_stock=True,
+    )
+
+
+ASYNC_REDUCE_SCATTER = _async_tp(
+    "cuBLAS in chunks and copies", _reduce_scatter, "fused_matmul_reduce_scatter"
 )
-ASYNC_ALL_GATHER = Implementation(
-    "async_tp",
-    "PyTorch's asynchronous tensor parallelism: copies and cuBLAS in chunks",
-    _run_async_all_gather,
-    functools.partial(_refuse_chunks, operator="fused_all_gather_matmul"),
-    schedule="by_rank",
-    is_stock=True,
-)
+ASYNC_ALL_GATHER = _async_tp("copies and cuBLAS in chunks", _all_gather, "fused_all_gather_matmul")

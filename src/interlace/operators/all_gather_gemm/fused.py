@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,16 +51,7 @@ def run(call: GemmCall) -> Pair:
         fetch.end(group, fetching)
 
     with group.running():
-        key = (
-            NAME,
-            "fused",
-            config,
-            rows,
-            call.gather,
-            mark,
-            places(y, gathered),
-            operands.memory(),
-        )
+        key = NAME, "fused", config, rows, call.gather, mark, places(y, gathered), operands.memory()
         group.replays.run(key, enqueue, copied=[gathered])
     arrived = gathered if group.world_size > 1 else None
     return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
@@ -70,14 +61,45 @@ def run_chunked(call: GemmCall) -> Pair:
     """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
     rank's own rows first.
     """
+    return _run_by_library(call, "chunked", _prepare_chunked)
+
+
+def run_pushed(call: GemmCall) -> Pair:
+    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
+    all rows once they have arrived.
+    """
+    return _run_by_library(call, "pushed", _prepare_pushed)
+
+
+Prepare = Callable[[GemmCall, Operands, torch.Tensor, torch.Tensor], Callable[[], None]]
+"""Returns what enqueues a call with these operands, whose product and gathered x are the two
+tensors. Collective when the workspace must grow, so it comes before anything is enqueued.
+"""
+
+
+def _run_by_library(call: GemmCall, impl: str, prepare: Prepare) -> Pair:
+    """Gather x and multiply it by cuBLAS; a call that comes again is a CUDA graph."""
     operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
     y = operands.x.new_empty([sum(rows), operands.columns])
     if group.world_size == 1:
         multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, call.gather)
     require(group.backend)
-    gathered, staging = _gathered(operands, rows), _staging(operands, rows)
-    # Before anything is enqueued: the workspace may have to grow.
+    gathered = _gathered(operands, rows)
+    enqueue = prepare(call, operands, y, gathered)
+    with group.running():
+        key = NAME, impl, rows, call.gather, call.mark, places(y, gathered), operands.memory()
+        # Copy engines know the pages of a copy, not its address, so graphs with copies are kept by
+        # the allocation, too.
+        group.replays.run(key, enqueue, copied=[gathered] if impl == "chunked" else ())
+    return y, _result(operands, gathered, call.gather)
+
+
+def _prepare_chunked(
+    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
+) -> Callable[[], None]:
+    group, rows = call.group, call.rows.by_rank
+    staging = _staging(operands, rows)
     staging.workspace(group)
 
     def enqueue() -> None:
@@ -93,42 +115,19 @@ def run_chunked(call: GemmCall) -> Pair:
         fetch.settle(group, staging, y, call.mark)
         fetch.end(group, fetching)
 
-    with group.running():
-        key = (
-            NAME,
-            "chunked",
-            rows,
-            call.gather,
-            call.mark,
-            places(y, gathered),
-            operands.memory(),
-        )
-        group.replays.run(key, enqueue, copied=[gathered])
-    return y, _result(operands, gathered, call.gather)
+    return enqueue
 
 
-def run_pushed(call: GemmCall) -> Pair:
-    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
-    all rows once they have arrived.
-    """
-    operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
-    y = operands.x.new_empty([sum(rows), operands.columns])
-    if group.world_size == 1:
-        multiply_into(y, operands.x, operands.w.T, operands.bias)
-        return y, _result(operands, None, call.gather)
-    require(group.backend)
-    gathered = _gathered(operands, rows)
-    # Before anything is enqueued: the workspace may have to grow.
-    push = push_rows(group, NAME, operands.x, gathered, rows, call.mark)
+def _prepare_pushed(
+    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
+) -> Callable[[], None]:
+    push = push_rows(call.group, NAME, operands.x, gathered, call.rows.by_rank, call.mark)
 
     def enqueue() -> None:
         push()
         multiply_into(y, gathered[:, : operands.inner], operands.w.T, operands.bias)
 
-    with group.running():
-        key = (NAME, "pushed", rows, call.mark, places(y, gathered), operands.memory())
-        group.replays.run(key, enqueue)
-    return y, _result(operands, gathered, call.gather)
+    return enqueue
 
 
 def _begin(

@@ -57,7 +57,7 @@ class _Options(NamedTuple):
 _TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
 
 
-def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Any:
+def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Call:
     _, capacity, group_name, impl, config = options
     return Call(*inputs, capacity, group_name, impl, config, keeps)
 

@@ -75,12 +75,10 @@ def run(
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
     if is_new_each_time:
-        decision = _decide(operator, operands, lists, gather, group, impl, config)
+        decision = _decide(operator, operands, lists, group, impl, config)
     else:
         key = (operator.name, *operands.signature(), lists, gather, impl, config)
-        decision = group.once(
-            key, lambda: _decide(operator, operands, lists, gather, group, impl, config)
-        )
+        decision = group.once(key, lambda: _decide(operator, operands, lists, group, impl, config))
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -137,7 +135,6 @@ def _decide(
     operator: GemmOperator,
     operands: Operands,
     splits: Splits,
-    gather: bool,
     group: Group,
     impl: str,
     config: str,

@@ -10,7 +10,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    add_bias, cells_of, multiply_tile, nan_unless, scale_tile, tile_place,
+    add_bias, cells_of, multiply_tile, scale_tile, tile_place,
 )
 
 _PARTS_IN_FLIGHT = tl.constexpr(3)
@@ -164,7 +164,7 @@ def send_and_sum(
                     if TILES:
                         il.accept_tiles()
                     total = add_parts(total, slots, row, column, rows, N, group, SENDING, TILING)
-                    total = nan_unless(arrived, total)
+                    total = il.nan_unless(arrived, total)
                 if bias is not None:
                     total = add_bias(total, bias, column, N)
                 value = total.to(OUT)

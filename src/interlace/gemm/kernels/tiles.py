@@ -179,17 +179,6 @@ def finish_tile(total, scales, bias, row, column, rows, N):
 
 
 @triton.jit
-def nan_unless(arrived, total):
-    """Return a tile, or NaN everywhere if what it was computed from has not arrived.
-
-    A failed wait does not stop a kernel, so its result must not look like one.
-    """
-    # The interpreter turns a scalar condition and a mask into int32, so the scalar becomes a block.
-    valid = (arrived + tl.arange(0, total.shape[0]) * 0 > 0)[:, None]
-    return tl.where(valid, total, float("nan"))
-
-
-@triton.jit
 def cells_of(first, row, column, rows, N, row_stride, TILING: tl.constexpr):
     """Return the offsets of a tile's cells, from row ``first`` of a matrix on, and their mask.
 

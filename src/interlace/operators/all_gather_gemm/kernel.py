@@ -8,7 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices, Scales, cells_of, finish_tile, multiply_tile, nan_unless, tile_place,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, tile_place,
 )
 
 
@@ -84,7 +84,7 @@ def _multiply(
             total = multiply_tile(matrices, x_row, column, x_rows, TILING)
             total = finish_tile(total, scales, bias, x_row, column, x_rows, N)
             if not OWN:
-                total = nan_unless(all_arrived, total)
+                total = il.nan_unless(all_arrived, total)
             value = total.to(OUT)
             if SENDING.tile_stores:
                 # The part leaves out what a tile has beyond its source's rows.

@@ -8,7 +8,7 @@ from interlace.gemm.kernels.grants import Turn, await_senders, end_sending
 from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
-    Matrices, Scales, add_bias, cells_of, multiply_tile, nan_unless, start_in_turn, tile_place,
+    Matrices, Scales, add_bias, cells_of, multiply_tile, start_in_turn, tile_place,
 )
 
 
@@ -150,7 +150,7 @@ def multiply_and_sum(
             if SENDING.tile_stores:
                 il.accept_tiles()
         total = add_parts(total, arriving, row, column, rows, N, group, SENDING, TILING, OWN_PART)
-        total = nan_unless(all_arrived, total)
+        total = il.nan_unless(all_arrived, total)
         if bias is not None:
             total = add_bias(total, bias, column, N)
         if SENDING.tile_stores:

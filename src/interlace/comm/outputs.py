@@ -155,6 +155,7 @@ class OutputPool:
         space = self._reserve(nbytes)
         capture = self._streams.capture_id()
         index = LANDING
+        # The peers need not agree to it: the kernel tells them which buffer it is.
         for i in range(BUFFERS):
             # A buffer of a captured graph serves calls of the same capture only.
             if not space.in_use[i] and space.capture[i] in (None, capture):

@@ -65,6 +65,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
         ctx.group_name = group_name
+        # Autograd would take the same tensor for an input that is returned as it is.
         return x.view_as(x)
 
     @staticmethod
@@ -78,6 +79,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
         ctx.group_name = group_name
+        # The all-reduce works in place, and the gradient belongs to autograd.
         total = x.clone(memory_format=torch.contiguous_format)
         group = process_group_named(group_name)
         if not is_alone(group):

@@ -141,6 +141,7 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    # A descriptor must have elements, and a rank may have no rows.
     rows, stride = max(y.shape[0], 1), y.shape[1]
     strides = [rows * stride] * 3 + [stride, 1]
     return TensorDescriptor(
@@ -240,6 +241,7 @@ def slots_for(
     """Return slots for ``rows`` of each rank. Collective when the workspace must grow."""
     most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
     count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
+    # Every rank asks for the slots of the rank that has most rows, so that all agree on the size.
     nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
     workspace = group.workspace(operator, nbytes, layout.HEADER + ranks * count)
     routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])

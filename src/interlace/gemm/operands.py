@@ -199,6 +199,7 @@ class Operands:
         for name in ("x_scale", "w_scale"):
             scale = getattr(self, name)
             if scale is not None:
+                # Kernels read one scale a row, whether it came as a row or as a column.
                 object.__setattr__(self, name, scale.reshape(-1))
 
     def factors(self) -> Factors:

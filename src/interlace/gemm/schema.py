@@ -32,6 +32,8 @@ def define(name: str) -> GemmOperator:
     """
     operator = operator_named(name)
     assert isinstance(operator, GemmOperator)
+    # Numbers of rows are symbolic, so that a graph compiled for dynamic shapes serves other lists,
+    # too.
     lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
     gather = "bool gather, " if operator.returns_gathered else ""
     _library.define(
@@ -49,6 +51,7 @@ def define(name: str) -> GemmOperator:
 
     def fake(*arguments: Any) -> Any:
         (x, w, *_), splits, out_dtype, gather, group_name, *_ = _unpack(operator, arguments)
+        # The rank comes from the process group of that name: tracing sends nothing to the peers.
         rows = operator.result_rows(x.shape[0], splits, *rank_in(group_name))
         y = x.new_empty([rows, w.shape[0]], dtype=out_dtype)
         if not operator.returns_gathered:
@@ -57,6 +60,7 @@ def define(name: str) -> GemmOperator:
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         gradients = operator.backward(ctx, *grads)
+        # Autograd expects an entry for every argument; only tensors have gradients.
         return (*gradients, *[None] * (count - len(gradients)))
 
     count = _TENSORS + len(operator.split_names) + operator.returns_gathered + 4
@@ -120,5 +124,6 @@ def call(
         *([gather] if operator.returns_gathered else []),
         default_name(group),
         impl,
+        # A schema has no type for configurations, so graphs hold their text.
         "" if config is None else str(config),
     )

@@ -91,6 +91,7 @@ class Fused:
         )
         self._sums, self._gives_views = None, False
         self.output.collects = collective in ("reduce_scatter", "all_reduce")
+        # Two halves take turns, so that a result stays as it is during the next call.
         if collective == "all_reduce":
             self._sums = self.output.group.allocate(math.prod(self.shape) * dtype.itemsize, 2)
 
@@ -110,6 +111,8 @@ class Fused:
                 "fuse: an all_to_all whose calls are run_into must not be called for views. Make "
                 "another."
             )
+        # A captured output whose epochs end by a copy keeps its half, and one whose epochs end by a
+        # view does not, so an output serves one kind of call.
         self._gives_views = True
         return self._run(None, args, kwargs)
 
@@ -134,6 +137,7 @@ class Fused:
         if isinstance(self.output, TriggeredTransfers):
             counts = self.output.counters.numel() > 0
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
+        # Only the root produces what is scattered; the epoch is every rank's.
         if self.collective != "scatter" or group.rank == self.root:
             try:
                 # A producer may launch kernels, which run on the current GPU.

@@ -61,6 +61,7 @@ def push_rows(
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
         offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
         routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
+        # The same number of programs on every rank: each meets those of its index.
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
             "x": x,

@@ -77,6 +77,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
             dtypes=(str(x.dtype), str(w.dtype)),
             impl=impl,
         )
+        # Ranks have agreed by now, so all of them refuse or none does.
         declaration.validate_impl(impl)
         _validate(x, w, group)
         return mark, *declaration.decide(impl, len(x), w.shape[2], w.shape[1], x, group)
@@ -85,6 +86,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
     mark, name, config = group.once(key, decide)
     if group.world_size == 1:
         count, inner, _ = w.shape
+        # PyTorch forbids an operator to return a view of its argument.
         received = x.view(count, -1, inner).clone(memory_format=torch.contiguous_format)
         return torch.bmm(received, w), received
     call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")

@@ -116,6 +116,7 @@ def embedding_all_to_all(
     _DECLARATION.validate_options(impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
+    # A plain tuple, because tracing can evaluate no other type.
     question = (  # the fields of a Question
         default_name(group),
         str(indices.device),

@@ -51,6 +51,7 @@ class EmbeddingAllToAll(Operator):
             raise ArgumentError("explain: weights must have a table; got none.")
         batch = batch_of(len(weights), offsets, None)
         width, dtype = max(weight.shape[1] for weight in weights), weights[0].dtype
+        # Rounded as in a call, so that this is the entry of the table that a call takes.
         lookups = ceil_div(indices.shape[0], max(1, len(weights) * batch))
         pooling_factor = next_power_of_2(lookups)
         choice = self.choose(

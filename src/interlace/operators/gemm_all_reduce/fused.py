@@ -56,6 +56,8 @@ def prepare(
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     stride, results = launch.padded_columns(operands.columns, dtype), None
     if tiles:
+        # Buffers have room for the largest call so far. A rank on its own has one buffer without a
+        # distance to the next, which a descriptor must have.
         elements = operands.rows * stride
         sizes = [
             (BUFFERS + 1, max(destination.buffer_bytes // dtype.itemsize, elements)),

@@ -64,6 +64,7 @@ class GemmAllToAll(GemmOperator):
 
     def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
         """Return the rows of an even split; lists are compared by :meth:`plan_rows`."""
+        # Lists are not the same on every rank, so they cannot be compared here.
         even = f"even, of {operands.rows} rows"
         return {"splits": even if splits[0] is None else "given"}
 

@@ -107,6 +107,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
             dtype=str(x.dtype),
             impl=impl,
         )
+        # Ranks have agreed by now, so all of them refuse or none does.
         declaration.validate_impl(impl)
         check_even(rows, group.world_size)
         return mark, *declaration.decide(impl, count * rows, columns, inner, x, group)
@@ -117,6 +118,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         return x.new_empty([count * rows, columns])
     call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")
     y = declaration.implementation(name).run(call)
+    # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 
 
@@ -142,6 +144,7 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
             return y
     total = x[0].new_empty([count, rows, columns])
     chunked.multiply_batch_into(total, x, w)
+    # An all-to-all sends one piece to each rank, but a rank's rows are spread over all products.
     sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1)
     sent = sent.reshape(count * rows, columns)
     return reference.send_back(sent, None, None, process_group_named(group_name))

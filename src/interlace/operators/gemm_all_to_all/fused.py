@@ -102,7 +102,10 @@ def prepare(
 
     ranks, me = group.world_size, group.rank
     batch = batch or Batch(1, operands.rows, operands.columns)
+    # Tiles go straight into results, so the workspace is there for its signals.
     workspace = group.workspace(NAME, 4096, layout.HEADER)
+    # Rows for a rank come one rank after the other in x; in that rank's result they follow those of
+    # the sources before this one.
     routes, first = [], 0
     for dest in range(ranks):
         before = batch.count * sum(sent[source][dest] for source in range(me))
@@ -114,6 +117,7 @@ def prepare(
     descriptors = launch.has_descriptors(group) and group.stride % 16 == 0
     part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
+    # A tile is stored as a whole, so a descriptor must know where the rows of its part end.
     if descriptors and tile_stores and part_rows and ranks > 1:
         sizes = [
             (BUFFERS + 1, destination.buffer_bytes // dtype.itemsize),

@@ -21,9 +21,12 @@ NAME = "gemm_reduce_scatter"
 def run(call: GemmCall) -> torch.Tensor:
     """Return this rank's rows of the sum, ``[rows, N]``, by one kernel."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
+    # A descriptor needs rows that begin at multiples of 16 bytes. Where they do anyhow, the copy at
+    # the end is none.
     stride = launch.padded_columns(operands.columns, operands.out_dtype)
     y = operands.x.new_empty([rows[group.rank], stride], dtype=operands.out_dtype)
     with group.running():
+        # The key of a call that comes again as a CUDA graph: all that its launch depends on.
         key = (NAME, call.config, call.mark, rows, places(y), operands.memory())
         group.replays.run(key, lambda: prepare(group, operands, rows, y, call.config, call.mark)())
     return y[:, : operands.columns].contiguous()

@@ -31,7 +31,7 @@ from interlace.comm.releases import releases
 from interlace.comm.streams import Streams
 from interlace.comm.symmetric_memory import SymmetricMemory
 from interlace.comm.workspace import MAX_PROGRAMS, Workspace
-from interlace.errors import WorkspaceError
+from interlace.errors import GroupError, WorkspaceError
 
 _RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
 
@@ -120,6 +120,17 @@ class Group:
     def require_own_gpus(self, activity: str) -> None:
         """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
         require_dedicated_gpus(self.members, activity)
+
+    def require_size(self, operator: str, most: int) -> None:
+        """Refuse a group with more ranks than an operator's kernels take.
+
+        Raises:
+            GroupError: The group has more than ``most`` ranks.
+        """
+        if self.world_size > most:
+            raise GroupError(
+                f"{operator}: a group must have at most {most} ranks; got {self.world_size}."
+            )
 
     # Agreement
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
@@ -124,10 +124,7 @@ def group_for(operator: str, group_name: str, device: torch.device) -> Group:
         GroupError: It has more ranks than the kernels take.
     """
     group = group_named(group_name, device)
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(operator, MAX_RANKS)
     return group
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused
+from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
@@ -33,49 +34,11 @@ _ALIGNMENT_BYTES = 16
 """PyTorch's symmetric-memory reductions move so many bytes at a time, and take no odd sizes."""
 
 
-def _has(operator: str) -> bool:
-    """Return whether this PyTorch has ``torch.ops.symm_mem.<operator>``."""
-    # The import defines the operators.
-    import torch.distributed._symmetric_memory
-
-    return hasattr(torch.ops.symm_mem, operator)
-
-
-def _unmet(terms: Terms, operator: str) -> list[str]:
-    """Return what a call must have for one of PyTorch's symmetric-memory operators, and has not."""
-    unmet = [] if terms.device_type == "cuda" else ["a GPU"]
-    if not unmet and not _has(operator):
-        unmet.append(f"a PyTorch with torch.ops.symm_mem.{operator}")
-    if terms.converts:
-        unmet.append("a result of the dtype of x")
-    if terms.dtype not in _SUMMED:
-        unmet.append("bfloat16 or float32 operands")
-    return unmet
-
-
-def _refuse_all_reduce(terms: Terms, operator: str, most_bytes: int | None = None) -> str | None:
-    unmet = _unmet(terms, operator)
-    if terms.result_bytes % _ALIGNMENT_BYTES:
-        unmet.append(f"a result whose size is a multiple of {_ALIGNMENT_BYTES} bytes")
-    if most_bytes is not None and terms.result_bytes > most_bytes:
-        unmet.append(f"a result of at most {most_bytes >> 20} MiB")
-    return " and ".join(unmet) or None
-
-
-def _refuse_chunks(terms: Terms, operator: str) -> str | None:
-    unmet = _unmet(terms, operator)
-    if not terms.is_even:
-        unmet.append("rows that are split evenly")
-    if terms.has_bias:
-        unmet.append("no bias")
-    return " and ".join(unmet) or None
-
-
 NCCL = Implementation(
     "nccl",
     "cuBLAS, then NCCL's collective",
     unfused.run,
-    lambda terms: None if terms.device_type == "cuda" else "a GPU",
+    needs(gpu=True),
     is_stock=True,
 )
 
@@ -142,20 +105,29 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     return None if memory is None else (memory[: rows * columns].view(rows, columns), name)
 
 
+def _needs_shot(operator: str, most_bytes: int | None = None) -> Callable[[Terms], str | None]:
+    return needs(
+        gpu=True,
+        torch_operator=operator,
+        same_dtype=True,
+        dtypes=_SUMMED,
+        multiple_bytes=_ALIGNMENT_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
 ONE_SHOT = Implementation(
     "one_shot",
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, operator="one_shot_all_reduce_out"),
-    functools.partial(
-        _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=ONE_SHOT_BYTES
-    ),
+    _needs_shot("one_shot_all_reduce_out", ONE_SHOT_BYTES),
     is_stock=True,
 )
 TWO_SHOT = Implementation(
     "two_shot",
     "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, operator="two_shot_all_reduce_out"),
-    functools.partial(_refuse_all_reduce, operator="two_shot_all_reduce_out"),
+    _needs_shot("two_shot_all_reduce_out"),
     is_stock=True,
 )
 
@@ -201,7 +173,14 @@ def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) ->
         "async_tp",
         f"PyTorch's asynchronous tensor parallelism: {steps}",
         functools.partial(_run_async, run=run),
-        functools.partial(_refuse_chunks, operator=operator),
+        needs(
+            gpu=True,
+            torch_operator=operator,
+            even_rows=True,
+            same_dtype=True,
+            dtypes=_SUMMED,
+            no_bias=True,
+        ),
         schedule="by_rank",
         is_stock=True,
     )

@@ -13,7 +13,7 @@ import torch
 
 from interlace.comm import Group, group_named
 from interlace.comm.group import Answers
-from interlace.errors import ArgumentError, GroupError, RankMismatchError
+from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.record import MAX_RANKS
 
@@ -147,10 +147,7 @@ recall._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _group(question: Question) -> Group:
     group = group_named(question.group_name, torch.device(question.device))
     group.check()
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(OPERATOR, MAX_RANKS)
     return group
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOATS
 from interlace.operators.embedding_all_to_all.config import (
     MAX_WIDTH,
     OPERATOR,
@@ -16,7 +17,6 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.record import MAX_TABLES
 from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 

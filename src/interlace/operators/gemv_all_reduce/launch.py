@@ -12,7 +12,7 @@ from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.implementations.gemv import GEMV
 from interlace.operators.gemv_all_reduce import reference
@@ -158,10 +158,7 @@ def _decide(
         raise ArgumentError(
             f"{OPERATOR}: x, w and bias must have the same dtype; got {dtypes}. Convert them."
         )
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(OPERATOR, MAX_RANKS)
     mark = group.agree(
         OPERATOR,
         the_shape_of_x=tuple(x.shape),

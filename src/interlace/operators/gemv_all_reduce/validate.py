@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOATS
 from interlace.operators.gemv_all_reduce.config import OPERATOR
 
 
@@ -19,7 +20,7 @@ def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Non
             f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got "
             f"{x.shape[-1]} and {w.shape[1]}."
         )
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if x.dtype not in FLOATS:
         raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
     if w.dtype != x.dtype:
         raise ArgumentError(f"{OPERATOR}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")

@@ -11,7 +11,7 @@ import torch
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import layout, reference
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -109,11 +109,7 @@ class Call:
 
     def agree(self, operator: str) -> int:
         """Agree on this call with all ranks; return its mark (``Group.agree``)."""
-        if self.group.world_size > MAX_RANKS:
-            raise GroupError(
-                f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got "
-                f"{self.group.world_size}."
-            )
+        self.group.require_size(OPERATOR, MAX_RANKS)
         return self.group.agree(
             operator,
             the_shape_of_x=tuple(self.x.shape),

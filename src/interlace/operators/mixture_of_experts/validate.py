@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOATS
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def validate(

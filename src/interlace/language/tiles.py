@@ -4,7 +4,6 @@ They exist in kernels that are compiled for NVIDIA GPUs only.
 """
 
 import triton
-import triton.language as tl
 from triton.language import core
 
 from interlace.language._instructions import is_cuda

@@ -68,21 +68,12 @@ class Fused:
             )
         self.producer, self.collective, self.root = producer, collective, root
         self.output: MappedOutput
+        place: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
         if transport == "stores":
             to = root if collective == "gather" else None
-            self.output = MappedOutput(
-                shape, dtype=dtype, order=order, root=to, group=group, device=device
-            )
+            self.output = MappedOutput(shape, root=to, **place)
         else:
-            self.output = TriggeredTransfers(
-                shape,
-                dtype=dtype,
-                tiles=tiles,
-                pieces=pieces,
-                order=order,
-                group=group,
-                device=device,
-            )
+            self.output = TriggeredTransfers(shape, tiles=tiles, pieces=pieces, **place)
         # The result has the shape of the output, without the padding of its memory.
         self.shape = tuple(int(size) for size in shape)
         ranks = self.output.group.world_size

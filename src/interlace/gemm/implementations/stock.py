@@ -20,7 +20,6 @@ from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
 
@@ -32,6 +31,8 @@ _SUMMED = (torch.bfloat16, torch.float32)
 
 _ALIGNMENT_BYTES = 16
 """PyTorch's symmetric-memory reductions move so many bytes at a time, and take no odd sizes."""
+
+_needs = functools.partial(needs, gpu=True, same_dtype=True, dtypes=_SUMMED)
 
 
 NCCL = Implementation(
@@ -105,29 +106,22 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     return None if memory is None else (memory[: rows * columns].view(rows, columns), name)
 
 
-def _needs_shot(operator: str, most_bytes: int | None = None) -> Callable[[Terms], str | None]:
-    return needs(
-        gpu=True,
-        torch_operator=operator,
-        same_dtype=True,
-        dtypes=_SUMMED,
-        multiple_bytes=_ALIGNMENT_BYTES,
-        most_bytes=most_bytes,
-    )
-
-
 ONE_SHOT = Implementation(
     "one_shot",
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, operator="one_shot_all_reduce_out"),
-    _needs_shot("one_shot_all_reduce_out", ONE_SHOT_BYTES),
+    _needs(
+        torch_operator="one_shot_all_reduce_out",
+        multiple_bytes=_ALIGNMENT_BYTES,
+        most_bytes=ONE_SHOT_BYTES,
+    ),
     is_stock=True,
 )
 TWO_SHOT = Implementation(
     "two_shot",
     "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
     functools.partial(_run_all_reduce, operator="two_shot_all_reduce_out"),
-    _needs_shot("two_shot_all_reduce_out"),
+    _needs(torch_operator="two_shot_all_reduce_out", multiple_bytes=_ALIGNMENT_BYTES),
     is_stock=True,
 )
 
@@ -173,14 +167,7 @@ def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) ->
         "async_tp",
         f"PyTorch's asynchronous tensor parallelism: {steps}",
         functools.partial(_run_async, run=run),
-        needs(
-            gpu=True,
-            torch_operator=operator,
-            even_rows=True,
-            same_dtype=True,
-            dtypes=_SUMMED,
-            no_bias=True,
-        ),
+        _needs(torch_operator=operator, even_rows=True, no_bias=True),
         schedule="by_rank",
         is_stock=True,
     )

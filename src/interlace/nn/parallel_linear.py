@@ -55,10 +55,6 @@ class ParallelLinear(GroupMember, nn.Module):
         super().__init__()
         name = type(self).__name__
         self.rank, self.world_size = rank_and_size(group)
-        if self.rank < 0:
-            raise ArgumentError(
-                f"{name}: the calling rank must be a member of the group; it is not."
-            )
         if in_features < 1 or out_features < 1:
             raise ArgumentError(
                 f"{name}: in_features and out_features must be positive; got {in_features} and "

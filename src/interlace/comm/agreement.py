@@ -115,6 +115,7 @@ class Agreement:
             answers = self._exchange(
                 f"{operator} (getting to know the ranks)", {"name": name, **shared, **local}
             )
+            # One by one, so that the error names what differs.
             for field in ("name", *shared):
                 _require_equal(operator, field, [answer[field] for answer in answers])
             if check is not None:

@@ -32,6 +32,7 @@ def values_of(result: tuple[Any, ...]) -> Any:
     Raises:
         BackendError: The call failed.
     """
+    # Every call of the bindings returns its error first, and then what the call itself returns.
     code, *values = result
     if int(code) != 0:
         raise BackendError(

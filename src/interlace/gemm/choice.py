@@ -194,6 +194,7 @@ def default_config(
     """
     block_k = {1: 128, 2: 64}.get(dtype.itemsize, 32)
     for block_m, block_n, warps in _TILES:
+        # A tile of twice a rank's rows would be half empty.
         if block_m > 64 and block_m >= 2 * rows:
             continue
         # Three stages of operands, and a tile on its way to a peer.

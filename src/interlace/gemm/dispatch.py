@@ -143,6 +143,7 @@ def _decide(
         "impl": impl,
         "config": config,
     }
+    # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
@@ -152,6 +153,7 @@ def _decide(
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
+        # Where the caller has decided there is nothing to measure.
         choice.times_us if impl == "auto" and not config else {},
         (operator.name, *agreed.items()),
     )

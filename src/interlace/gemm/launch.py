@@ -34,6 +34,7 @@ _FLOP_PER_NS = 5600
 def programs(group: Group, config: GemmConfig) -> int:
     """Return the number of programs to launch: one per SM, or fewer if ``config`` says so."""
     if group.backend == "cpu":
+        # The interpreter runs programs one after another; more of them only take longer.
         return min(config.max_programs or MAX_PROGRAMS, 8)
     processor_count = processors(group.device)
     return min(config.max_programs or processor_count, processor_count, MAX_PROGRAMS)

@@ -184,6 +184,7 @@ class _Replicated(torch.autograd.Function):
             x = replicated(x, ctx.group_name)
         rows = grads[0].reshape(-1, w.shape[0])
         grad_x = grad_w = grad_bias = None
+        # Each rank's columns give a part of the gradient of x, which all of them need.
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.interlace.gemm_all_reduce(
                 rows, w.T, None, None, None, w.dtype, ctx.group_name, ctx.impl, ""

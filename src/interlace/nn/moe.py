@@ -176,6 +176,7 @@ class MoE(GroupMember, nn.Module):
 
     def route(self, x: torch.Tensor) -> Routing:
         """Choose experts for tokens ``[T, H]``; softmax and weights are in float32."""
+        # In float32: which experts a token goes to depends on small differences.
         probabilities = torch.softmax(self.router(x).float(), -1)
         weights, experts = probabilities.topk(self.top_k)
         if self.normalize:

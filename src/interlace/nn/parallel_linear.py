@@ -60,6 +60,7 @@ class ParallelLinear(GroupMember, nn.Module):
                 f"{name}: in_features and out_features must be positive; got {in_features} and "
                 f"{out_features}."
             )
+        # Parts are cut one by one, so the ranks must divide each of them.
         for part in parts:
             if part % self.world_size:
                 cut = f"{self._cut_name}_features" if len(parts) == 1 else "parts"
@@ -84,6 +85,7 @@ class ParallelLinear(GroupMember, nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        # State dicts of the full layer load too: the hook cuts their tensors first.
         self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -152,6 +154,7 @@ class ParallelLinear(GroupMember, nn.Module):
 
     def _sharded(self) -> list[str]:
         """Return the names of the parameters of which this rank holds a shard."""
+        # A bias that is added once, after a sum over ranks, is the same on every rank.
         return ["weight", "bias"] if self._cuts_bias and self.bias is not None else ["weight"]
 
     def extra_repr(self) -> str:

@@ -46,6 +46,7 @@ def counted_product(
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    # A piece is what one copy takes, so tiles do not reach from one piece into the next.
     tiles_per_piece = tiles_m * tiles_n
     tasks = tiles_per_piece * WORLD_SIZE * pieces
     counters = il.pointer(counters_address, tl.int32)

@@ -96,6 +96,7 @@ class AllGatherGemm(GemmOperator):
                 f"{self.name}: x must have as many rows as splits say, {by_rank[group.rank]} on "
                 f"rank {group.rank}; got {rows}."
             )
+        # The product has all ranks' rows, and so has each rank's result.
         total = sum(by_rank)
         return RowPlan(by_rank, (), total, total, total)
 

@@ -160,6 +160,7 @@ def _begin(
 def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
     """Return memory for all ranks' rows, ``[M, padded K]``, with their scales behind it."""
     x = operands.x
+    # Scales lie behind the rows in the same memory, so that one tensor keeps both alive.
     shape = [sum(splits), launch.padded_columns(max(operands.inner, 1), x.dtype)]
     nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
     return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
@@ -180,6 +181,7 @@ def _pieces(
     """Return what is fetched from each peer, the neighbour first."""
     scales = gathered.data_ptr() + _scale_offset(gathered.shape, gathered.dtype)
     by_source: dict[int, list[Piece]] = {}
+    # Each rank begins with another peer, so no two fetch from the same one at a time.
     for step in range(1, group.world_size):
         source = (group.rank + step) % group.world_size
         rows, first = splits[source], sum(splits[:source])
@@ -240,6 +242,8 @@ def prepare(
     ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
     descriptors = launch.has_descriptors(group)
+    # Tiles are stored as a whole only if the descriptor cuts off what lies beyond their source's
+    # rows.
     part_rows = _part_rows(splits, config.block_m)
     tiles = descriptors and part_rows > 0
     gathered_tiles: Any = gathered[:, : max(operands.inner, 1)]

@@ -182,6 +182,7 @@ def _require_outputs(answers: Answers) -> None:
 
 def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:
     if trains and question.device not in anchors:
+        # A tensor of the inference mode could not require a gradient in later calls.
         with torch.inference_mode(False):
             anchors[question.device] = torch.zeros((), device=question.device, requires_grad=True)
     dtypes = [question.output_dtype, *(answer["dtype"] for answer in answers)]

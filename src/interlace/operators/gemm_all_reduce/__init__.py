@@ -60,6 +60,7 @@ class GemmAllReduce(GemmOperator):
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
         """Return the rows whose sums each rank computes, as ``torch.tensor_split``."""
+        # The shares matter to the exchange alone: the result has all rows on every rank.
         return RowPlan(tuple(balanced(rows, group.world_size)), (), rows, rows, rows)
 
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:

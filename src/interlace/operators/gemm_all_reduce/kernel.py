@@ -57,6 +57,7 @@ def gemm_all_reduce(
     arrived = granted.to(tl.int32)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
+    # Slots have two halves: a peer may still read the parts of the last call.
     half = epoch & 1
     row_stride = row_groups * SENDING.align
     slot_half = slot_address + half * half_bytes

@@ -51,6 +51,7 @@ def _set_up_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Send rows that came back from their owners to them once more."""
+    # The transpose of the way back is the way there: the lists change places.
     rows = torch.ops.interlace.gemm_all_to_all_gradient(
         grad, ctx.output_splits, ctx.input_splits, ctx.group_name
     )

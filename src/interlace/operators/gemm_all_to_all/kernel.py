@@ -65,6 +65,7 @@ def gemm_all_to_all(
         il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
     )
     row_stride = row_groups * SENDING.align
+    # This rank's own buffer, to be filled with NaN if a source does not come.
     own_offset = own_buffer.to(tl.int64) * buffer_bytes
     own_address = buffers + own_offset + me * tl.multiple_of(group[2], 16)
     number = own_buffer + tl.zeros_like(peers)

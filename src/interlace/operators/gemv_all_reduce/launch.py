@@ -124,6 +124,7 @@ def run(
     if decision.impl == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+    # The kernels take rows of tokens; a vector is one token.
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
     if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled()):
@@ -133,6 +134,7 @@ def run(
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
     if matrix.stride(-1) != 1:
         matrix = matrix.contiguous()
+    # Shapes were agreed on, so without elements no rank launches anything.
     if y.numel():
         with group.running():
             call = (OPERATOR, decision.config, decision.mark, places(matrix, w, bias, y))

@@ -128,6 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     *tensors, world_size, capacity, group_name, impl, config, _ = inputs
     ctx.options = world_size, capacity, group_name, impl, config
     _, *saved = output
+    # They are results only so that a graph may keep them until the backward pass.
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved)

@@ -128,6 +128,7 @@ def await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
     lane = tl.arange(0, 8 * MAX_RANKS)
     source = lane % MAX_RANKS
     arrived = 1
+    # Eight tables at a time, a lane for each source, so that one wait covers many signals.
     for start in range(first, last + 1, 8):
         table = start + lane // MAX_RANKS
         awaited = (table <= last) & (source < WORLD_SIZE) & (source != rank)

@@ -74,6 +74,7 @@ def _push(
     E, L, hidden = plan.E, plan.L, rows.hidden
     rank = il.rank(group)
     lanes = tl.arange(0, E_LANES)
+    # The neighbour's first expert first, then the next rank's: ranks do not crowd one of them.
     experts = (rank + 1 + lanes) % WORLD_SIZE * L + lanes // WORLD_SIZE
     counts = tl.load(plan.table + rank * E + experts, mask=lanes < E, other=0)
     pieces = (counts + PUSH_ROWS - 1) // PUSH_ROWS

@@ -10,13 +10,15 @@ from interlace.errors import ArgumentError
 
 Value = TypeVar("Value")
 
+_ANYTHING: tuple[Callable[[Any], bool], str] = (lambda _: True, "anything")
+
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """One way to run a fused kernel. Every rank must use the same one in a call.
 
-    Subclasses are frozen dataclasses whose fields are integers and words, each declared by
-    :func:`power_of_two`, :func:`between` or :func:`one_of`.
+    Subclasses are frozen dataclasses whose fields are integers and words. A field that is declared
+    by :func:`power_of_two`, :func:`between` or :func:`one_of` is checked.
     """
 
     def __post_init__(self) -> None:
@@ -26,7 +28,9 @@ class Configuration:
             ArgumentError: A field breaks its rule.
         """
         for field in dataclasses.fields(self):
-            value, (admits, rule) = getattr(self, field.name), field.metadata["rule"]
+            value = getattr(self, field.name)
+            # A subclass in somebody else's package may have fields without a rule.
+            admits, rule = field.metadata.get("rule", _ANYTHING)
             if not admits(value):
                 raise ArgumentError(
                     f"{type(self).__name__}: {field.name} must be {rule}; got {value!r}."

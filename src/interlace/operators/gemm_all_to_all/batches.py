@@ -13,7 +13,6 @@ import torch
 from interlace.comm import Group, process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
-from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.implementations import chunked
 from interlace.gemm.operands import Operands, contiguous_dimension
@@ -94,30 +93,17 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         ArgumentError: Rows do not divide evenly, dtypes differ, or there is no such implementation.
         RankMismatchError: Ranks differ in shapes, dtype or impl.
     """
-    declaration = BmmAllToAll()
-    (count, rows, inner), columns = x.shape, w.shape[2]
-    group = group_for(_BMM, group_name, x.device)
+    count, rows, _ = x.shape
 
-    def decide() -> tuple[int, str, GemmConfig]:
+    def validate(group: Group) -> None:
         require_same_dtype(_BMM, [x, w])
-        mark = group.agree(
-            _BMM,
-            the_shape_of_x=tuple(x.shape),
-            the_shape_of_w=tuple(w.shape),
-            dtype=str(x.dtype),
-            impl=impl,
-        )
-        # Ranks have agreed by now, so all of them refuse or none does.
-        declaration.validate_impl(impl)
         check_even(rows, group.world_size)
-        return mark, *declaration.decide(impl, count * rows, columns, inner, x, group)
 
-    # The agreement is made once for each kind of call; ranks make the same calls in the same order.
-    mark, name, config = group.once((_BMM, x.shape, w.shape, x.dtype, w.dtype, impl), decide)
+    implementation, call = BmmAllToAll().agreed_call(x, w, count * rows, group_name, impl, validate)
+    columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")
-    y = declaration.implementation(name).run(call)
+    y = implementation.run(call)
     # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 

@@ -153,6 +153,20 @@ class Operator(abc.ABC):
         if name not in self.choosers:
             self.implementation(name)
 
+    def validate_options(self, impl: str, config: object) -> None:
+        """Refuse an ``impl`` that does not exist, and a ``config`` of another operator.
+
+        Raises:
+            ArgumentError: There is no such implementation, or ``config`` is neither None nor this
+                operator's configuration.
+        """
+        self.validate_impl(impl)
+        if config is not None and not isinstance(config, self.config_type or ()):
+            expected = "None" if self.config_type is None else self.config_type.__name__
+            raise ArgumentError(
+                f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
+            )
+
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 

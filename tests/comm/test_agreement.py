@@ -32,21 +32,23 @@ def _solo() -> Group:
 
 def test_own_values_under_a_name_must_not_change() -> None:
     group = _solo()
-    told = group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 8)})
+    told = group.agreement.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 8)})
     assert told == [{"name": "users", "dtype": "float32", "widths": (4, 8)}]
-    assert group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 8)}) is told
+    assert (
+        group.agreement.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 8)}) is told
+    )
     with pytest.raises(ArgumentError) as caught:
-        group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})
+        group.agreement.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})
     assert str(caught.value) == (
         "look up: calls named 'users' must always have the same widths on this rank; got (4, 16), "
         "and (4, 8) before. "
         "Give other tables another name, on every rank."
     )
-    assert group.gather("look up", "users", {"dtype": "float16"}, {"widths": (4, 16)})[0][
+    assert group.agreement.gather("look up", "users", {"dtype": "float16"}, {"widths": (4, 16)})[0][
         "widths"
     ] == (4, 16)
     group.release()
-    assert group.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})[0][
+    assert group.agreement.gather("look up", "users", {"dtype": "float32"}, {"widths": (4, 16)})[0][
         "widths"
     ] == (4, 16)
 
@@ -60,7 +62,7 @@ def test_answers_that_are_refused_are_not_remembered() -> None:
 
     for _ in range(2):
         with pytest.raises(ArgumentError, match="no table"):
-            group.gather("look up", "users", {}, {"rows": 0}, check=refuse)
+            group.agreement.gather("look up", "users", {}, {"rows": 0}, check=refuse)
     assert len(asked) == 2
 
 
@@ -449,7 +451,7 @@ def _together() -> Any:
     group = interlace.group_of(dist.new_group())
 
     def step() -> int:
-        with group.together("mapping"):
+        with group.agreement.together("mapping"):
             return _fails_on_rank_1(lambda: 5, BackendError("the driver refuses."))()
 
     return error_of(step)[:2], group.broken

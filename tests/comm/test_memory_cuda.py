@@ -104,7 +104,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
 
     monkeypatch.setattr(memory_cuda, "exchanged_descriptors", exchanged)
     monkeypatch.setattr(
-        CudaHeap, "_allow", lambda self, address, size: memory_cuda._call(self._cu.cuMemSetAccess())
+        CudaHeap,
+        "_allow",
+        lambda self, address, size: memory_cuda.values_of(self._cu.cuMemSetAccess()),
     )
     return _Driver()
 

@@ -111,7 +111,7 @@ def test_float32_is_multiplied_by_the_library() -> None:
         times = _auto(operator, 8192, 8192, 7168, 2, dtype=torch.float32).times_us
         assert times["fused"] > 50 * times["unfused"]
     scatter = _auto("gemm_reduce_scatter", 8192, 8192, 7168, 2, dtype=torch.float32)
-    assert scatter.impl == "remote_stores"
+    assert scatter.times_us.keys() >= {"remote_stores", "pushed", "async_tp"}
     assert scatter.times_us["chunked"] > 10 * scatter.times_us["unfused"], (
         "it has a product of ours"
     )
@@ -176,8 +176,8 @@ def test_a_sum_is_added_up_in_parts_or_side_by_side(monkeypatch: pytest.MonkeyPa
     side_by_side, reason = scatter([_product(8192, 8192, 4096)] * 2, 8192, 4)
     assert not side_by_side
     assert reason.startswith("a sum of 2 products, in parts: predicted for NVIDIA H200: ")
-    side_by_side, _ = scatter([_product(8192, 8192, 2048, torch.float32)] * 3, 8192, 4)
-    assert side_by_side, "parts have a product of ours"
+    with pytest.raises(LeftAlone, match=r"gemm_reduce_scatter of them is not faster: predicted"):
+        scatter([_product(8192, 8192, 2048, torch.float32)] * 3, 8192, 4)
     unknown = Choice("fused", GemmReduceScatterConfig(), "a default")
     monkeypatch.setattr(GemmReduceScatter, "choose", lambda *_, **__: unknown)
     with pytest.raises(

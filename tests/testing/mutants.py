@@ -199,9 +199,9 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 
 
 _GEMV, _SUM = "operators.gemv_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
-_RS, _AR, _A2A = (
-    f"operators.gemm_{name}.kernel:gemm_{name}"
-    for name in ("reduce_scatter", "all_reduce", "all_to_all")
+_GRANTS = "gemm.kernels.grants"
+_RS, _A2A = (
+    f"operators.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_to_all")
 )
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
@@ -228,16 +228,15 @@ MUTANTS = [
     ),
     *_of(
         "gemm_reduce_scatter, fused",
-        (_SUM, "no release", ("signal", 0)),
-        (_SUM, "no release", ("signal", 1)),
+        ("gemm.kernels.reduction:_announce", "no release", ("signal", 0)),
         (_SUM, "no wait", ("wait", 0)),
         (_SUM, "wrong epoch", ("wait", 0)),
     ),
     *_of(
         "gemm_reduce_scatter, fused, no rows",
-        (_RS, "no release", ("signal", 0)),
-        (_RS, "no wait", ("wait", 0)),
-        (_RS, "wrong epoch", ("wait", 0)),
+        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
+        (f"{_GRANTS}:await_senders", "wrong epoch", ("wait", 0)),
         (_RS, "signals reused", ("in_turn", 0)),
     ),
     *_of(
@@ -254,24 +253,24 @@ MUTANTS = [
     ),
     *_of(
         "gemm_all_reduce, fused",
-        (_AR, "no release", ("signal", 0)),
-        (_AR, "signal before put", ("signal", 0)),
-        (_AR, "no wait", ("wait", 0)),
-        (_AR, "wrong epoch", ("wait", 0)),
-        (_AR, "no release", ("signal", 1)),
-        (_AR, "no wait", ("wait", 1)),
+        (f"{_GRANTS}:grant_buffer", "no release", ("signal", 0)),
+        (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
+        (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
+        (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
+        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
     ),
     *_of(
         "gemm_all_to_all, fused",
-        (_A2A, "no release", ("signal", 0)),
-        (_A2A, "signal before put", ("signal", 0)),
-        (_A2A, "no wait", ("wait", 0)),
-        (_A2A, "wrong epoch", ("wait", 0)),
-        (_A2A, "no release", ("signal", 1)),
-        (_A2A, "signal before put", ("signal", 1)),
-        (_A2A, "no wait", ("wait", 1)),
-        (_A2A, "wrong epoch", ("wait", 1)),
-        (_A2A, "no wait", ("arrive_last", 0)),
+        (f"{_GRANTS}:grant_buffer", "no release", ("signal", 0)),
+        (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
+        (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
+        (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
+        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        (_A2A, "signal before put", ("end_sending", 0)),
+        (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
+        (f"{_GRANTS}:await_senders", "wrong epoch", ("wait", 0)),
+        (f"{_GRANTS}:end_sending", "no wait", ("arrive_last", 0)),
     ),
     *_of(
         "gemm_all_to_all, pushed",

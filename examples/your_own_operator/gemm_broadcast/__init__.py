@@ -131,8 +131,5 @@ def gemm_broadcast(
     Example:
         >>> y = gemm_broadcast(x, w)  # [4096, 1024], [2048, 1024] -> [4096, 2048] on every rank
     """
-    y: torch.Tensor = schema.call(
-        OPERATOR, x, w, bias, x_scale=None, w_scale=None, out_dtype=None, group=group, impl=impl,
-        config=config,
-    )  # fmt: skip
+    y: torch.Tensor = schema.call(OPERATOR, x, w, bias, None, None, [], None, group, impl, config)
     return y

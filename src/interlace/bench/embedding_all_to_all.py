@@ -66,16 +66,8 @@ class Forward(Calls):
     def prepared(self, config: EmbeddingAllToAllConfig) -> Launch:
         """Return the kernel's launch, for compilation only."""
         nbytes = self.samples * self.layout.columns * self.shape.dtype.itemsize
-        space = self.owner.outputs.take(nbytes)
-        return launch.prepare(
-            self.owner,
-            self.call(0, config),
-            config,
-            0,
-            space.address,
-            space.buffer_bytes,
-            space.index,
-        )
+        destination = self.owner.outputs.take(nbytes).destination
+        return launch.prepare(self.owner, self.call(0, config), config, 0, destination)
 
     def floor_memory_bytes(self, lookups: Lookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""

@@ -272,8 +272,16 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
 
     Operators with several implementations are shown by the fastest one that is not the unfused
     pair.
+
+    Raises:
+        ArgumentError: A result is not of an operator's implementations, as those of a soak are.
     """
     documents = list(documents)
+    if any("times" not in result for document in documents for result in document["results"]):
+        raise ArgumentError(
+            "files must have the times of an operator's implementations in all results; these are "
+            "of something else."
+        )
     lines, machines, named = [], [], False
     several = any(
         impl != "fused"

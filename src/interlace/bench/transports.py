@@ -124,9 +124,7 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
             [[rows] * ranks] * ranks,
             GemmAllToAllConfig.parse(str(config)),
             mark,
-            output.address,
-            output.buffer_bytes,
-            output.index,
+            output.destination,
             tile_stores=False,
         )
         with owner.running():

@@ -64,6 +64,7 @@ class Agreement:
         if mark is None:
             with self._health.indivisible(operator):
                 self.compare(operator, arguments)
+                # All ranks have agreed on the same calls in the same order, so they count alike.
                 mark = (1 + len(agreed) % _MARKS) << ctx.EPOCH_BITS
                 agreed[key] = mark
         return mark
@@ -114,6 +115,7 @@ class Agreement:
             answers = self._exchange(
                 f"{operator} (getting to know the ranks)", {"name": name, **shared, **local}
             )
+            # One by one, so that the error names what differs.
             for field in ("name", *shared):
                 _require_equal(operator, field, [answer[field] for answer in answers])
             if check is not None:
@@ -182,6 +184,7 @@ class Agreement:
             kind = WorkspaceError if isinstance(error, torch.OutOfMemoryError) else BackendError
             failure = kind(f"{step} must succeed; got {type(error).__name__}: {error}")
             failure.__cause__ = error
+        # Also after a failure: the peers are on their way to this exchange.
         outcomes = self._exchange(
             f"{step} (outcome)", None if failure is None else [type(failure).__name__, str(failure)]
         )

@@ -77,6 +77,7 @@ class CallCache:
         exchange nothing except by :meth:`Agreement.agree`, whose arguments ``key`` must determine.
         """
         if key not in self._computed:
+            # All entries go at once: an order of use would cost every look-up.
             if len(self._computed) >= _MAX_COMPUTED:
                 self._computed.clear()
             self._computed[key] = make()

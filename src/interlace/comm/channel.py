@@ -85,6 +85,7 @@ class HostChannel:
         if self.world_size == 1:
             return [value]
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        # The label travels with the value, so that ranks at different exchanges notice.
         text = json.dumps([label, value])
         with self._health.indivisible(label):
             answers = self._exchange(label, text, deadline_s)
@@ -104,6 +105,7 @@ class HostChannel:
         try:
             self._store.wait(keys, datetime.timedelta(seconds=deadline_s))
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
+            # The store does not say which key is absent.
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             peer = late[0] if late else -1
             self._health.declare_broken(label, peer)

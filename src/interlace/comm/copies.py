@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from interlace.comm import cpu_faults
+from interlace.comm.driver import driver, require_enqueued
 from interlace.comm.group import Group
 from interlace.errors import BackendError
 
@@ -110,39 +110,23 @@ def fetch(
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
     """Enqueue a copy of ``nbytes`` on ``stream``."""
-    driver = _driver()
-    (error,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(
-            f"a copy of {nbytes} bytes must be accepted by the CUDA driver; got {error.name}."
-        )
+    result = driver().cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
+    require_enqueued(result, "a copy of %d bytes", nbytes)
 
 
 def _copy_strided(
     target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream
 ) -> None:
     """Enqueue one copy of ``count`` pieces that are ``distance`` bytes apart in the target."""
-    driver = _driver()
+    cu = driver()
     # One two-dimensional copy: a copy engine takes longer to begin a small piece than to move it.
-    copy = driver.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy = cu.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
     copy.srcDevice, copy.srcPitch = source, nbytes
     copy.dstDevice, copy.dstPitch = target, distance
     copy.WidthInBytes, copy.Height = nbytes, count
-    (error,) = driver.cuMemcpy2DAsync(copy, stream.cuda_stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(
-            f"a copy of {count} times {nbytes} bytes must be accepted by the CUDA driver; got "
-            f"{error.name}."
-        )
-
-
-@functools.cache
-def _driver() -> Any:
-    """Return the bindings of the CUDA driver; they are imported on the CUDA backend only."""
-    from cuda.bindings import driver
-
-    return driver
+    result = cu.cuMemcpy2DAsync(copy, stream.cuda_stream)
+    require_enqueued(result, "a copy of %d times %d bytes", count, nbytes)
 
 
 # Copies to peers, concurrent with kernels
@@ -301,23 +285,20 @@ class TransferQueue:
 
 def supports_triggers(device: torch.device) -> bool:
     """Return whether the driver has stream memory operations on a GPU."""
-    driver = _driver()
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    error, number = driver.cuDeviceGet(device.index)
-    if error == driver.CUresult.CUDA_SUCCESS:
-        error, able = driver.cuDeviceGetAttribute(attribute, number)
-    return error == driver.CUresult.CUDA_SUCCESS and bool(able)
+    cu = driver()
+    attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    error, number = cu.cuDeviceGet(device.index)
+    if int(error) == 0:
+        error, able = cu.cuDeviceGetAttribute(attribute, number)
+    return int(error) == 0 and bool(able)
 
 
 def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
     """Make ``stream`` wait until the int32 at ``counter`` is at least ``value``."""
-    driver = _driver()
-    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    (error,) = driver.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise BackendError(
-            f"a stream's wait for a counter must be accepted by the CUDA driver; got {error.name}."
-        )
+    cu = driver()
+    at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    result = cu.cuStreamWaitValue32(stream.cuda_stream, counter, value, at_least)
+    require_enqueued(result, "a stream's wait for a counter")
 
 
 class _CopyThread(threading.Thread):

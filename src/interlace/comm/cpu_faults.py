@@ -190,6 +190,7 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
     if faults.max_delay_s:
         time.sleep(_state.random.uniform(0, faults.max_delay_s))
     if faults.die_after_puts is not None and _state.puts >= faults.die_after_puts:
+        # The signal that no process can handle, as a machine that fails gives no notice.
         os.kill(os.getpid(), signal.SIGKILL)
     _state.puts += 1
     if not faults.reorder_puts:

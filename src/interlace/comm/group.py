@@ -6,15 +6,14 @@ import contextlib
 import contextvars
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm.agreement import Agreement
-from interlace.comm.cache import Answers, CallCache, Recoverable
+from interlace.comm.cache import Answers, CallCache
 from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
@@ -22,7 +21,6 @@ from interlace.comm.identity import identity
 from interlace.comm.members import check_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block, Heap
 from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.comm.outputs import OutputPool
 from interlace.comm.process_groups import (
     default_group,
     device_of_group,
@@ -30,11 +28,10 @@ from interlace.comm.process_groups import (
     require_member,
 )
 from interlace.comm.releases import releases
-from interlace.comm.replays import Replays
 from interlace.comm.streams import Streams
 from interlace.comm.symmetric_memory import SymmetricMemory
 from interlace.comm.workspace import MAX_PROGRAMS, Workspace
-from interlace.errors import WorkspaceError
+from interlace.errors import GroupError, WorkspaceError
 
 _RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
 
@@ -58,6 +55,9 @@ class Group:
         channel: Exchange of values on the host.
         agreement: Comparison of arguments, gathered values, and joint decisions.
         memory: Symmetric memory: the heap, workspaces and outputs.
+        replays: CUDA graphs of calls that come again; part of the cache.
+        kept: Objects that operators keep until :meth:`release`; part of the cache.
+        outputs: Symmetric memory that operators return as tensors; part of the memory.
     """
 
     @makes_ordinary_tensors
@@ -80,6 +80,8 @@ class Group:
         self.traffic = Traffic()
         self.streams = Streams(device)
         self.cache = CallCache(self.streams)
+        # Attributes and not properties, since every call asks for them.
+        self.replays, self.kept = self.cache.replays, self.cache.kept
         self.health = Health(members, self.streams, self.cache.replays, self.traffic)
         store = None if process_group is None else process_group.get_group_store()
         self.channel = HostChannel(members, self.health, store)
@@ -93,6 +95,7 @@ class Group:
         self.memory = SymmetricMemory(
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )
+        self.outputs = self.memory.outputs
 
     # Identity
 
@@ -118,6 +121,17 @@ class Group:
         """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
         require_dedicated_gpus(self.members, activity)
 
+    def require_size(self, operator: str, most: int) -> None:
+        """Refuse a group with more ranks than an operator's kernels take.
+
+        Raises:
+            GroupError: The group has more than ``most`` ranks.
+        """
+        if self.world_size > most:
+            raise GroupError(
+                f"{operator}: a group must have at most {most} ranks; got {self.world_size}."
+            )
+
     # Agreement
 
     def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
@@ -128,45 +142,7 @@ class Group:
         """Check that all ranks make this call, and return its mark; see :meth:`Agreement.agree`."""
         return self.agreement.agree(operator, arguments)
 
-    def gather(
-        self,
-        operator: str,
-        name: str,
-        shared: Mapping[str, Hashable],
-        local: Mapping[str, Any],
-        check: Callable[[Answers], None] | None = None,
-    ) -> Answers:
-        """Return every rank's ``local`` values; see :meth:`Agreement.gather`."""
-        return self.agreement.gather(operator, name, shared, local, check)
-
-    def any_rank(self, question: str, answer: bool, *, final: bool = False) -> bool:
-        """Return whether ``answer`` is True on any rank; see :meth:`Agreement.any_rank`."""
-        return self.agreement.any_rank(question, answer, final=final)
-
-    def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
-        """Check that all ranks have equal ``arguments``; see :meth:`Agreement.compare`."""
-        self.agreement.compare(operator, arguments)
-
-    def together(self, step: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that fails on all ranks or on none; see :meth:`Agreement.together`."""
-        return self.agreement.together(step)
-
     # Memory of earlier calls
-
-    @property
-    def replays(self) -> Replays:
-        """Return the CUDA graphs of calls that come again."""
-        return self.cache.replays
-
-    @property
-    def kept(self) -> OrderedDict[Hashable, Any]:
-        """Return the objects that operators keep from call to call, until :meth:`release`."""
-        return self.cache.kept
-
-    @property
-    def recoverable(self) -> weakref.WeakSet[Recoverable]:
-        """Return the objects that the program keeps and that :meth:`recover` resets."""
-        return self.cache.recoverable
 
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
         """Return the result of ``make()``, called once per ``key``; see :meth:`CallCache.once`."""
@@ -183,11 +159,6 @@ class Group:
     def granularity(self) -> int:
         """Return the bytes of which pieces for :meth:`remap` must be multiples."""
         return self.memory.heap.granularity
-
-    @property
-    def outputs(self) -> OutputPool:
-        """Return the symmetric memory that operators return as tensors."""
-        return self.memory.outputs
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate symmetric memory; see :meth:`SymmetricMemory.allocate`."""
@@ -298,7 +269,7 @@ class Group:
             default_s = _RECOVERY_DEADLINES * self.deadline_s
             self.channel.meet("recover", default_s if timeout_s is None else timeout_s)
         self._forget()
-        for recoverable in self.recoverable:
+        for recoverable in self.cache.recoverable:
             recoverable.reset()
         self.health.reset()
         self.streams.synchronize()

@@ -20,44 +20,13 @@ import torch
 
 from interlace.comm.channel import HostChannel
 from interlace.comm.descriptors import exchanged_descriptors
+from interlace.comm.driver import driver, values_of
 from interlace.comm.memory import Block, Heap, Range
 from interlace.comm.releases import releases
 from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
 
 _OUT_OF_MEMORY = 2
-
-
-def _driver() -> Any:
-    """Return the bindings of the CUDA driver.
-
-    Raises:
-        BackendError: The package cuda-bindings is not installed.
-    """
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise BackendError(
-            "the cuda backend must have the package cuda-bindings, which CUDA builds of torch "
-            "bring along; "
-            "it cannot be imported. Run: pip install cuda-bindings"
-        ) from error
-    return driver
-
-
-def _call(result: tuple[Any, ...]) -> Any:
-    """Return the values of a driver call.
-
-    Raises:
-        BackendError: The call failed.
-    """
-    code, *values = result
-    if int(code) != 0:
-        raise BackendError(
-            f"a CUDA driver call failed: {code.name}. Run `interlace doctor` to see what is "
-            "missing."
-        )
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 def allocation_of(address: int) -> int:
@@ -68,9 +37,9 @@ def allocation_of(address: int) -> int:
     Raises:
         BackendError: The driver knows of no allocation at the address.
     """
-    driver = _driver()
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-    return int(_call(driver.cuPointerGetAttribute(attribute, address)))
+    cu = driver()
+    attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+    return int(values_of(cu.cuPointerGetAttribute(attribute, address)))
 
 
 class CudaHeap(Heap):
@@ -94,7 +63,7 @@ class CudaHeap(Heap):
             )
         self.device = device
         self._channel = channel
-        self._cu = cu = _driver()
+        self._cu = cu = driver()
         torch.cuda.current_stream(device)  # the driver calls below need torch's context
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -104,7 +73,7 @@ class CudaHeap(Heap):
         self._properties.requestedHandleTypes = self._handle_type
         recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(
-            _call(cu.cuMemGetAllocationGranularity(self._properties, recommended))
+            values_of(cu.cuMemGetAllocationGranularity(self._properties, recommended))
         )
         total = torch.cuda.get_device_properties(device).total_memory
         self.stride = next_power_of_2(total)
@@ -113,7 +82,7 @@ class CudaHeap(Heap):
     def _reserve(self) -> None:
         """Reserve the address range."""
         cu, size = self._cu, self.stride * self._channel.world_size
-        base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )
@@ -135,7 +104,7 @@ class CudaHeap(Heap):
                     # Mappings keep the memory alive; the handle itself is needed here only.
                     handles.callback(cu.cuMemRelease, handle)
                 fds = [
-                    int(_call(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0)))
+                    int(values_of(cu.cuMemExportToShareableHandle(handle, self._handle_type, 0)))
                     for handle in local_handles
                 ]
             except InterlaceError as error:
@@ -152,16 +121,16 @@ class CudaHeap(Heap):
                         with contextlib.ExitStack() as imported:
                             physical = local_handles[i]
                             if peer != rank:
-                                physical = _call(
+                                physical = values_of(
                                     cu.cuMemImportFromShareableHandle(descriptor, self._handle_type)
                                 )
                                 imported.callback(cu.cuMemRelease, physical)
-                            _call(cu.cuMemMap(address, piece, 0, physical, 0))
+                            values_of(cu.cuMemMap(address, piece, 0, physical, 0))
                         undo.callback(cu.cuMemUnmap, address, piece)
                     self._allow(base, size)
             # Step 4: each rank zeroes its memory. It does not tell the peers: an allocation ends
             # with an exchange of outcomes, before which no rank uses the memory.
-            _call(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
+            values_of(cu.cuMemsetD8(self._range.base + rank * self.stride + offset, 0, size))
             torch.cuda.synchronize(self.device)
             undo.pop_all()
         release = functools.partial(_unmap, cu, self._range, ranks, offset, pieces, piece)
@@ -191,19 +160,19 @@ class CudaHeap(Heap):
                 f"{self.device}. "
                 f"Free tensors that are no longer needed."
             )
-        return _call(result)
+        return values_of(result)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Map physical memory once more, contiguously; see :meth:`Heap.remap`."""
         cu, size = self._cu, len(addresses) * nbytes
         with contextlib.ExitStack() as undo:
-            base = int(_call(cu.cuMemAddressReserve(size, 0, 0, 0)))
+            base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
             undo.callback(cu.cuMemAddressFree, base, size)
             for i, address in enumerate(addresses):
                 with contextlib.ExitStack() as retained:
-                    physical = _call(cu.cuMemRetainAllocationHandle(address))
+                    physical = values_of(cu.cuMemRetainAllocationHandle(address))
                     retained.callback(cu.cuMemRelease, physical)
-                    _call(cu.cuMemMap(base + i * nbytes, nbytes, 0, physical, 0))
+                    values_of(cu.cuMemMap(base + i * nbytes, nbytes, 0, physical, 0))
                 undo.callback(cu.cuMemUnmap, base + i * nbytes, nbytes)
             self._allow(base, size)
             undo.pop_all()
@@ -215,24 +184,26 @@ class CudaHeap(Heap):
         access.location.type = self._cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.device.index
         access.flags = self._cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(self._cu.cuMemSetAccess(address, size, [access], 1))
+        values_of(self._cu.cuMemSetAccess(address, size, [access], 1))
 
 
 def _unmap(cu: Any, reserved: Range, ranks: int, offset: int, pieces: int, piece: int) -> None:
     """Unmap a block and free its offset. Peers keep their mappings of this rank's memory."""
     for rank in range(ranks):
         for i in range(pieces):
-            _call(cu.cuMemUnmap(reserved.base + rank * reserved.stride + offset + i * piece, piece))
+            values_of(
+                cu.cuMemUnmap(reserved.base + rank * reserved.stride + offset + i * piece, piece)
+            )
     reserved.offsets.give(offset, pieces * piece)
 
 
 def _unmap_again(cu: Any, base: int, pieces: int, piece: int) -> None:
     """Unmap pieces that :meth:`CudaHeap.remap` has mapped, and free their address range."""
     for i in range(pieces):
-        _call(cu.cuMemUnmap(base + i * piece, piece))
+        values_of(cu.cuMemUnmap(base + i * piece, piece))
     _free_range(cu, base, pieces * piece)
 
 
 def _free_range(cu: Any, base: int, size: int) -> None:
     """Unreserve an address range."""
-    _call(cu.cuMemAddressFree(base, size))
+    values_of(cu.cuMemAddressFree(base, size))

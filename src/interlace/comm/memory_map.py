@@ -19,24 +19,12 @@ _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-)
+_address, _size, _int, _offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_long
+_libc.mmap.argtypes = (_address, _size, _int, _int, _int, _offset)
+_libc.munmap.argtypes = (_address, _size)
+_libc.mremap.argtypes = (_address, _size, _size, _int, _address)
+# Without a type, ctypes would cut addresses to 32 bits.
+_libc.mmap.restype = _libc.mremap.restype = _address
 
 
 def reserve(nbytes: int, address: int | None = None) -> int:

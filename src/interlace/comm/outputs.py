@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -65,6 +66,20 @@ class _Lease:
         self._space.in_use[self._index] = False
 
 
+class Destination(NamedTuple):
+    """Say which of several buffers a kernel's result goes to, and where they lie.
+
+    Attributes:
+        address: Address of rank 0's copy of the *first* buffer.
+        buffer_bytes: Bytes between two buffers.
+        own_index: Index of the buffer that this rank's result goes to.
+    """
+
+    address: int
+    buffer_bytes: int
+    own_index: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     """Describe the buffer in which one call's result arrives.
@@ -80,6 +95,11 @@ class Output:
     index: int
     _local_address: int
     _space: _Space
+
+    @property
+    def destination(self) -> Destination:
+        """Return the buffer as launches take it."""
+        return Destination(self.address, self.buffer_bytes, self.index)
 
     @property
     def lent(self) -> bool:
@@ -138,6 +158,7 @@ class OutputPool:
         space = self._reserve(nbytes)
         capture = self._capture()
         index = LANDING
+        # The peers need not agree to it: the kernel tells them which buffer it is.
         for i in range(BUFFERS):
             # A buffer of a captured graph serves calls of the same capture only.
             if not space.in_use[i] and space.capture[i] in (None, capture):

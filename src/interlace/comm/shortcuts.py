@@ -35,51 +35,45 @@ _CLOSED = {"int32", "int64", "fp32"}
 _INTEGERS = {"int32": range(-(1 << 31), 1 << 31), "int64": range(-(1 << 63), 1 << 63)}
 
 _depth = 0
+_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
 def taken() -> Iterator[None]:
     """Take the shortcuts in this process until the end of the outermost of these contexts."""
     global _depth
-    if _depth:
-        _depth += 1
-        try:
-            yield
-        finally:
-            _depth -= 1
-        return
-    builder = interpreter.interpreter_builder
-    originals = (
-        core.tensor.__init__,
-        core.block_type.__init__,
-        interpreter._get_np_dtype,
-        interpreter._patch_lang,
-        builder.options,
-        semantic.TritonSemantic.binary_op_type_checking_impl,
-    )
-    patches = _Patches(interpreter._patch_lang)
-    core.tensor.__init__ = _cached_tensor_init(core.tensor.__init__)
-    core.block_type.__init__ = _cached_block_type_init(core.block_type.__init__)
-    interpreter._get_np_dtype = _cached_np_dtype(interpreter._get_np_dtype)
-    interpreter._patch_lang = patches
-    builder.options = _without_checks(builder.options)
-    semantic.TritonSemantic.binary_op_type_checking_impl = _quick_promotion(
-        semantic.TritonSemantic.binary_op_type_checking_impl
-    )
-    _depth = 1
+    # Launches are nested if a kernel's launch runs within another context that has taken them.
+    if not _depth:
+        _shorten()
+    _depth += 1
     try:
         yield
     finally:
-        _depth = 0
-        patches.undo()
-        (
-            core.tensor.__init__,
-            core.block_type.__init__,
-            interpreter._get_np_dtype,
-            interpreter._patch_lang,
-            builder.options,
-            semantic.TritonSemantic.binary_op_type_checking_impl,
-        ) = originals
+        _depth -= 1
+        if not _depth:
+            _restore()
+
+
+def _shorten() -> None:
+    """Replace functions of Triton's interpreter by quicker ones."""
+    for owner, name, quicker in (
+        (core.tensor, "__init__", _cached_tensor_init),
+        (core.block_type, "__init__", _cached_block_type_init),
+        (interpreter, "_get_np_dtype", _cached_np_dtype),
+        (interpreter, "_patch_lang", _Patches),
+        (interpreter.interpreter_builder, "options", _without_checks),
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", _quick_promotion),
+    ):
+        original = getattr(owner, name)
+        _originals.append((owner, name, original))
+        setattr(owner, name, quicker(original))
+
+
+def _restore() -> None:
+    """Undo :func:`_shorten`, and what the language was patched with since."""
+    interpreter._patch_lang.undo()
+    while _originals:
+        setattr(*_originals.pop())
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm.driver import driver
 from interlace.errors import GroupError, WorkspaceError
 
 
@@ -145,11 +146,10 @@ class Streams:
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:
     """Return the driver's id of the capture that ``stream`` is in, or None."""
-    from cuda.bindings import driver
-
+    cu = driver()
     # The driver returns the error, the status and the id; the remaining values differ between
     # versions of the bindings.
-    _, status, capture_id, *_ = driver.cuStreamGetCaptureInfo(stream.cuda_stream)
-    if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+    _, status, capture_id, *_ = cu.cuStreamGetCaptureInfo(stream.cuda_stream)
+    if status == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return int(capture_id)
     return None

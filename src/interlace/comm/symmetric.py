@@ -75,7 +75,7 @@ def empty_symmetric(
     if any(size < 0 for size in sizes):
         raise ArgumentError(f"empty_symmetric: sizes must not be negative; got {sizes}.")
     owner = group_of(group, device)
-    owner.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
+    owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
     block = owner.allocate(nbytes)
     spans = bytes_at(

@@ -10,6 +10,7 @@ from interlace.comm.dlpack import bytes_at
 from interlace.comm.memory import Block
 from interlace.units import next_power_of_2
 
+# A power of two: ``il.arrive_last`` tells the end of a round by a remainder.
 MAX_PROGRAMS = 4096
 """Largest number of programs in one launch of an operator; each has an epoch cell (see
 ``interlace.language``).
@@ -56,6 +57,7 @@ class Workspace:
                 self.epochs.device,
                 block,
             ).zero_()
+        # Epoch 0 is what signals hold in fresh memory, so calls count from 1.
         self.epochs.fill_(1)
         self.side_epochs.fill_(1)
         self.notes.zero_()

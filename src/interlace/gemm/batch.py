@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,7 +12,8 @@ from interlace.comm import Group
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.registry import Operator
+from interlace.gemm.dispatch import group_for
+from interlace.registry import Implementation, Operator
 from interlace.tuning.choice import Choice
 
 
@@ -53,24 +54,60 @@ class BatchOperator(Operator):
         default = self.implementations[0].name
         return choose_product(self.name, cast(Any, self.config_type), **call, default=default)
 
-    def decide(
-        self, impl: str, rows: int, columns: int, inner: int, x: torch.Tensor, group: Group
-    ) -> tuple[str, GemmConfig]:
-        """Return the name of the implementation that runs, and its configuration.
+    def agreed_call(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        rows: int,
+        group_name: str,
+        impl: str,
+        validate: Callable[[Group], None],
+    ) -> tuple[Implementation, BatchCall]:
+        """Agree on a call with all ranks, once for each kind of call, and choose what runs it.
 
-        A stock pair that the tuned table prefers is no implementation here: the pass would not have
-        made the call then. The first implementation stands for it.
+        Args:
+            x: The operand that decides where the call runs.
+            w: ``[B, K, N]``.
+            rows: The rows of all products.
+            validate: Refuses shapes that do not fit; the same on every rank.
+
+        Raises:
+            ArgumentError: There is no such implementation, or an error of ``validate``.
+            RankMismatchError: Ranks differ in shapes, dtypes or impl.
         """
-        choice = self.choose(
-            rows=rows,
-            columns=columns,
-            inner=inner,
-            dtype=x.dtype,
-            world_size=group.world_size,
-            device=x.device,
-        )
-        name = choice.impl if impl == "auto" else impl
-        return name if name in self.words else self.implementations[0].name, choice.config
+        group = group_for(self.name, group_name, x.device)
+
+        def decide() -> tuple[int, Implementation, GemmConfig]:
+            mark = group.agree(
+                self.name,
+                the_shape_of_x=tuple(x.shape),
+                the_shape_of_w=tuple(w.shape),
+                dtypes=(str(x.dtype), str(w.dtype)),
+                impl=impl,
+            )
+            # Ranks have agreed by now, so all of them refuse or none does.
+            self.validate_impl(impl)
+            validate(group)
+            _, inner, columns = w.shape
+            choice = self.choose(
+                rows=rows,
+                columns=columns,
+                inner=inner,
+                dtype=x.dtype,
+                world_size=group.world_size,
+                device=x.device,
+            )
+            name = choice.impl if impl == "auto" else impl
+            # A stock pair that the tuned table prefers is no implementation here: the pass would
+            # not have made the call then. The first implementation stands for it.
+            if name not in self.words:
+                name = self.implementations[0].name
+            return mark, self.implementation(name), choice.config
+
+        key = (self.name, x.shape, w.shape, x.dtype, w.dtype, impl)
+        mark, implementation, config = group.once(key, decide)
+        is_explicit = impl != "auto"
+        return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
 
 
 def require_same_dtype(operator: str, matrices: Sequence[torch.Tensor]) -> None:

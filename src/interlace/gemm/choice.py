@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace import tuning
 from interlace.costs.time import Call, MachineProfile, profile_of
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
@@ -107,9 +106,6 @@ def choose_on(
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
-    )
     start = default_config(
         config_type,
         rows=rows // world_size,
@@ -117,10 +113,10 @@ def choose_on(
         dtype=dtype,
         shared_bytes=gpu.shared_bytes,
     )
-    tabulated = by_table(operator, gpu.name, point, start, default)
+    tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
     if world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
-        call = Call.of_dtype(point.dtype, **sizes, world_size=world_size)
+        call = Call.of_dtype(str(dtype).removeprefix("torch."), **sizes, world_size=world_size)
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
         terms = dataclasses.replace(
@@ -186,6 +182,7 @@ def default_config(
     """
     block_k = {1: 128, 2: 64}.get(dtype.itemsize, 32)
     for block_m, block_n, warps in _TILES:
+        # A tile of twice a rank's rows would be half empty.
         if block_m > 64 and block_m >= 2 * rows:
             continue
         # Three stages of operands, and a tile on its way to a peer.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from interlace.tuning.configuration import Configuration
+from interlace.tuning.configuration import Configuration, between, power_of_two
 
-_AT_LEAST = {"num_stages": 1, "max_programs": 0, "group_m": 1, "interleave": 1, "stagger": 0}
-_MOST = 1 << 20
+_MOST = 1 << 20  # any number beyond this is a mistake of the caller's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,22 +26,15 @@ class GemmConfig(Configuration):
             percent.
     """
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
-    max_programs: int = 0
-    group_m: int = 8
-    interleave: int = 8
-    stagger: int = 100
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            self.require_power_of_two(name, 16, 1024)
-        self.require_power_of_two("num_warps", 1, 32)
-        for name, least in _AT_LEAST.items():
-            self.require_between(name, least, _MOST)
+    block_m: int = power_of_two(128, 16, 1024)
+    block_n: int = power_of_two(256, 16, 1024)
+    block_k: int = power_of_two(64, 16, 1024)
+    num_warps: int = power_of_two(8, 1, 32)
+    num_stages: int = between(3, 1, _MOST)
+    max_programs: int = between(0, 0, _MOST)
+    group_m: int = between(8, 1, _MOST)
+    interleave: int = between(8, 1, _MOST)
+    stagger: int = between(100, 0, _MOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,5 +44,5 @@ class SumConfig(GemmConfig):
     ``interleave`` counts programs that begin a round of tiles with the same rank.
     """
 
-    group_m: int = 4
-    interleave: int = 1
+    group_m: int = between(4, 1, _MOST)
+    interleave: int = between(1, 1, _MOST)

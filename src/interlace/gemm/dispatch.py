@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
@@ -77,12 +77,10 @@ def run(
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
     if is_new_each_time:
-        decision = _decide(operator, operands, lists, gather, group, impl, config)
+        decision = _decide(operator, operands, lists, group, impl, config)
     else:
         key = (operator.name, *operands.signature(), lists, gather, impl, config)
-        decision = group.once(
-            key, lambda: _decide(operator, operands, lists, gather, group, impl, config)
-        )
+        decision = group.once(key, lambda: _decide(operator, operands, lists, group, impl, config))
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -128,10 +126,7 @@ def group_for(operator: str, group_name: str, device: torch.device) -> Group:
         GroupError: It has more ranks than the kernels take.
     """
     group = group_named(group_name, device)
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{operator}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(operator, MAX_RANKS)
     return group
 
 
@@ -139,7 +134,6 @@ def _decide(
     operator: GemmOperator,
     operands: Operands,
     splits: Splits,
-    gather: bool,
     group: Group,
     impl: str,
     config: str,
@@ -151,6 +145,7 @@ def _decide(
         "impl": impl,
         "config": config,
     }
+    # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
@@ -160,6 +155,7 @@ def _decide(
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
         operator.config_type.parse(config) if config else choice.config,
+        # Where the caller has decided there is nothing to measure.
         choice.times_us if impl in operator.choosers and not config else {},
         choice.worst_error,
         (operator.name, *agreed.items()),

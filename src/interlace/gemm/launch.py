@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
 from interlace.comm.kernels import (
+    Launch,
     addressable,
     describe_matrix,
     describe_ranks,
     processors,
     triton_dtype,
 )
+from interlace.comm.outputs import Destination
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -32,6 +34,7 @@ _FLOP_PER_NS = 5600
 def programs(group: Group, config: GemmConfig) -> int:
     """Return the number of programs to launch: one per SM, or fewer if ``config`` says so."""
     if group.backend == "cpu":
+        # The interpreter runs programs one after another; more of them only take longer.
         return min(config.max_programs or MAX_PROGRAMS, 8)
     processor_count = processors(group.device)
     return min(config.max_programs or processor_count, processor_count, MAX_PROGRAMS)
@@ -139,6 +142,7 @@ def describe_own(y: torch.Tensor, columns: int, block: list[int]) -> Any:
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    # A descriptor must have elements, and a rank may have no rows.
     rows, stride = max(y.shape[0], 1), y.shape[1]
     strides = [rows * stride] * 3 + [stride, 1]
     return TensorDescriptor(
@@ -168,6 +172,44 @@ def _stride(matrix: torch.Tensor, dimension: int) -> int:
     if count > 1:
         return matrix.stride(1 - dimension)
     return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
+
+
+def run_into_peers(
+    group: Group,
+    operands: Operands,
+    rows: int,
+    columns: int,
+    most_rows: int,
+    key: tuple[Hashable, ...],
+    prepare: Callable[[Destination], Launch],
+) -> torch.Tensor:
+    """Run a kernel that stores each row in its owner's result, and return this rank's, ``[rows,
+    columns]``. Collective when the group's output buffers must grow.
+
+    Args:
+        operands: As :meth:`Operands.for_kernel` returns them.
+        most_rows: The rows of the rank that has most, for whom every rank's buffer has room.
+        key: What the launch depends on, beside the addresses of operands and result.
+        prepare: Returns the launch into a buffer, whose rows are padded for descriptors.
+    """
+    dtype = operands.out_dtype
+    shape = [rows, padded_columns(columns, dtype)]
+    if group.world_size == 1:
+        y = operands.x.new_empty(shape, dtype=dtype)
+        launch = prepare(Destination(y.data_ptr(), 0, 0))
+        with group.running():
+            launch()
+        return y[:, :columns].contiguous()
+    # Peers store tiles straight into the result, so it is symmetric memory.
+    output = group.outputs.take(most_rows * shape[1] * dtype.itemsize)
+    y = output.tensor(shape, dtype, group.device)
+    destination = output.destination
+    with group.running():
+        call = (*key, destination, operands.memory())
+        group.replays.run(call, lambda: prepare(destination)())
+    y = y[:, :columns]
+    # Memory that is not lent is the landing, which the next call writes again.
+    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +242,7 @@ def slots_for(
     """Return slots for ``rows`` of each rank. Collective when the workspace must grow."""
     most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
     count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
+    # Every rank asks for the slots of the rank that has most rows, so that all agree on the size.
     nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
     workspace = group.workspace(operator, nbytes, layout.HEADER + ranks * count)
     routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])

@@ -12,7 +12,6 @@ import torch
 
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
-from interlace.gemm.config import GemmConfig
 from interlace.gemm.reference import Factors
 from interlace.gemm.terms import Terms
 from interlace.registry import Operator
@@ -70,12 +69,7 @@ def validate(
             f"{name}: float8 operands must not require gradients; got one that does. "
             f"Detach them or use torch.no_grad(); to train, multiply in bfloat16."
         )
-    operator.validate_impl(impl)
-    config_type = operator.config_type or GemmConfig
-    if config is not None and not isinstance(config, config_type):
-        raise ArgumentError(
-            f"{name}: config must be a {config_type.__name__}; got {type(config).__name__}."
-        )
+    operator.validate_options(impl, config)
 
 
 def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -205,6 +199,7 @@ class Operands:
         for name in ("x_scale", "w_scale"):
             scale = getattr(self, name)
             if scale is not None:
+                # Kernels read one scale a row, whether it came as a row or as a column.
                 object.__setattr__(self, name, scale.reshape(-1))
 
     def factors(self) -> Factors:

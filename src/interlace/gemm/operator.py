@@ -125,6 +125,7 @@ class GemmOperator(Operator):
         replace = functools.partial(dataclasses.replace, start)
         share = ceil_div(rows, world_size)
         if share < 128:
+            # Few rows make few tiles; small ones give every SM some.
             tiles = [(64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 64, 128, 4, 4)]
             return [
                 replace(block_m=m, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
@@ -163,6 +164,7 @@ class GemmOperator(Operator):
         **splits: Sequence[int],
     ) -> tuple[str, str, str]:
         """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
+        # The choice depends on no scale's value, so one stands for what the call will be given.
         scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
         validate(self, x, w, bias, scale, scale, out_dtype, "auto", None)
         operands = Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
 from interlace.gemm.operator import GemmOperator
@@ -31,6 +32,8 @@ def define(name: str) -> GemmOperator:
     """
     operator = operator_named(name)
     assert isinstance(operator, GemmOperator)
+    # Numbers of rows are symbolic, so that a graph compiled for dynamic shapes serves other lists,
+    # too.
     lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
     gather = "bool gather, " if operator.returns_gathered else ""
     _library.define(
@@ -41,8 +44,6 @@ def define(name: str) -> GemmOperator:
     )
 
     def run(*arguments: Any) -> Any:
-        from interlace.gemm import dispatch
-
         tensors, splits, out_dtype, gather, group_name, impl, config = _unpack(operator, arguments)
         x, w, bias, x_scale, w_scale = tensors
         operands = Operands(x, w, bias, x_scale, w_scale, out_dtype)
@@ -50,6 +51,7 @@ def define(name: str) -> GemmOperator:
 
     def fake(*arguments: Any) -> Any:
         (x, w, *_), splits, out_dtype, gather, group_name, *_ = _unpack(operator, arguments)
+        # The rank comes from the process group of that name: tracing sends nothing to the peers.
         rows = operator.result_rows(x.shape[0], splits, *rank_in(group_name))
         y = x.new_empty([rows, w.shape[0]], dtype=out_dtype)
         if not operator.returns_gathered:
@@ -58,6 +60,7 @@ def define(name: str) -> GemmOperator:
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         gradients = operator.backward(ctx, *grads)
+        # Autograd expects an entry for every argument; only tensors have gradients.
         return (*gradients, *[None] * (count - len(gradients)))
 
     count = _TENSORS + len(operator.split_names) + operator.returns_gathered + 4
@@ -86,17 +89,19 @@ def call(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
+    splits: Sequence[object],
     out_dtype: torch.dtype | None,
     group: dist.ProcessGroup | None,
     impl: str,
     config: GemmConfig | None,
-    splits: Sequence[object] = (),
+    *,
     gather: bool = False,
 ) -> Any:
     """Validate the arguments of a public function and call its ``torch.ops.interlace``.
+
+    The arguments come in the order of the schema; see :func:`define`.
 
     Args:
         splits: The operator's lists of rows, in the order of its declaration.
@@ -119,5 +124,6 @@ def call(
         *([gather] if operator.returns_gathered else []),
         default_name(group),
         impl,
+        # A schema has no type for configurations, so graphs hold their text.
         "" if config is None else str(config),
     )

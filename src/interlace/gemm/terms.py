@@ -15,32 +15,24 @@ class Terms:
     ask with them, too.
 
     Attributes:
-        has_bias: Whether there is a bias to add.
-        converts: Whether the result's dtype is not that of the operands.
-        is_even: Whether every rank gets as many rows from every rank.
         rows: Rows of this rank's x.
         device_type: ``"cuda"`` or ``"cpu"``.
         dtype: The operands' dtype.
         result_bytes: The size of the whole product, in bytes.
+        has_bias: Whether there is a bias to add.
+        converts: Whether the result's dtype is not that of the operands.
+        is_even: Whether every rank gets as many rows from every rank.
     """
 
-    has_bias: bool
-    converts: bool
-    is_even: bool
     rows: int
     device_type: str
     dtype: torch.dtype
     result_bytes: int
+    has_bias: bool = False
+    converts: bool = False
+    is_even: bool = True
 
     @staticmethod
     def of_sizes(rows: int, columns: int, dtype: torch.dtype, device_type: str) -> Terms:
         """Return the terms of the simplest call of these sizes: even rows, no bias, one dtype."""
-        return Terms(
-            has_bias=False,
-            converts=False,
-            is_even=True,
-            rows=rows,
-            device_type=device_type,
-            dtype=dtype,
-            result_bytes=rows * columns * dtype.itemsize,
-        )
+        return Terms(rows, device_type, dtype, rows * columns * dtype.itemsize)

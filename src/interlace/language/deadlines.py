@@ -9,12 +9,8 @@ import triton.language as tl
 
 from interlace.comm import context
 from interlace.comm.interpreter import interpreting
+from interlace.language._instructions import clock_ns, num_threads
 from interlace.language.addresses import rank
-
-if interpreting():
-    from interlace.language._interpreted import clock_ns, num_threads
-else:
-    from interlace.language._device import clock_ns, num_threads
 
 # Looks at a signal between two looks at the clock and at the broken flag, which cost more.
 LOOKS_PER_CHECK = tl.constexpr(4 if interpreting() else 128)

@@ -10,24 +10,13 @@ its values have arrived, and words need no order among themselves or with anythi
 import triton
 import triton.language as tl
 
-from interlace.comm.interpreter import interpreting
+from interlace.language._instructions import num_threads, pause
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
-    HIGHEST_INT32,
-    LATE,
-    LOOKS_PER_CHECK,
-    NO_RANK,
-    has_expired,
-    report,
-    start_of_wait,
+    HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
-
-if interpreting():
-    from interlace.language._interpreted import num_threads, pause
-else:
-    from interlace.language._device import num_threads, pause
 
 _STAMP_MASK = tl.constexpr(0xFFFFFFFF)
 

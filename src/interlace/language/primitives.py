@@ -9,37 +9,14 @@ import triton
 import triton.language as tl
 
 from interlace.comm import context
-from interlace.comm.interpreter import interpreting
+from interlace.language._instructions import (
+    fence_system, load_acquire, num_threads, pause, signal_peer, store_to_peer,
+)
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
-    HIGHEST_INT32,
-    LATE,
-    LOOKS_PER_CHECK,
-    NO_RANK,
-    has_expired,
-    report,
-    start_of_wait,
+    HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
 from interlace.language.epochs import EPOCH_MASK, in_turn, unmarked
-
-if interpreting():
-    from interlace.language._interpreted import (
-        fence_system,
-        load_acquire,
-        num_threads,
-        pause,
-        signal_peer,
-        store_to_peer,
-    )
-else:
-    from interlace.language._device import (
-        fence_system,
-        load_acquire,
-        num_threads,
-        pause,
-        signal_peer,
-        store_to_peer,
-    )
 
 _SCRATCH_ADDRESS = tl.constexpr(context.SCRATCH_ADDRESS)
 # A signal may be a call or two ahead of the rank that waits for it. Where epochs wrap, the next one

@@ -4,19 +4,9 @@ They exist in kernels that are compiled for NVIDIA GPUs only.
 """
 
 import triton
-import triton.language as tl
 from triton.language import core
 
-from interlace.comm.interpreter import interpreting
-
-if interpreting():
-
-    def is_cuda():
-        """Tell that the kernel does not run on an NVIDIA GPU."""
-        return False
-
-else:
-    from interlace.language._device import is_cuda
+from interlace.language._instructions import is_cuda
 
 
 @core.extern

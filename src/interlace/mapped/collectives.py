@@ -68,21 +68,12 @@ class Fused:
             )
         self.producer, self.collective, self.root = producer, collective, root
         self.output: MappedOutput
+        place: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
         if transport == "stores":
             to = root if collective == "gather" else None
-            self.output = MappedOutput(
-                shape, dtype=dtype, order=order, root=to, group=group, device=device
-            )
+            self.output = MappedOutput(shape, root=to, **place)
         else:
-            self.output = TriggeredTransfers(
-                shape,
-                dtype=dtype,
-                tiles=tiles,
-                pieces=pieces,
-                order=order,
-                group=group,
-                device=device,
-            )
+            self.output = TriggeredTransfers(shape, tiles=tiles, pieces=pieces, **place)
         # The result has the shape of the output, without the padding of its memory.
         self.shape = tuple(int(size) for size in shape)
         ranks = self.output.group.world_size
@@ -91,6 +82,7 @@ class Fused:
         )
         self._sums, self._gives_views = None, False
         self.output.collects = collective in ("reduce_scatter", "all_reduce")
+        # Two halves take turns, so that a result stays as it is during the next call.
         if collective == "all_reduce":
             self._sums = self.output.group.allocate(math.prod(self.shape) * dtype.itemsize, 2)
 
@@ -110,6 +102,8 @@ class Fused:
                 "fuse: an all_to_all whose calls are run_into must not be called for views. Make "
                 "another."
             )
+        # A captured output whose epochs end by a copy keeps its half, and one whose epochs end by a
+        # view does not, so an output serves one kind of call.
         self._gives_views = True
         return self._run(None, args, kwargs)
 
@@ -134,6 +128,7 @@ class Fused:
         if isinstance(self.output, TriggeredTransfers):
             counts = self.output.counters.numel() > 0
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
+        # Only the root produces what is scattered; the epoch is every rank's.
         if self.collective != "scatter" or group.rank == self.root:
             try:
                 # A producer may launch kernels, which run on the current GPU.

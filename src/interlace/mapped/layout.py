@@ -65,8 +65,10 @@ def stride_of_rows(rows: int, columns: int, itemsize: int, granularity: int) -> 
     """Return the elements from one row to the next with which ``rows`` fill whole multiples of
     ``granularity`` bytes; None if more than half would be padding.
     """
+    # The smallest distance of rows, in elements, with which they fill whole pieces.
     unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)
     stride = round_up(max(columns, 1), unit)
+    # A single piece is never refused, since no output takes less.
     is_wasteful = max(rows, 1) * stride > max(granularity // itemsize, 2 * rows * columns)
     return None if is_wasteful else stride
 

@@ -123,7 +123,7 @@ class MappedOutput:
         self._half = self._turn = 0
         self._writing = False
         self.captured = self.collects = False
-        self.group.recoverable.add(self)
+        self.group.cache.recoverable.add(self)
 
     def _homes(self) -> list[list[int]]:
         """Return the addresses of the parts that a producer writes, in its order, for each half."""

@@ -60,8 +60,10 @@ def empty_rotating(
     block = owner.allocate(chunk.nbytes)
     address = block.address + owner.rank * block.stride
     natural = tensor_at(owner, address, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
+    # The own rows come last, so a rank on its own rotates nothing.
     if owner.world_size == 1:
         return RotatingInput(natural, natural)
+    # The same memory twice in a row: what ends with the first mapping goes on in the second.
     mapping = Mapping(block, owner.device, *owner.remap([address, address], chunk.nbytes))
     start = (
         (owner.rank + 1)

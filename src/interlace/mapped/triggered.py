@@ -93,7 +93,7 @@ class TriggeredTransfers(MappedOutput):
         self._sent: set[int] = set()
         self._queues: list[TransferQueue] = []
         # The driver of a single rank may be without stream memory operations.
-        with self.group.together(OPERATOR):
+        with self.group.agreement.together(OPERATOR):
             self.counters = torch.zeros(len(counts), dtype=torch.int32, device=self.group.device)
             self._tiles = torch.tensor(counts, dtype=torch.int32, device=self.group.device)
             if tiles is not None:
@@ -196,6 +196,7 @@ class TriggeredTransfers(MappedOutput):
                 f"{len(self.destinations)}, was not "
                 f"sent, and tiles must not be counted. Call begin(), and send each part once."
             )
+        # Noted before the copy: whether that succeeds or not, the part must not be sent twice.
         self._sent.add(part)
         push(self.group, self._transfers(self.half, part))
 
@@ -211,6 +212,7 @@ class TriggeredTransfers(MappedOutput):
             for part in self._order():
                 if part not in self._sent:
                     self.send(part)
+        # The barrier that follows on this stream tells the peers that the copies are done.
         if self.group.world_size > 1:
             join(self.group)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from interlace.comm import default_name
 from interlace.errors import ArgumentError
-from interlace.gemm.replicated import replicated
+from interlace.gemm.gradients import replicated
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.operators.all_gather_gemm import all_gather_gemm
@@ -108,14 +108,7 @@ class ColumnParallelLinear(ParallelLinear):
                 f"{out_features}; got {parts}."
             )
         super().__init__(
-            in_features,
-            out_features,
-            bias,
-            parts,
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device=device,
-            dtype=dtype,
+            in_features, out_features, bias, parts, sequence_parallel, group, device, dtype
         )
 
     @classmethod
@@ -132,15 +125,7 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ArgumentError: R does not divide the layer's output features, or a part of them.
         """
-        return cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            parts=parts,
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device="meta",
-        )._copy(linear)
+        return cls._copy_of(linear, group, parts=parts, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x [..., K] -> y_shard_n [..., N/R]``; the backward pass is collective.
@@ -199,6 +184,7 @@ class _Replicated(torch.autograd.Function):
             x = replicated(x, ctx.group_name)
         rows = grads[0].reshape(-1, w.shape[0])
         grad_x = grad_w = grad_bias = None
+        # Each rank's columns give a part of the gradient of x, which all of them need.
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.interlace.gemm_all_reduce(
                 rows, w.T, None, None, None, w.dtype, ctx.group_name, ctx.impl, ""

@@ -159,7 +159,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             "average_gradients": average_gradients,
             "output_dtype": str(output_dtype),
         }
-        self.group.compare(
+        self.group.agreement.compare(
             type(self).__name__, {"tables": descriptions, "sharding_plan": placement, **options}
         )
         # Ranks remember each other's widths under this name, so each plan needs a name of its own.

@@ -39,6 +39,7 @@ class GroupMember:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
+        # A process group is of this process; by its name another process finds its own.
         return self.__dict__ | {
             name: _Reference.to(getattr(self, name)) for name in self._group_attributes
         }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
@@ -125,12 +126,7 @@ class MoE(GroupMember, nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        ready = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (
-            (dist.get_rank(group), dist.get_world_size(group)) if ready else (0, 1)
-        )
-        if self.rank < 0:
-            raise ArgumentError("MoE: the calling rank must be a member of the group; it is not.")
+        self.rank, self.world_size = rank_and_size(group)
         if min(hidden, ffn, experts) < 1:
             raise ArgumentError(
                 f"MoE: hidden, ffn and experts must be positive; got {hidden}, {ffn} and {experts}."
@@ -180,6 +176,7 @@ class MoE(GroupMember, nn.Module):
 
     def route(self, x: torch.Tensor) -> Routing:
         """Choose experts for tokens ``[T, H]``; softmax and weights are in float32."""
+        # In float32: which experts a token goes to depends on small differences.
         probabilities = torch.softmax(self.router(x).float(), -1)
         weights, experts = probabilities.topk(self.top_k)
         if self.normalize:

@@ -47,7 +47,6 @@ class ParallelLinear(GroupMember, nn.Module):
         out_features: int,
         bias: bool,
         parts: Sequence[int],
-        *,
         sequence_parallel: bool,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
@@ -56,15 +55,12 @@ class ParallelLinear(GroupMember, nn.Module):
         super().__init__()
         name = type(self).__name__
         self.rank, self.world_size = rank_and_size(group)
-        if self.rank < 0:
-            raise ArgumentError(
-                f"{name}: the calling rank must be a member of the group; it is not."
-            )
         if in_features < 1 or out_features < 1:
             raise ArgumentError(
                 f"{name}: in_features and out_features must be positive; got {in_features} and "
                 f"{out_features}."
             )
+        # Parts are cut one by one, so the ranks must divide each of them.
         for part in parts:
             if part % self.world_size:
                 cut = f"{self._cut_name}_features" if len(parts) == 1 else "parts"
@@ -89,19 +85,27 @@ class ParallelLinear(GroupMember, nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        # State dicts of the full layer load too: the hook cuts their tensors first.
         self.register_load_state_dict_pre_hook(_take_own_shard)  # type: ignore[no-untyped-call]
 
-    def _copy(self, linear: nn.Linear) -> Self:
-        """Copy this rank's shard of ``linear``, and its flags; return this layer."""
+    @classmethod
+    def _copy_of(cls, linear: nn.Linear, group: dist.ProcessGroup | None, **options: Any) -> Self:
+        """Return a layer with this rank's shard of ``linear`` and its flags.
+
+        Args:
+            options: Further arguments of the layer.
+        """
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        # The layer is made on the meta device. The copies have the full layer's dtype and device.
+        layer = cls(*sizes, group=group, device="meta", **options)
         with torch.no_grad():
-            # This layer is on the meta device. Its copies have the full layer's dtype and device.
-            self.weight = nn.Parameter(
-                self.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad
+            layer.weight = nn.Parameter(
+                layer.shard_of(linear.weight).contiguous().clone(), linear.weight.requires_grad
             )
             if linear.bias is not None:
-                bias = self.shard_of(linear.bias) if self._cuts_bias else linear.bias
-                self.bias = nn.Parameter(bias.clone(), linear.bias.requires_grad)
-        return self.train(linear.training)
+                bias = layer.shard_of(linear.bias) if cls._cuts_bias else linear.bias
+                layer.bias = nn.Parameter(bias.clone(), linear.bias.requires_grad)
+        return layer.train(linear.training)
 
     def reset_parameters(self) -> None:
         """Draw the parameters as ``nn.Linear`` does: uniform within ``1 / sqrt(in_features)``.
@@ -150,6 +154,7 @@ class ParallelLinear(GroupMember, nn.Module):
 
     def _sharded(self) -> list[str]:
         """Return the names of the parameters of which this rank holds a shard."""
+        # A bias that is added once, after a sum over ranks, is the same on every rank.
         return ["weight", "bias"] if self._cuts_bias and self.bias is not None else ["weight"]
 
     def extra_repr(self) -> str:

@@ -94,14 +94,7 @@ class RowParallelLinear(ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features,
-            out_features,
-            bias,
-            [in_features],
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device=device,
-            dtype=dtype,
+            in_features, out_features, bias, [in_features], sequence_parallel, group, device, dtype
         )
 
     @classmethod
@@ -117,14 +110,7 @@ class RowParallelLinear(ParallelLinear):
         Raises:
             ArgumentError: R does not divide the layer's input features.
         """
-        return cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            sequence_parallel=sequence_parallel,
-            group=group,
-            device="meta",
-        )._copy(linear)
+        return cls._copy_of(linear, group, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x_shard_k [..., K/R] -> y [..., N]``; collective.

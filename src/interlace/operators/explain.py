@@ -74,6 +74,7 @@ def explain(
         "output_splits": output_splits,
         **further,
     }
+    # No operator has all of these options, so those that were not given must not be refused.
     call_options = {name: value for name, value in options.items() if value is not None}
     for name in call_options:
         if name not in optional:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from interlace import tuning
 from interlace.registry import Operator
 from interlace.tuning.configuration import Configuration
@@ -71,16 +73,47 @@ def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
     )
 
 
+def by_device(
+    operator: str,
+    sizes: dict[str, int],
+    default: Config,
+    on_interpreter: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice[Config]:
+    """Return what a GPU's tuned table says; on the CPU backend, the kernel.
+
+    Args:
+        sizes: The operator's sizes by name.
+        default: The configuration where nothing was measured.
+        on_interpreter: The fields of ``default`` that are too large for Triton's interpreter, and
+            their values there.
+    """
+    if device.type == "cpu":
+        return on_cpu(dataclasses.replace(default, **on_interpreter))
+    return by_table(operator, torch.cuda.get_device_name(device), sizes, dtype, world_size, default)
+
+
 def by_table(
-    operator: str, gpu: str, point: tuning.Point, default: Config, impl: str = "fused"
+    operator: str,
+    gpu: str,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    world_size: int,
+    default: Config,
+    impl: str = "fused",
 ) -> Choice[Config]:
     """Return what the nearest entry of an operator's tuned table says, or a default without one.
 
     Args:
         gpu: The GPU's name, as ``torch.cuda.get_device_name`` has it.
+        sizes: The operator's sizes by name.
         default: The configuration where nothing was measured.
         impl: The implementation where nothing was measured.
     """
+    point = tuning.Point(world_size, str(dtype).removeprefix("torch."), sizes)
     entry = tuning.nearest(operator, gpu, point)
     if entry is None:
         return Choice(

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 from interlace.errors import ArgumentError
+
+Value = TypeVar("Value")
+
+_ANYTHING: tuple[Callable[[Any], bool], str] = (lambda _: True, "anything")
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """One way to run a fused kernel. Every rank must use the same one in a call.
 
-    Subclasses are frozen dataclasses whose fields are integers and words, and check their values in
-    ``__post_init__``.
+    Subclasses are frozen dataclasses whose fields are integers and words. A field that is declared
+    by :func:`power_of_two`, :func:`between` or :func:`one_of` is checked.
     """
+
+    def __post_init__(self) -> None:
+        """Check every field by the rule that it was declared with.
+
+        Raises:
+            ArgumentError: A field breaks its rule.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # A subclass in somebody else's package may have fields without a rule.
+            admits, rule = field.metadata.get("rule", _ANYTHING)
+            if not admits(value):
+                raise ArgumentError(
+                    f"{type(self).__name__}: {field.name} must be {rule}; got {value!r}."
+                )
 
     def __str__(self) -> str:
         """Return ``"name=value, ..."``, which :meth:`parse` reads: operators carry configurations
@@ -47,39 +67,26 @@ class Configuration:
             )
         return config
 
-    def require_power_of_two(self, name: str, least: int, most: int) -> None:
-        """Refuse a field that is no power of two in a range.
 
-        Raises:
-            ArgumentError: The field's value is none.
-        """
-        value = getattr(self, name)
-        if not least <= value <= most or value & (value - 1):
-            raise ArgumentError(
-                f"{type(self).__name__}: {name} must be a power of two from {least} to {most}; got "
-                f"{value}."
-            )
+def power_of_two(default: int, least: int, most: int) -> int:
+    """Declare a field that is a power of two in a range."""
+    return _field(
+        default,
+        lambda value: least <= value <= most and value & (value - 1) == 0,
+        f"a power of two from {least} to {most}",
+    )
 
-    def require_between(self, name: str, least: int, most: int) -> None:
-        """Refuse a field that is not in a range.
 
-        Raises:
-            ArgumentError: The field's value is outside.
-        """
-        value = getattr(self, name)
-        if not least <= value <= most:
-            raise ArgumentError(
-                f"{type(self).__name__}: {name} must be between {least} and {most}; got {value}."
-            )
+def between(default: int, least: int, most: int) -> int:
+    """Declare a field that is an integer in a range."""
+    return _field(default, lambda value: least <= value <= most, f"between {least} and {most}")
 
-    def require_word(self, name: str, words: tuple[str, ...]) -> None:
-        """Refuse a field that is none of some words.
 
-        Raises:
-            ArgumentError: The field has another value.
-        """
-        value = getattr(self, name)
-        if value not in words:
-            raise ArgumentError(
-                f"{type(self).__name__}: {name} must be one of {words}; got {value!r}."
-            )
+def one_of(default: str, words: tuple[str, ...]) -> str:
+    """Declare a field that is one of some words."""
+    return _field(default, words.__contains__, f"one of {words}")
+
+
+def _field(default: Value, admits: Callable[[Value], bool], rule: str) -> Value:
+    """Declare a field whose value must be ``rule``, which ``admits`` tells."""
+    return dataclasses.field(default=default, metadata={"rule": (admits, rule)})

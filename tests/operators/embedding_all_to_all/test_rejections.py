@@ -78,9 +78,9 @@ TWICE = _t(5, 4)
             "RowWiseAdagrad's states must be one for each of 1 tables; got 0."),
         ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(0.1, 0.1, [_t(4)])},
             "RowWiseAdagrad's states[0] must be contiguous float32 [5]; got torch.float32 [4]."),
-        ([W], IDS, ENDS, {"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
+        ([W], IDS, ENDS, {"impl": "fast"}, "impl must be one of auto, fused, unfused; got 'fast'."),
         ([W], IDS, ENDS, {"config": "direct"},
-            "config must be an EmbeddingAllToAllConfig; got str."),
+            "config must be of type EmbeddingAllToAllConfig; got str."),
     ],
 )  # fmt: skip
 def test_bad_arguments(weights, indices, offsets, more, message):

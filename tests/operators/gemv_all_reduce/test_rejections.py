@@ -79,13 +79,13 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(4),
             _t(5, 4),
             {"impl": "fast"},
-            "impl must be auto, fused, gemm or unfused; got 'fast'.",
+            "impl must be one of auto, measured, fused, gemm, unfused; got 'fast'.",
         ),
         (
             _t(4),
             _t(5, 4),
             {"config": "one_shot 4 64 4"},
-            "config must be a GemvAllReduceConfig; got str.",
+            "config must be of type GemvAllReduceConfig; got str.",
         ),
     ],
 )

@@ -123,8 +123,8 @@ def _arguments(**changes):
             "experts must be on the device of x, cpu; got meta.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
-        ({"impl": "fast"}, "impl must be auto, fused or unfused; got 'fast'."),
-        ({"config": "128"}, "config must be a MixtureOfExpertsConfig; got str."),
+        ({"impl": "fast"}, "impl must be one of auto, fused, unfused; got 'fast'."),
+        ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),
     ],
 )
 def test_rejected_arguments(changes, message):

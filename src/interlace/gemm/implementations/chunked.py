@@ -66,6 +66,7 @@ def multiply_in_chunks(
         # If parts are summed over ranks, each row's bias is added only once, by its owner.
         bias = None if adds_ranks and rank != group.rank else operands.bias
         chunk = operands.x[rank * rows : (rank + 1) * rows]
+        # The last ranks have no rows where there are fewer than ranks.
         if len(chunk):
             multiply_into(out[rank][: len(chunk)], chunk, weight, bias)
         send(rank)

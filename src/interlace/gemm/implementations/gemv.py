@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from interlace.gemm.call import GemmCall
-from interlace.gemm.terms import Terms
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.operands import FLOATS
 from interlace.registry import Implementation, operator_matching
 
 MOST_ROWS = 16
 """With more rows the kernel needs a configuration that was tuned for them: with another one, 24 and
 48 rows took 1.35 and 1.5 times the predicted time on two H200s.
 """
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def run(call: GemmCall) -> Any:
@@ -28,17 +27,9 @@ def run(call: GemmCall) -> Any:
     return function(operands.x, w, operands.bias, call.group_name, "fused", "")
 
 
-def _refusal(terms: Terms) -> str | None:
-    unmet = []
-    if terms.rows > MOST_ROWS:
-        unmet.append(f"at most {MOST_ROWS} rows")
-    if terms.dtype not in _DTYPES:
-        unmet.append("float16, bfloat16 or float32 operands")
-    if terms.converts:
-        unmet.append("a result of the dtype of x")
-    return " and ".join(unmet) or None
-
-
 GEMV = Implementation(
-    "gemv", "one kernel that sends sums as it reads the weight, for few rows", run, _refusal
+    "gemv",
+    "one kernel that sends sums as it reads the weight, for few rows",
+    run,
+    needs(most_rows=MOST_ROWS, same_dtype=True, dtypes=FLOATS),
 )

@@ -7,7 +7,9 @@ microseconds to begin, and a product in chunks reads its weight once for each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -51,8 +53,7 @@ def push_rows(
         distance: Rows from one share to the next.
     """
     ranks, columns = group.world_size, x.shape[1]
-    nbytes = gathered.numel() * gathered.element_size()
-    workspace = group.workspace(f"{operator}, spread", nbytes, MOST_MOVERS * 2 * ranks)
+    memory = _memory(group, operator, gathered, mark)
 
     def enqueue() -> None:
         from interlace.gemm.kernels import staged
@@ -60,17 +61,12 @@ def push_rows(
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
         offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
         routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
+        # The same number of programs on every rank: each meets those of its index.
         programs, tile = cut_rows(max(rows), columns, group)
-        arguments = {
+        arguments = memory | {
             "x": x,
             "gathered": gathered,
-            "landing_address": workspace.data.address,
-            "half_bytes": workspace.half_bytes,
-            "signals": workspace.signals.address,
-            "epochs": workspace.epochs,
-            "ctx": group.context(operator),
             "routes": on_device(group, routes),
-            "call": mark,
             "share": share or max(*rows, 1),
             "distance": distance,
             "K": columns,
@@ -84,8 +80,33 @@ def push_rows(
     return enqueue
 
 
-def run_all_to_all(call: GemmCall) -> torch.Tensor:
-    """Multiply, then let one kernel store all rows where they belong: ``[rows, N]``."""
+def _memory(group: Group, operator: str, arriving: torch.Tensor, mark: int) -> dict[str, Any]:
+    """Return the kernels' arguments for symmetric memory in which ``arriving`` lands.
+
+    Collective when the workspace must grow, so it comes before anything is enqueued.
+    """
+    signals = MOST_MOVERS * 2 * group.world_size
+    workspace = group.workspace(f"{operator}, spread", arriving.nbytes, signals)
+    return {
+        "landing_address": workspace.data.address,
+        "half_bytes": workspace.half_bytes,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "call": mark,
+    }
+
+
+Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
+"""Returns what enqueues the kernel that takes a call's product to its result, the two tensors."""
+
+
+def _run(call: GemmCall, prepare: Prepare) -> torch.Tensor:
+    """Multiply by cuBLAS, then run a kernel that stores the product's rows in their owners' memory.
+
+    Returns:
+        ``[rows of this rank, N]``.
+    """
     operands, group = call.operands, call.group
     product = operands.x.new_empty([operands.rows, operands.columns])
     if group.world_size == 1:
@@ -93,13 +114,12 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
         return product
     require(group.backend)
     y = product.new_empty([call.rows.result, operands.columns])
-    share = operands.rows // group.world_size
-    rows = [share] * group.world_size
-    # Before anything is enqueued: the workspace may have to grow.
-    push = push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
+    push = prepare(call, product, y)
+    # The bias of a sum over ranks is added once, behind it.
+    bias = None if call.operator.adds_ranks else operands.bias
 
     def enqueue() -> None:
-        multiply_into(product, operands.x, operands.w.T, operands.bias)
+        multiply_into(product, operands.x, operands.w.T, bias)
         push()
 
     with group.running():
@@ -108,56 +128,46 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     return y
 
 
-def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
-    """Multiply, then let one kernel store the peers' parts and sum this rank's: ``[M / R, N]``."""
-    operands, group = call.operands, call.group
-    ranks, rows, columns = group.world_size, call.rows.result, operands.columns
-    parts = operands.x.new_empty([operands.rows, columns])
-    if ranks == 1:
-        multiply_into(parts, operands.x, operands.w.T, operands.bias)
-        return parts
-    require(group.backend)
-    y = parts.new_empty([rows, columns])
-    operator = call.operator.name
-    nbytes = parts.numel() * parts.element_size()
-    # Before anything is enqueued: the workspace may have to grow.
-    workspace = group.workspace(f"{operator}, spread", nbytes, MOST_MOVERS * 2 * ranks)
+def _prepare_all_to_all(
+    call: GemmCall, product: torch.Tensor, y: torch.Tensor
+) -> Callable[[], None]:
+    group = call.group
+    share = len(product) // group.world_size
+    rows = [share] * group.world_size
+    return push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
+
+
+def _prepare_reduce_scatter(
+    call: GemmCall, parts: torch.Tensor, y: torch.Tensor
+) -> Callable[[], None]:
+    group, (rows, columns) = call.group, y.shape
+    arguments = _memory(group, call.operator.name, parts, call.mark) | {
+        "parts": parts,
+        "bias": call.operands.bias,
+        "y": y,
+        "rows": rows,
+        "columns": columns,
+    }
 
     def enqueue() -> None:
         from interlace.gemm.kernels import staged
 
-        multiply_into(parts, operands.x, operands.w.T, None)
         programs, tile = cut_rows(rows, columns, group)
-        arguments = {
-            "parts": parts,
-            "bias": operands.bias,
-            "y": y,
-            "landing_address": workspace.data.address,
-            "half_bytes": workspace.half_bytes,
-            "signals": workspace.signals.address,
-            "epochs": workspace.epochs,
-            "ctx": group.context(operator),
-            "call": call.mark,
-            "rows": rows,
-            "columns": columns,
-        }
-        Launch(staged.scatter_and_sum, (programs,), arguments, {"WORLD_SIZE": ranks, **tile})()
+        constants = {"WORLD_SIZE": group.world_size, **tile}
+        Launch(staged.scatter_and_sum, (programs,), arguments, constants)()
 
-    with group.running():
-        key = (operator, "pushed", call.mark, places(y, parts), operands.memory())
-        group.replays.run(key, enqueue)
-    return y
+    return enqueue
 
 
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory",
-    run_all_to_all,
+    functools.partial(_run, prepare=_prepare_all_to_all),
     needs(even_rows=True, same_dtype=True),
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory and sums them",
-    run_reduce_scatter,
+    functools.partial(_run, prepare=_prepare_reduce_scatter),
     needs(even_rows=True, same_dtype=True),
 )

@@ -1,33 +1,75 @@
-"""Refusals: the operands that an implementation cannot take, as sentences for
+"""Refusals: the calls that an implementation cannot take, as sentences for
 ``Implementation.refusal``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from interlace.gemm.terms import Terms
 
 
 def needs(
-    *, even_rows: bool = False, same_dtype: bool = False, no_bias: bool = False
+    *,
+    gpu: bool = False,
+    torch_operator: str = "",
+    most_rows: int | None = None,
+    even_rows: bool = False,
+    same_dtype: bool = False,
+    dtypes: Sequence[torch.dtype] = (),
+    no_bias: bool = False,
+    multiple_bytes: int = 1,
+    most_bytes: int | None = None,
 ) -> Callable[[Terms], str | None]:
     """Return a refusal of calls without these properties.
 
     Args:
+        gpu: The operands must be on a GPU.
+        torch_operator: PyTorch must have this operator in ``torch.ops.symm_mem``.
+        most_rows: There must be at most so many rows of x.
         even_rows: Every rank must get as many rows from every rank.
         same_dtype: The result must have the dtype of x.
+        dtypes: The operands must have one of these dtypes; any, if there are none.
         no_bias: There must be no bias.
+        multiple_bytes: The size of the whole product must be a multiple of so many bytes.
+        most_bytes: The whole product must have at most so many bytes.
     """
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    dtype_names = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
     def refusal(terms: Terms) -> str | None:
-        unmet = []
-        if even_rows and not terms.is_even:
-            unmet.append("rows that are split evenly")
-        if same_dtype and terms.converts:
-            unmet.append("a result of the dtype of x")
-        if no_bias and terms.has_bias:
-            unmet.append("no bias")
-        return " and ".join(unmet) or None
+        has_gpu = terms.device_type == "cuda"
+        rules = (
+            (has_gpu or not gpu, "a GPU"),
+            # Without a GPU PyTorch's operators need not be looked for, which imports a lot.
+            (
+                not torch_operator or not has_gpu or _has(torch_operator),
+                f"a PyTorch with torch.ops.symm_mem.{torch_operator}",
+            ),
+            (most_rows is None or terms.rows <= most_rows, f"at most {most_rows} rows"),
+            (terms.is_even or not even_rows, "rows that are split evenly"),
+            (not same_dtype or not terms.converts, "a result of the dtype of x"),
+            (not dtypes or terms.dtype in dtypes, f"{dtype_names} operands"),
+            (not no_bias or not terms.has_bias, "no bias"),
+            (
+                terms.result_bytes % multiple_bytes == 0,
+                f"a result whose size is a multiple of {multiple_bytes} bytes",
+            ),
+            (
+                most_bytes is None or terms.result_bytes <= most_bytes,
+                f"a result of at most {(most_bytes or 0) >> 20} MiB",
+            ),
+        )
+        return " and ".join(rule for holds, rule in rules if not holds) or None
 
     return refusal
+
+
+def _has(operator: str) -> bool:
+    """Return whether this PyTorch has ``torch.ops.symm_mem.<operator>``."""
+    # The import defines the operators.
+    import torch.distributed._symmetric_memory
+
+    return hasattr(torch.ops.symm_mem, operator)

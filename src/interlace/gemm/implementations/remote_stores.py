@@ -64,6 +64,7 @@ def multiply_for_ranks(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -
     if len(x) == ranks * rows:
         torch.bmm(x.unflatten(0, (ranks, rows)), w.expand(ranks, *w.shape), out=out)
         return
+    # The last rank's rows are fewer, or none, so there is no batch of equal products.
     for part, chunk in zip(out, x.split(rows), strict=False):
         multiply_into(part[: len(chunk)], chunk, w, None)
 

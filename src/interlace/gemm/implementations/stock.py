@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused
-from interlace.gemm.terms import Terms
+from interlace.gemm.implementations.refusals import needs
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
 
@@ -30,63 +32,19 @@ _SUMMED = (torch.bfloat16, torch.float32)
 _ALIGNMENT_BYTES = 16
 """PyTorch's symmetric-memory reductions move so many bytes at a time, and take no odd sizes."""
 
-
-def _on_cuda(terms: Terms) -> list[str]:
-    return [] if terms.device_type == "cuda" else ["a GPU"]
-
-
-def _has(operator: str) -> bool:
-    """Return whether this PyTorch has ``torch.ops.symm_mem.<operator>``."""
-    # The import defines the operators.
-    import torch.distributed._symmetric_memory
-
-    return hasattr(torch.ops.symm_mem, operator)
-
-
-def _unmet(terms: Terms, operator: str) -> list[str]:
-    """Return what a call must have for one of PyTorch's symmetric-memory operators, and has not."""
-    unmet = _on_cuda(terms)
-    if not unmet and not _has(operator):
-        unmet.append(f"a PyTorch with torch.ops.symm_mem.{operator}")
-    if terms.converts:
-        unmet.append("a result of the dtype of x")
-    if terms.dtype not in _SUMMED:
-        unmet.append("bfloat16 or float32 operands")
-    return unmet
-
-
-def _refuse_all_reduce(terms: Terms, operator: str, most_bytes: int | None = None) -> str | None:
-    unmet = _unmet(terms, operator)
-    if terms.result_bytes % _ALIGNMENT_BYTES:
-        unmet.append(f"a result whose size is a multiple of {_ALIGNMENT_BYTES} bytes")
-    if most_bytes is not None and terms.result_bytes > most_bytes:
-        unmet.append(f"a result of at most {most_bytes >> 20} MiB")
-    return " and ".join(unmet) or None
-
-
-def _refuse_chunks(terms: Terms, operator: str) -> str | None:
-    unmet = _unmet(terms, operator)
-    if not terms.is_even:
-        unmet.append("rows that are split evenly")
-    if terms.has_bias:
-        unmet.append("no bias")
-    return " and ".join(unmet) or None
-
-
-def _refuse_without_nccl(terms: Terms) -> str | None:
-    return " and ".join(_on_cuda(terms)) or None
+_needs = functools.partial(needs, gpu=True, same_dtype=True, dtypes=_SUMMED)
 
 
 NCCL = Implementation(
     "nccl",
     "cuBLAS, then NCCL's collective",
     unfused.run,
-    _refuse_without_nccl,
+    needs(gpu=True),
     is_stock=True,
 )
 
 
-def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor | None:
+def _run_all_reduce(call: GemmCall, operator: str) -> torch.Tensor | None:
     """Multiply into symmetric memory of PyTorch's and reduce it there."""
     operands, group = call.operands, call.group
     if group.world_size == 1:
@@ -100,10 +58,7 @@ def _run_all_reduce(call: GemmCall, shot: str) -> torch.Tensor | None:
         torch.mm(operands.x, operands.w.T, out=part)
         # The next call reuses the memory, so the result has its own.
         y = torch.empty_like(part)
-        if shot == "one":
-            torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", name, y)
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", name, y)
+        getattr(torch.ops.symm_mem, operator)(part, "sum", name, y)
     return y if operands.bias is None else y.add_(operands.bias)
 
 
@@ -139,7 +94,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
             )
         memory = None
         try:
-            with group.together("allocating memory of a stock pair"):
+            with group.agreement.together("allocating memory of a stock pair"):
                 memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
                 symmetric_memory.rendezvous(memory, name)
         except (WorkspaceError, BackendError):  # on every rank alike
@@ -154,17 +109,19 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
 ONE_SHOT = Implementation(
     "one_shot",
     "cuBLAS, then PyTorch's one-shot all-reduce in symmetric memory",
-    functools.partial(_run_all_reduce, shot="one"),
-    functools.partial(
-        _refuse_all_reduce, operator="one_shot_all_reduce_out", most_bytes=ONE_SHOT_BYTES
+    functools.partial(_run_all_reduce, operator="one_shot_all_reduce_out"),
+    _needs(
+        torch_operator="one_shot_all_reduce_out",
+        multiple_bytes=_ALIGNMENT_BYTES,
+        most_bytes=ONE_SHOT_BYTES,
     ),
     is_stock=True,
 )
 TWO_SHOT = Implementation(
     "two_shot",
     "cuBLAS, then PyTorch's two-shot all-reduce in symmetric memory",
-    functools.partial(_run_all_reduce, shot="two"),
-    functools.partial(_refuse_all_reduce, operator="two_shot_all_reduce_out"),
+    functools.partial(_run_all_reduce, operator="two_shot_all_reduce_out"),
+    _needs(torch_operator="two_shot_all_reduce_out", multiple_bytes=_ALIGNMENT_BYTES),
     is_stock=True,
 )
 
@@ -183,45 +140,40 @@ def _enabled(call: GemmCall) -> str:
     return name
 
 
-def _run_async_reduce_scatter(call: GemmCall) -> torch.Tensor:
-    operands = call.operands
+def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
     if call.group.world_size == 1:
-        alone: torch.Tensor = call.operator.run_unfused(call)
-        return alone
+        return call.operator.run_unfused(call)
     name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
     with call.group.running():
-        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            operands.x, operands.w.T, "sum", 0, name
-        )
-    return y
+        return run(call, name)
 
 
-def _run_async_all_gather(call: GemmCall) -> tuple[torch.Tensor, torch.Tensor]:
-    operands = call.operands
-    if call.group.world_size == 1:
-        alone: tuple[torch.Tensor, torch.Tensor] = call.operator.run_unfused(call)
-        return alone
-    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
-    with call.group.running():
-        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            operands.x, [operands.w.T], 0, name, return_A=call.gather
-        )
-    return y, gathered if call.gather else operands.x.new_empty([0, operands.inner])
+def _reduce_scatter(call: GemmCall, name: str) -> Any:
+    x, w = call.operands.x, call.operands.w
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name)
 
 
-ASYNC_REDUCE_SCATTER = Implementation(
-    "async_tp",
-    "PyTorch's asynchronous tensor parallelism: cuBLAS in chunks and copies",
-    _run_async_reduce_scatter,
-    functools.partial(_refuse_chunks, operator="fused_matmul_reduce_scatter"),
-    schedule="by_rank",
-    is_stock=True,
+def _all_gather(call: GemmCall, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = call.operands.x, call.operands.w
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, [w.T], 0, name, return_A=call.gather
+    )
+    return y, gathered if call.gather else x.new_empty([0, call.operands.inner])
+
+
+def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) -> Implementation:
+    """Return asynchronous tensor parallelism by one operator of ``torch.ops.symm_mem``."""
+    return Implementation(
+        "async_tp",
+        f"PyTorch's asynchronous tensor parallelism: {steps}",
+        functools.partial(_run_async, run=run),
+        _needs(torch_operator=operator, even_rows=True, no_bias=True),
+        schedule="by_rank",
+        is_stock=True,
+    )
+
+
+ASYNC_REDUCE_SCATTER = _async_tp(
+    "cuBLAS in chunks and copies", _reduce_scatter, "fused_matmul_reduce_scatter"
 )
-ASYNC_ALL_GATHER = Implementation(
-    "async_tp",
-    "PyTorch's asynchronous tensor parallelism: copies and cuBLAS in chunks",
-    _run_async_all_gather,
-    functools.partial(_refuse_chunks, operator="fused_all_gather_matmul"),
-    schedule="by_rank",
-    is_stock=True,
-)
+ASYNC_ALL_GATHER = _async_tp("copies and cuBLAS in chunks", _all_gather, "fused_all_gather_matmul")

@@ -5,12 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    add_bias,
-    multiply_tile,
-    scale_tile,
-    tile_place,
+    Matrices, Scales, add_bias, cells_of, multiply_tile, scale_tile, tile_place,
 )
 
 
@@ -51,6 +46,7 @@ def counted_product(
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    # A piece is what one copy takes, so tiles do not reach from one piece into the next.
     tiles_per_piece = tiles_m * tiles_n
     tasks = tiles_per_piece * WORLD_SIZE * pieces
     counters = il.pointer(counters_address, tl.int32)
@@ -81,10 +77,9 @@ def counted_product(
         if SENDING.tile_stores:
             tiles.store([dest, offset + row, column], tl.reshape(value, [1, BLOCK_M, BLOCK_N]))
         else:
-            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            cells = (offset + m).to(tl.int64)[:, None] * y_stride + n[None, :]
+            cells, inside = cells_of(offset, row, column, rows, N, y_stride, TILING)
             part = il.pointer(y_address, OUT) + dest * part_stride.to(tl.int64)
-            tl.store(part + cells, value, mask=(m < rows)[:, None] & (n < N)[None, :])
+            tl.store(part + cells, value, mask=inside)
         uncounted = piece
     if uncounted >= 0:
         if SENDING.tile_stores:

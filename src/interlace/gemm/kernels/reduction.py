@@ -9,7 +9,9 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, ROUTE, ROWS_SENT
-from interlace.gemm.kernels.tiles import add_bias, multiply_tile, scale_tile, tile_place
+from interlace.gemm.kernels.tiles import (
+    add_bias, cells_of, multiply_tile, scale_tile, tile_place,
+)
 
 _PARTS_IN_FLIGHT = tl.constexpr(3)
 
@@ -55,7 +57,8 @@ class Results(NamedTuple):
 
 @triton.jit
 def add_parts(
-    total, slots, row, column, rows, N, group, SENDING: tl.constexpr, OWN_PART: tl.constexpr = False
+    total, slots, row, column, rows, N, group, SENDING: tl.constexpr, TILING: tl.constexpr,
+    OWN_PART: tl.constexpr = False,
 ):
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
@@ -67,7 +70,6 @@ def add_parts(
     OUT: tl.constexpr = SENDING.dtype
     parts = il.pointer(slots.address, OUT)
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
-    m, n = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     sources = WORLD_SIZE if OWN_PART else WORLD_SIZE - 1
     for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
         source = index if OWN_PART else tl.where(me <= index, index + 1, index)
@@ -75,8 +77,7 @@ def add_parts(
             # The addresses of a tile do not fit in registers beside it, so a descriptor loads it.
             part = tl.reshape(slots.tiles.load([me, slots.half, source, row, column]), total.shape)
         else:
-            cells = m.to(tl.int64)[:, None] * slots.row_stride + n[None, :]
-            inside = (m < rows)[:, None] & (n < N)[None, :]
+            cells, inside = cells_of(0, row, column, rows, N, slots.row_stride, TILING)
             part = il.get(parts + source * slot_stride + cells, me, group, inside, 0.0)
         total += part.to(tl.float32)
     return total
@@ -142,10 +143,7 @@ def send_and_sum(
                 total = scale_tile(total, scales, first + row, column, first + rows, N)
             # Tiles of an earlier round have left shared memory while this one was computed.
             if (unannounced >= 0) & (unannounced < this_round):
-                if TILES:
-                    il.complete_tiles()
-                sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
-                il.signal(sent, stamp, peers, group, is_peer)
+                _announce(unannounced, slots, stamp, group, WORLD_SIZE, TILES)
                 unannounced = -1
             # 1. A peer's part goes into this rank's slot at the peer; it is announced later.
             if dest != me:
@@ -154,9 +152,7 @@ def send_and_sum(
                     part = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
                     il.put_tile(slots.tiles, corner, part)
                 else:
-                    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                    cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
-                    inside = (m < rows)[:, None] & (n < N)[None, :]
+                    cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
                     il.put(parts + me * slot_stride + cells, total.to(OUT), dest, group, inside)
                 unannounced = this_round
             else:
@@ -167,15 +163,12 @@ def send_and_sum(
                     all_arrived = all_arrived * arrived
                     if TILES:
                         il.accept_tiles()
-                    total = add_parts(total, slots, row, column, rows, N, group, SENDING)
-                    valid = (arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None]
-                    total = tl.where(valid, total, float("nan"))
+                    total = add_parts(total, slots, row, column, rows, N, group, SENDING, TILING)
+                    total = il.nan_unless(arrived, total)
                 if bias is not None:
                     total = add_bias(total, bias, column, N)
                 value = total.to(OUT)
-                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-                cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
-                inside = (m < rows)[:, None] & (n < N)[None, :]
+                cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
                 # 3. The sum goes to this rank's result, or with BROADCAST to every rank's buffer,
                 # beginning at a different rank on each rank so that no link is congested.
                 for ahead in tl.static_range(WORLD_SIZE if BROADCAST else 1):
@@ -195,8 +188,17 @@ def send_and_sum(
                         tl.store(il.pointer(results.address, OUT) + cells, value, mask=inside)
     # The last round's parts have no later tile behind which their copies could complete.
     if unannounced >= 0:
-        if TILES:
-            il.complete_tiles()
-        sent = flags + me * slots.per_source + unannounced + tl.zeros_like(peers)
-        il.signal(sent, stamp, peers, group, is_peer)
+        _announce(unannounced, slots, stamp, group, WORLD_SIZE, TILES)
     return all_arrived
+
+
+@triton.jit
+def _announce(tile, slots, stamp, group, WORLD_SIZE: tl.constexpr, TILES: tl.constexpr):
+    """Tell every peer that this rank's part of its ``tile`` lies in its slot."""
+    # A signal must not overtake the tile's copy out of shared memory.
+    if TILES:
+        il.complete_tiles()
+    me = il.rank(group)
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
+    sent = slots.flags + me * slots.per_source + tile + tl.zeros_like(peers)
+    il.signal(sent, stamp, peers, group, is_peer)

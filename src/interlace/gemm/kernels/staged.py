@@ -10,7 +10,9 @@ import triton.language as tl
 import interlace.language as il
 from interlace.comm.kernels import MOST_MOVERS
 from interlace.mapped.kernel import tile_at, tiles_of
-from interlace.gemm.kernels.places import COUNTER, DONE, FIRST_ROW, HEADER, MAX_RANKS, ROUTE, ROWS_SENT
+from interlace.gemm.kernels.places import (
+    COUNTER, DONE, FIRST_ROW, HEADER, MAX_RANKS, ROUTE, ROWS_SENT,
+)
 
 _PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has a barrier of its own
 

@@ -169,6 +169,30 @@ def add_bias(total, bias, column, N):
 
 
 @triton.jit
+def finish_tile(total, scales, bias, row, column, rows, N):
+    """Return a product times its scales, if its operands are float8, plus the bias, if there is one."""
+    if scales.x_scale is not None:
+        total = scale_tile(total, scales, row, column, rows, N)
+    if bias is not None:
+        total = add_bias(total, bias, column, N)
+    return total
+
+
+@triton.jit
+def cells_of(first, row, column, rows, N, row_stride, TILING: tl.constexpr):
+    """Return the offsets of a tile's cells, from row ``first`` of a matrix on, and their mask.
+
+    Args:
+        row, column: The tile's place among ``rows`` rows and ``N`` columns, outside of which cells
+            are masked.
+    """
+    m, n = row + tl.arange(0, TILING.block_m), column + tl.arange(0, TILING.block_n)
+    # A matrix may have more than 2^31 cells.
+    cells = (first + m).to(tl.int64)[:, None] * row_stride + n[None, :]
+    return cells, (m < rows)[:, None] & (n < N)[None, :]
+
+
+@triton.jit
 def start_in_turn(spread_ns):
     """Let programs begin one after another, over ``spread_ns`` nanoseconds.
 

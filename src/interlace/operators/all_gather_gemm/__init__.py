@@ -14,6 +14,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.gradients import save_operands
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
@@ -21,7 +22,9 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
+from interlace.operators.all_gather_gemm import fused, reference
 from interlace.registry import Implementation, operator
+from interlace.tuning.configuration import between
 from interlace.units import ceil_div
 
 
@@ -35,27 +38,11 @@ class AllGatherGemmConfig(GemmConfig):
             to let it share.
     """
 
-    group_m: int = 16
-    stage_first: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_between("stage_first", 0, 1)
+    group_m: int = between(16, 1, 1 << 20)
+    stage_first: int = between(0, 0, 1)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _run_chunked(call: GemmCall) -> Pair:
-    from interlace.operators.all_gather_gemm import fused
-
-    return fused.run_chunked(call)
-
-
-def _run_pushed(call: GemmCall) -> Pair:
-    from interlace.operators.all_gather_gemm import fused
-
-    return fused.run_pushed(call)
 
 
 @operator
@@ -75,14 +62,14 @@ class AllGatherGemm(GemmOperator):
         Implementation(
             "pushed",
             "one kernel stores rows in all ranks' memory, then torch.mm",
-            _run_pushed,
+            fused.run_pushed,
             needs(same_dtype=True),
             former_names=("mapped",),
         ),
         Implementation(
             "chunked",
             "torch.mm for each rank's rows once copy engines have brought them",
-            _run_chunked,
+            fused.run_chunked,
             needs(same_dtype=True),
             schedule="by_rank",
             former_names=("split",),
@@ -109,6 +96,7 @@ class AllGatherGemm(GemmOperator):
                 f"{self.name}: x must have as many rows as splits say, {by_rank[group.rank]} on "
                 f"rank {group.rank}; got {rows}."
             )
+        # The product has all ranks' rows, and so has each rank's result.
         total = sum(by_rank)
         return RowPlan(by_rank, (), total, total, total)
 
@@ -136,14 +124,10 @@ class AllGatherGemm(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> Pair:
         """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
-        from interlace.operators.all_gather_gemm import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> Pair:
         """Run ``all_gather``, then ``F.linear``."""
-        from interlace.operators.all_gather_gemm import reference
-
         x = call.operands.x
         y, gathered = reference.all_gather_gemm(
             call.operands.factors(), call.rows.by_rank, call.process_group
@@ -162,7 +146,7 @@ class AllGatherGemm(GemmOperator):
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         """Save the gathered x and w, as far as their gradients are needed."""
-        x, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
+        _, w, bias, _, _, ctx.splits, _, gather, ctx.group_name, impl, _ = inputs
         is_uneven = ctx.splits is not None and len(set(ctx.splits)) > 1
         # Implementations that the gradient's operator does not have, or not for uneven rows, were
         # not asked for there.
@@ -178,10 +162,7 @@ class AllGatherGemm(GemmOperator):
         if not gather:
             ctx.mark_non_differentiable(gathered)  # it has no rows
         ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-        ctx.save_for_backward(
-            gathered if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        save_operands(ctx, gathered, w, bias)
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Sum x's gradient over the ranks while it is computed.
@@ -331,18 +312,19 @@ def all_gather_gemm(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
     (arXiv:2205.05198) for sequence parallelism.
     """
+    gather = return_gathered or (torch.is_grad_enabled() and w.requires_grad)
     y, gathered = schema.call(
         OPERATOR,
         x,
         w,
         bias,
-        splits=[splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        gather=return_gathered or (torch.is_grad_enabled() and w.requires_grad),
-        group=group,
-        impl=impl,
-        config=config,
+        x_scale,
+        w_scale,
+        [splits],
+        out_dtype,
+        group,
+        impl,
+        config,
+        gather=gather,
     )
     return (y, gathered.detach()) if return_gathered else y

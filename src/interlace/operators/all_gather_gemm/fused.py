@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +14,12 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replays import places
-from interlace.gemm import fetch
+from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import OwnRows, Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import push_rows
-from interlace.gemm.launch import (
-    constants,
-    has_descriptors,
-    operand_arguments,
-    padded_columns,
-    programs,
-)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 
 NAME = "all_gather_gemm"
@@ -38,36 +31,27 @@ def run(call: GemmCall) -> Pair:
     """Return the product ``[M, N]`` by one kernel, and the gathered x, ``[M, K]`` or no rows."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
     x, config, mark = operands.x, call.config, call.mark
-    shape = [sum(rows), padded_columns(operands.columns, operands.out_dtype)]
+    shape = [sum(rows), launch.padded_columns(operands.columns, operands.out_dtype)]
     y = x.new_empty(shape, dtype=operands.out_dtype)
     gathered, staging = _gathered(operands, rows), _staging(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(group)
 
     def enqueue() -> None:
-        launch = prepare(group, staging, operands, rows, y, gathered, config, mark)
+        product = prepare(group, staging, operands, rows, y, gathered, config, mark)
         if group.world_size == 1:
-            launch()
+            product()
             return
         # 1. Stage and fetch rows beside the product, or stage them first where the product would
         # keep every SM from the staging kernel.
         first = bool(getattr(config, "stage_first", 0))
         fetching = _begin(call, operands, staging, gathered, first=first, signal=True)
         # 2. The product waits for each source's signal in the kernel.
-        launch()
+        product()
         fetch.end(group, fetching)
 
     with group.running():
-        key = (
-            NAME,
-            "fused",
-            config,
-            rows,
-            call.gather,
-            mark,
-            places(y, gathered),
-            operands.memory(),
-        )
+        key = NAME, "fused", config, rows, call.gather, mark, places(y, gathered), operands.memory()
         group.replays.run(key, enqueue, copied=[gathered])
     arrived = gathered if group.world_size > 1 else None
     return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
@@ -77,14 +61,45 @@ def run_chunked(call: GemmCall) -> Pair:
     """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
     rank's own rows first.
     """
+    return _run_by_library(call, "chunked", _prepare_chunked)
+
+
+def run_pushed(call: GemmCall) -> Pair:
+    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
+    all rows once they have arrived.
+    """
+    return _run_by_library(call, "pushed", _prepare_pushed)
+
+
+Prepare = Callable[[GemmCall, Operands, torch.Tensor, torch.Tensor], Callable[[], None]]
+"""Returns what enqueues a call with these operands, whose product and gathered x are the two
+tensors. Collective when the workspace must grow, so it comes before anything is enqueued.
+"""
+
+
+def _run_by_library(call: GemmCall, impl: str, prepare: Prepare) -> Pair:
+    """Gather x and multiply it by cuBLAS; a call that comes again is a CUDA graph."""
     operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
     y = operands.x.new_empty([sum(rows), operands.columns])
     if group.world_size == 1:
         multiply_into(y, operands.x, operands.w.T, operands.bias)
         return y, _result(operands, None, call.gather)
     require(group.backend)
-    gathered, staging = _gathered(operands, rows), _staging(operands, rows)
-    # Before anything is enqueued: the workspace may have to grow.
+    gathered = _gathered(operands, rows)
+    enqueue = prepare(call, operands, y, gathered)
+    with group.running():
+        key = NAME, impl, rows, call.gather, call.mark, places(y, gathered), operands.memory()
+        # Copy engines know the pages of a copy, not its address, so graphs with copies are kept by
+        # the allocation, too.
+        group.replays.run(key, enqueue, copied=[gathered] if impl == "chunked" else ())
+    return y, _result(operands, gathered, call.gather)
+
+
+def _prepare_chunked(
+    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
+) -> Callable[[], None]:
+    group, rows = call.group, call.rows.by_rank
+    staging = _staging(operands, rows)
     staging.workspace(group)
 
     def enqueue() -> None:
@@ -100,42 +115,19 @@ def run_chunked(call: GemmCall) -> Pair:
         fetch.settle(group, staging, y, call.mark)
         fetch.end(group, fetching)
 
-    with group.running():
-        key = (
-            NAME,
-            "chunked",
-            rows,
-            call.gather,
-            call.mark,
-            places(y, gathered),
-            operands.memory(),
-        )
-        group.replays.run(key, enqueue, copied=[gathered])
-    return y, _result(operands, gathered, call.gather)
+    return enqueue
 
 
-def run_pushed(call: GemmCall) -> Pair:
-    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
-    all rows once they have arrived.
-    """
-    operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
-    y = operands.x.new_empty([sum(rows), operands.columns])
-    if group.world_size == 1:
-        multiply_into(y, operands.x, operands.w.T, operands.bias)
-        return y, _result(operands, None, call.gather)
-    require(group.backend)
-    gathered = _gathered(operands, rows)
-    # Before anything is enqueued: the workspace may have to grow.
-    push = push_rows(group, NAME, operands.x, gathered, rows, call.mark)
+def _prepare_pushed(
+    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
+) -> Callable[[], None]:
+    push = push_rows(call.group, NAME, operands.x, gathered, call.rows.by_rank, call.mark)
 
     def enqueue() -> None:
         push()
         multiply_into(y, gathered[:, : operands.inner], operands.w.T, operands.bias)
 
-    with group.running():
-        key = (NAME, "pushed", rows, call.mark, places(y, gathered), operands.memory())
-        group.replays.run(key, enqueue)
-    return y, _result(operands, gathered, call.gather)
+    return enqueue
 
 
 def _begin(
@@ -168,7 +160,8 @@ def _begin(
 def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
     """Return memory for all ranks' rows, ``[M, padded K]``, with their scales behind it."""
     x = operands.x
-    shape = [sum(splits), padded_columns(max(operands.inner, 1), x.dtype)]
+    # Scales lie behind the rows in the same memory, so that one tensor keeps both alive.
+    shape = [sum(splits), launch.padded_columns(max(operands.inner, 1), x.dtype)]
     nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
     return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
 
@@ -188,6 +181,7 @@ def _pieces(
     """Return what is fetched from each peer, the neighbour first."""
     scales = gathered.data_ptr() + _scale_offset(gathered.shape, gathered.dtype)
     by_source: dict[int, list[Piece]] = {}
+    # Each rank begins with another peer, so no two fetch from the same one at a time.
     for step in range(1, group.world_size):
         source = (group.rank + step) % group.world_size
         rows, first = splits[source], sum(splits[:source])
@@ -247,7 +241,9 @@ def prepare(
 
     ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
     routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
-    descriptors = has_descriptors(group)
+    descriptors = launch.has_descriptors(group)
+    # Tiles are stored as a whole only if the descriptor cuts off what lies beyond their source's
+    # rows.
     part_rows = _part_rows(splits, config.block_m)
     tiles = descriptors and part_rows > 0
     gathered_tiles: Any = gathered[:, : max(operands.inner, 1)]
@@ -266,7 +262,7 @@ def prepare(
         address = gathered.data_ptr() + _scale_offset(gathered.shape, dtype)
         memory = bytes_at(address, (4 * len(gathered),), (1,), group.device, gathered)
         scales = view_as(memory, (len(gathered),), torch.float32)
-    arguments = operand_arguments(operands, config, descriptors) | {
+    arguments = launch.operand_arguments(operands, config, descriptors) | {
         "scales": scales,
         "gathered": gathered_tiles,
         "result": result,
@@ -283,8 +279,8 @@ def prepare(
         "row_groups": y.shape[1] // align,
         "inner_groups": gathered.shape[1] // inner_align,
     }
-    shared = constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
-    multipliers = programs(group, config)
+    shared = launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
+    multipliers = launch.programs(group, config)
     if ranks > 1 and group.backend == "cuda":
         # The kernel that tells peers that their rows were fetched needs an SM while this one waits.
         multipliers = max(multipliers - 1, 1)

@@ -8,12 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    add_bias,
-    multiply_tile,
-    scale_tile,
-    tile_place,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, tile_place,
 )
 
 
@@ -87,21 +82,18 @@ def _multiply(
             x_row = row if OWN else first + row
             x_rows = rows if OWN else first + rows
             total = multiply_tile(matrices, x_row, column, x_rows, TILING)
-            if scales.x_scale is not None:
-                total = scale_tile(total, scales, x_row, column, x_rows, N)
-            if bias is not None:
-                total = add_bias(total, bias, column, N)
-            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+            total = finish_tile(total, scales, bias, x_row, column, x_rows, N)
             if not OWN:
-                total = tl.where((all_arrived + m * 0 > 0)[:, None], total, float("nan"))
+                total = il.nan_unless(all_arrived, total)
             value = total.to(OUT)
             if SENDING.tile_stores:
                 # The part leaves out what a tile has beyond its source's rows.
                 part, line = first // output.part_rows, first % output.part_rows + row
                 output.tiles.store([part, line, column], tl.reshape(value, [1, BLOCK_M, BLOCK_N]))
             else:
-                cells = (first + m).to(tl.int64)[:, None] * output.row_stride + n[None, :]
-                inside = (m < rows)[:, None] & (n < N)[None, :]
+                cells, inside = cells_of(
+                    first, row, column, rows, N, output.row_stride, TILING
+                )
                 tl.store(il.pointer(output.address, OUT) + cells, value, mask=inside)
 
 

@@ -6,15 +6,13 @@ imported by the first call.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from interlace.comm import Group
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
-from interlace.gemm.batch import BatchCall, BatchOperator
-from interlace.gemm.dispatch import group_for
+from interlace.gemm.batch import BatchOperator
+from interlace.operators.all_to_all_bmm import launch
 from interlace.registry import Implementation, operator
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -24,18 +22,6 @@ _library.define(
 )
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _run_chunked(call: BatchCall) -> Pair:
-    from interlace.operators.all_to_all_bmm import launch
-
-    return launch.run_chunked(call)
-
-
-def _run_pushed(call: BatchCall) -> Pair:
-    from interlace.operators.all_to_all_bmm import launch
-
-    return launch.run_pushed(call)
 
 
 @operator
@@ -54,13 +40,13 @@ class AllToAllBmm(BatchOperator):
         Implementation(
             "chunked",
             "torch.bmm of each rank's rows once copy engines have brought them",
-            _run_chunked,
+            launch.run_chunked,
             former_names=("fused", "split"),
         ),
         Implementation(
             "pushed",
             "one kernel stores rows where they are multiplied, then torch.bmm",
-            _run_pushed,
+            launch.run_pushed,
             former_names=("mapped",),
         ),
     )
@@ -77,29 +63,15 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
             such implementation.
         RankMismatchError: Ranks differ in shapes, dtypes or impl.
     """
-    declaration = AllToAllBmm()
-    group = group_for(_NAME, group_name, x.device)
-
-    def decide() -> Any:
-        mark = group.agree(
-            _NAME,
-            the_shape_of_x=tuple(x.shape),
-            the_shape_of_w=tuple(w.shape),
-            dtypes=(str(x.dtype), str(w.dtype)),
-            impl=impl,
-        )
-        declaration.validate_impl(impl)
-        _validate(x, w, group)
-        return mark, *declaration.decide(impl, len(x), w.shape[2], w.shape[1], x, group)
-
-    key = (_NAME, x.shape, w.shape, x.dtype, w.dtype, impl)
-    mark, name, config = group.once(key, decide)
-    if group.world_size == 1:
+    implementation, call = AllToAllBmm().agreed_call(
+        x, w, len(x), group_name, impl, lambda group: _validate(x, w, group)
+    )
+    if call.group.world_size == 1:
         count, inner, _ = w.shape
+        # PyTorch forbids an operator to return a view of its argument.
         received = x.view(count, -1, inner).clone(memory_format=torch.contiguous_format)
         return torch.bmm(received, w), received
-    call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")
-    y: Pair = declaration.implementation(name).run(call)
+    y: Pair = implementation.run(call)
     return y
 
 

@@ -13,7 +13,7 @@ import torch
 
 from interlace.comm import Group, group_named
 from interlace.comm.group import Answers
-from interlace.errors import ArgumentError, GroupError, RankMismatchError
+from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.record import MAX_RANKS
 
@@ -125,7 +125,7 @@ def recall(fields: tuple[Any, ...], traced: bool) -> Agreed:
     question = Question(*fields)
     group = _group(question)
     answers = _answers(group, question, {})
-    trains = question.grad_enabled and group.any_rank(
+    trains = question.grad_enabled and group.agreement.any_rank(
         f"{OPERATOR}: whether a rank trains tables named {question.name!r}",
         question.trains,
         final=traced,
@@ -147,15 +147,12 @@ recall._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _group(question: Question) -> Group:
     group = group_named(question.group_name, torch.device(question.device))
     group.check()
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(OPERATOR, MAX_RANKS)
     return group
 
 
 def _answers(group: Group, question: Question, more: dict[str, bool]) -> Answers:
-    return group.gather(
+    return group.agreement.gather(
         OPERATOR,
         question.name,
         {"output_dtype": question.output_dtype, "grad_enabled": question.grad_enabled},
@@ -185,6 +182,7 @@ def _require_outputs(answers: Answers) -> None:
 
 def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:
     if trains and question.device not in anchors:
+        # A tensor of the inference mode could not require a gradient in later calls.
         with torch.inference_mode(False):
             anchors[question.device] = torch.zeros((), device=question.device, requires_grad=True)
     dtypes = [question.output_dtype, *(answer["dtype"] for answer in answers)]

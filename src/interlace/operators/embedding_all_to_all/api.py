@@ -10,8 +10,11 @@ import torch.distributed as dist
 from interlace.comm import default_name
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.operator import EmbeddingAllToAll
 from interlace.operators.embedding_all_to_all.update import Gradient, RowWiseAdagrad
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
+
+_DECLARATION = EmbeddingAllToAll()
 
 
 def embedding_all_to_all(
@@ -109,11 +112,11 @@ def embedding_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "embedding + All-to-All".
     """
-    validate(
-        weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient, impl, config
-    )
+    validate(weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient)
+    _DECLARATION.validate_options(impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
+    # A plain tuple, because tracing can evaluate no other type.
     question = (  # the fields of a Question
         default_name(group),
         str(indices.device),

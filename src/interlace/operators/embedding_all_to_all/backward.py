@@ -104,22 +104,29 @@ def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
             run_segments=zero,
             run_count=zero,
         )
+    # Keys that fit in 32 bits sort in less time than keys of 64.
     small = sum(rows) < 2**31 - 1
     first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
     lengths = call.offsets.diff()
+    # Told the size, torch need not wait for the device to add up the lengths.
     bags = torch.repeat_interleave(numbers, lengths, output_size=count)
     keys = call.indices + first_keys[torch.div(bags, batch, rounding_mode="floor")]
+    # A stable sort keeps the lookups of a row in their order, and so the bits of their sum.
     keys, order = torch.sort(keys.to(torch.int32 if small else torch.int64), stable=True)
     scale = None if call.scale is None else call.scale.float()
     if call.mode == "mean":
         scale = lengths.clamp(min=1).float().reciprocal()[bags]
+    # A segment begins where the key is another one than before.
     new = torch.ones(count, dtype=torch.bool, device=device)
     torch.ne(keys[1:], keys[:-1], out=new[1:])
     positions = torch.arange(count + 1, dtype=torch.int32, device=device)
     segment_of, segments = _starts(new, positions)
+    # A run begins with its segment, and again after every ``run_lookups`` lookups of it.
     first = (positions[:-1] - segments[segment_of]) % run_lookups == 0
     run_of, runs = _starts(first, positions)
+    # Factors and bags are put in the order of the keys; the first lookup of each run is gathered
+    # for the kernel, which then needs one load for it and not two.
     scale, bags = None if scale is None else scale[order], bags[order]
     openings = runs.clamp(max=count - 1)
     return Sorted(
@@ -175,6 +182,7 @@ def gradient(
         stride = values.shape[1]
         strides, starts = [stride] * len(rows), [0] * len(rows)
     else:
+        # One tensor for all tables, so that one operator returns it, whatever their number.
         elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         sorted_lookups = None
@@ -216,6 +224,7 @@ def update(
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,
+        # Tables lie anywhere, so the places are addresses.
         address=0,
         places=[
             weight.data_ptr() if trains else -1
@@ -262,6 +271,7 @@ def _launch(
     group, layout = call.group, call.layout
     group.check()
     mark = agree(call)
+    # Ranks agree on an empty batch, too: their peers would wait for them otherwise.
     if layout.batch == 0 or layout.columns == 0:
         return
     if lookups_by_row is None:
@@ -310,17 +320,22 @@ def prepare(
     entries, align = _records(call, target, grad)
     landing = 0
     if ranks > 1:
+        # Gradients are used up within the call, so no tensor has to keep the memory that they
+        # arrive in.
         space = group.outputs.landing(layout.batch * max(layout.rank_columns) * call.dtype.itemsize)
         landing = space.address + space.index * space.buffer_bytes
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
         tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
+    # A table's signals lie at the same place on every rank, however many tables a rank has.
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(_NAME, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
+    # At most two runs of long segments begin within as many lookups as a run has.
     slots = 2 * (lookups // config.run_lookups + 1)
+    # Programs beyond the last ticket would find nothing to do.
     updaters = min(
         config.update_programs,
         MAX_PROGRAMS - pushers,

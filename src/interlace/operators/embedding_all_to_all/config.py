@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.tuning.configuration import Configuration
+from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
@@ -52,45 +52,24 @@ class EmbeddingAllToAllConfig(Configuration):
             compiler's choice.
     """
 
-    protocol: str = "direct"
-    order: str = "interleaved"
-    push: str = "direct"
-    block_bags: int = 2
-    unroll: int = 4
-    num_warps: int = 1
-    max_programs: int = 4096
-    max_registers: int = 0
-    slice_blocks: int = 8
-    push_programs: int = 528
-    push_rows: int = 8
-    push_blocks: int = 4
-    update_programs: int = 2112
-    block_runs: int = 4
-    run_unroll: int = 1
-    run_lookups: int = 128
-    update_warps: int = 1
-    update_registers: int = 0
-
-    def __post_init__(self) -> None:
-        for name, words in (("protocol", PROTOCOLS), ("order", ORDERS), ("push", PUSHES)):
-            self.require_word(name, words)
-        for name in ("block_bags", "push_rows", "block_runs"):
-            self.require_power_of_two(name, 1, 64)
-        for name in ("num_warps", "update_warps"):
-            self.require_power_of_two(name, 1, 32)
-        for name, least, most in (
-            ("unroll", 1, 32),
-            ("max_programs", 1, MAX_PROGRAMS),
-            ("slice_blocks", 1, 1024),
-            ("push_programs", 1, MAX_PROGRAMS - 1),
-            ("push_blocks", 1, 1024),
-            ("update_programs", 1, MAX_PROGRAMS),
-            ("run_unroll", 1, 32),
-            ("run_lookups", 2, 1 << 20),
-            ("max_registers", 0, 255),
-            ("update_registers", 0, 255),
-        ):
-            self.require_between(name, least, most)
+    protocol: str = one_of("direct", PROTOCOLS)
+    order: str = one_of("interleaved", ORDERS)
+    push: str = one_of("direct", PUSHES)
+    block_bags: int = power_of_two(2, 1, 64)
+    unroll: int = between(4, 1, 32)
+    num_warps: int = power_of_two(1, 1, 32)
+    max_programs: int = between(4096, 1, MAX_PROGRAMS)
+    max_registers: int = between(0, 0, 255)
+    slice_blocks: int = between(8, 1, 1024)
+    push_programs: int = between(528, 1, MAX_PROGRAMS - 1)
+    push_rows: int = power_of_two(8, 1, 64)
+    push_blocks: int = between(4, 1, 1024)
+    update_programs: int = between(2112, 1, MAX_PROGRAMS)
+    block_runs: int = power_of_two(4, 1, 64)
+    run_unroll: int = between(1, 1, 32)
+    run_lookups: int = between(128, 2, 1 << 20)
+    update_warps: int = power_of_two(1, 1, 32)
+    update_registers: int = between(0, 0, 255)
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:

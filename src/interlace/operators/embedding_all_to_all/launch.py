@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
-from interlace.comm.outputs import BUFFERS
+from interlace.comm.outputs import BUFFERS, Destination
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import record, reference
 from interlace.operators.embedding_all_to_all.config import (
@@ -25,13 +24,23 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_TILE_BYTES = 1 << 16
 """A tile passes through shared memory; any GPU that has tensor descriptors has room for two
 programs of this.
 """
+
+# Triton's interpreter runs one program after another, so few large ones are faster.
+_ON_INTERPRETER = {
+    "max_programs": 8,
+    "block_bags": 8,
+    "push_programs": 2,
+    "push_rows": 16,
+    "update_programs": 4,
+    "block_runs": 8,
+}
 
 
 @functools.cache
@@ -56,23 +65,15 @@ def choose(
             calls share a kernel.
     """
     count = processors(device) if device.type == "cuda" else 1
-    config = default_config(width=width, itemsize=dtype.itemsize, processors=count)
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config,
-            max_programs=8,
-            block_bags=8,
-            push_programs=2,
-            push_rows=16,
-            update_programs=4,
-            block_runs=8,
-        )
-        return on_cpu(small)
-    sizes = {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    return by_device(
+        OPERATOR,
+        {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor},
+        default_config(width=width, itemsize=dtype.itemsize, processors=count),
+        _ON_INTERPRETER,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
     )
-    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +166,14 @@ def run(call: Call, check: bool) -> torch.Tensor:
     config = call.chosen()
     if layout.world_size == 1:
         y = call.indices.new_empty(shape, dtype=call.dtype)
-        launch = prepare(group, call, config, mark, y.data_ptr(), 0, 0)
+        launch = prepare(group, call, config, mark, Destination(y.data_ptr(), 0, 0))
         with group.running():
             launch()
         return y
     # Peers store to the output directly, so it is symmetric memory that this rank grants to them.
     output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
     y = output.tensor(shape, call.dtype, group.device)
-    launch = prepare(group, call, config, mark, output.address, output.buffer_bytes, output.index)
+    launch = prepare(group, call, config, mark, output.destination)
     with group.running():
         launch()
     # Memory that is not lent is the landing, which the next call writes again.
@@ -196,14 +197,10 @@ def prepare(
     call: Call,
     config: EmbeddingAllToAllConfig,
     mark: int,
-    buffers: int,
-    buffer_bytes: int,
-    buffer_index: int,
+    destination: Destination,
 ) -> Launch:
-    """Prepare the forward launch, into a buffer of the output.
-
-    It is buffer ``buffer_index`` of those from the address ``buffers`` on (rank 0's copy).
-    Collective when the workspace must grow.
+    """Prepare the forward launch, into a buffer of the output. Collective when the workspace must
+    grow.
     """
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.forward import (
@@ -239,11 +236,13 @@ def prepare(
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
         sizes = [
-            (BUFFERS + 1, buffer_bytes // call.dtype.itemsize),
+            (BUFFERS + 1, destination.buffer_bytes // call.dtype.itemsize),
             (layout.chunk, layout.columns),
             (layout.columns, 1),
         ]
-        tiles = describe_ranks(group, buffers, call.dtype, sizes, [config.block_bags, width])
+        tiles = describe_ranks(
+            group, destination.address, call.dtype, sizes, [config.block_bags, width]
+        )
     # Ranks hold different numbers of tables, from which follows how many slices each one sends.
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = {
@@ -252,7 +251,7 @@ def prepare(
         "offsets": call.offsets.contiguous(),
         "weights": None if call.scale is None else call.scale.contiguous(),
         "tiles": tiles,
-        "buffers": buffers,
+        "buffers": destination.address,
         "grants": workspace.data.address,
         "signals": workspace.signals.address,
         "staging": 0 if staging is None else staging.data_ptr(),
@@ -260,8 +259,8 @@ def prepare(
         "ctx": group.context(operator),
         "table_counts": counts,
         "call": mark,
-        "buffer_bytes": buffer_bytes,
-        "buffer_index": buffer_index,
+        "buffer_bytes": destination.buffer_bytes,
+        "buffer_index": destination.own_index,
         "slots": slots,
         "B": layout.batch,
         "chunk": layout.chunk,

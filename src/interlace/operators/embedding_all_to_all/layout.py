@@ -72,6 +72,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def _by_rank(counts: tuple[int, ...], widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    # Graphs hold flat lists of integers only; the ranks' counts cut this one.
     remaining = iter(widths)
     return tuple(tuple(itertools.islice(remaining, count)) for count in counts)
 
@@ -83,5 +84,6 @@ def dense_bounds(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
     """
     bounds = [0]
     for count, width in zip(rows, widths, strict=True):
+        # 64 elements are at least a cache line, so no two gradients share one.
         bounds.append(bounds[-1] + round_up(count * width, 64))
     return bounds

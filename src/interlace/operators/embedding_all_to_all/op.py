@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.operators.embedding_all_to_all.backward import gradient, update
+from interlace.operators.embedding_all_to_all.launch import Call, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -74,9 +76,7 @@ def _call(
     lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     exchange: _Exchange,
     options: Sequence[str],
-) -> Any:
-    from interlace.operators.embedding_all_to_all.launch import Call
-
+) -> Call:
     indices, offsets, scale = lookups
     group_name, impl, config = options
     return Call(
@@ -103,23 +103,14 @@ def _run(
     states: list[torch.Tensor],
     *others: Any,
 ) -> torch.Tensor:
-    from interlace.operators.embedding_all_to_all.launch import run
-
     exchange = _Exchange(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
     return run(_call(weights, (indices, offsets, scale), exchange, options), check)
 
 
-def _fake(
-    weights: list[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    anchor: torch.Tensor | None,
-    states: list[torch.Tensor],
-    *others: Any,
-) -> torch.Tensor:
-    exchange = _Exchange(*others[:_SHARED])
+def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
+    _offsets, _scale, _anchor, _states, *others_from_batch = others
+    exchange = _Exchange(*others_from_batch[:_SHARED])
     layout = exchange.layout
     return indices.new_empty([layout.samples(exchange.rank), layout.columns], dtype=exchange.dtype)
 
@@ -131,8 +122,6 @@ def _run_gradient(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from interlace.operators.embedding_all_to_all.backward import gradient
-
     exchange = _Exchange(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
     call = _call([], (indices, offsets, scale), exchange, options)
@@ -140,14 +129,11 @@ def _run_gradient(
 
 
 def _fake_gradient(
-    grad: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    *others: Any,
+    grad: torch.Tensor, indices: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    own_widths = _Exchange(*others[:_SHARED]).own_widths
-    rows, trainable, table_dtype, sparse, *_ = others[_SHARED:]
+    _offsets, _scale, *others_from_batch = others
+    own_widths = _Exchange(*others_from_batch[:_SHARED]).own_widths
+    rows, trainable, table_dtype, sparse, *_ = others_from_batch[_SHARED:]
     lookups = indices.shape[0]
     # Dense gradients have no keys.
     values, keys, bounds = (
@@ -181,8 +167,6 @@ def _run_update(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> torch.Tensor:
-    from interlace.operators.embedding_all_to_all.backward import update
-
     exchange = _Exchange(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)
@@ -190,16 +174,9 @@ def _run_update(
     return _for_anchor(grad, trainable)
 
 
-def _fake_update(
-    grad: torch.Tensor,
-    weights: list[torch.Tensor],
-    states: list[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    *others: Any,
-) -> torch.Tensor:
-    return _for_anchor(grad, others[_SHARED])
+def _fake_update(grad: torch.Tensor, *others: Any) -> torch.Tensor:
+    _weights, _states, _indices, _offsets, _scale, *others_from_batch = others
+    return _for_anchor(grad, others_from_batch[_SHARED])
 
 
 # Autograd

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.operators.embedding_all_to_all import launch
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.validate import batch_of, validate
 from interlace.registry import Implementation, Operator, operator
 from interlace.units import ceil_div, next_power_of_2
 
@@ -29,8 +31,6 @@ class EmbeddingAllToAll(Operator):
 
     def choose(self, **call: Any) -> Any:
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
-        from interlace.operators.embedding_all_to_all import launch
-
         return launch.choose(**call)
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,13 +46,12 @@ class EmbeddingAllToAll(Operator):
         world_size: int,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        from interlace.operators.embedding_all_to_all.validate import batch_of, validate
-
-        validate(weights, indices, offsets, None, "sum", None, "dense", "auto", None)
+        validate(weights, indices, offsets, None, "sum", None, "dense")
         if not weights:
             raise ArgumentError("explain: weights must have a table; got none.")
         batch = batch_of(len(weights), offsets, None)
         width, dtype = max(weight.shape[1] for weight in weights), weights[0].dtype
+        # Rounded as in a call, so that this is the entry of the table that a call takes.
         lookups = ceil_div(indices.shape[0], max(1, len(weights) * batch))
         pooling_factor = next_power_of_2(lookups)
         choice = self.choose(

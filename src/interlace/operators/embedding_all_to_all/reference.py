@@ -19,11 +19,13 @@ def pool(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Pool this rank's tables for every sample: ``[batch, columns of this rank]``."""
+    # A rank without tables has no columns, and takes part in the exchange all the same.
     pooled = [indices.new_empty(batch, 0, dtype=dtype)]
     for table, weight in enumerate(weights):
         bounds = offsets[table * batch : (table + 1) * batch + 1]
         part = slice(int(bounds[0]), int(bounds[-1]))
         scales = None if scale is None else scale[part].to(weight.dtype)
+        # Offsets of a table go on where those of the table before it end; torch counts from 0.
         bags = (bounds - bounds[0]).to(indices.dtype)
         pooled.append(
             F.embedding_bag(
@@ -49,6 +51,7 @@ def exchange(
         [samples[rank] * width for width in columns],
     )
     received = _all_to_all(pooled.reshape(-1), from_each, to_each, group)
+    # What comes from a rank is contiguous, with that rank's columns for this rank's samples.
     pieces = [
         part.view(samples[rank], width)
         for part, width in zip(received.split(from_each), columns, strict=True)
@@ -86,6 +89,7 @@ def row_gradients(
     per_bag = (
         gradient.float() / lengths.clamp(min=1)[:, None] if mode == "mean" else gradient.float()
     )
+    # Each lookup of a bag has the bag's gradient.
     per_lookup = per_bag.repeat_interleave(lengths, 0)
     return per_lookup if scale is None else per_lookup * scale.float()[:, None]
 

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOATS
 from interlace.operators.embedding_all_to_all.config import (
     MAX_WIDTH,
     OPERATOR,
-    EmbeddingAllToAllConfig,
 )
 from interlace.operators.embedding_all_to_all.record import MAX_TABLES
 from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -29,8 +28,6 @@ def validate(
     mode: str,
     output_dtype: torch.dtype | None,
     gradient: object,
-    impl: str,
-    config: object,
 ) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if isinstance(weights, torch.Tensor):
@@ -64,12 +61,6 @@ def validate(
             f"{OPERATOR}: output_dtype must be float16, bfloat16 or float32; got {output_dtype}."
         )
     _validate_gradient(weights, gradient)
-    if impl not in ("auto", "fused", "unfused"):
-        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
-    if config is not None and not isinstance(config, EmbeddingAllToAllConfig):
-        raise ArgumentError(
-            f"{OPERATOR}: config must be an EmbeddingAllToAllConfig; got {type(config).__name__}."
-        )
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:

@@ -12,6 +12,7 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
+from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
@@ -21,8 +22,8 @@ from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.replicated import replicated
 from interlace.gemm.splits import balanced
+from interlace.operators.gemm_all_reduce import fused, reference
 from interlace.registry import operator
 
 
@@ -59,6 +60,7 @@ class GemmAllReduce(GemmOperator):
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
         """Return the rows whose sums each rank computes, as ``torch.tensor_split``."""
+        # The shares matter to the exchange alone: the result has all rows on every rank.
         return RowPlan(tuple(balanced(rows, group.world_size)), (), rows, rows, rows)
 
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
@@ -67,23 +69,16 @@ class GemmAllReduce(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernel`."""
-        from interlace.operators.gemm_all_reduce import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""
-        from interlace.operators.gemm_all_reduce import reference
-
         return reference.gemm_all_reduce(call.operands.factors(), call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""
-        x, w, bias, *_, ctx.group_name, _, _ = inputs
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        *_, ctx.group_name, _, _ = inputs
+        save_operands(ctx, *inputs[:3])
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Compute all gradients without communication.
@@ -92,15 +87,7 @@ class GemmAllReduce(GemmOperator):
         """
         (grad,) = grads
         assert grad is not None
-        x, w = ctx.saved_tensors
-        grad_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        rows = grad.to(ctx.dtype)
-        if torch.is_grad_enabled():
-            # Each rank has operands of its own, so a second derivative is a sum over the ranks.
-            rows = replicated(rows, ctx.group_name)
-        grad_x = rows @ w if w is not None else None
-        grad_w = rows.mT @ x if x is not None else None
-        return grad_x, grad_w, grad_bias
+        return product_gradients(ctx, grad, is_replicated=True)
 
 
 OPERATOR = schema.define(GemmAllReduce.name)
@@ -185,15 +172,6 @@ def gemm_all_reduce(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
     y: torch.Tensor = schema.call(
-        OPERATOR,
-        x,
-        w,
-        bias,
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        group=group,
-        impl=impl,
-        config=config,
+        OPERATOR, x, w, bias, x_scale, w_scale, [], out_dtype, group, impl, config
     )
     return y

@@ -4,7 +4,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.places import COUNTER, DONE, GRANTS, HEADER, MAX_RANKS
+from interlace.gemm.kernels.grants import (
+    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
+)
+from interlace.gemm.kernels.places import DONE, GRANTS, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, send_and_sum
 from interlace.gemm.kernels.tiles import Matrices, Scales, start_in_turn
 
@@ -41,20 +44,20 @@ def gemm_all_reduce(
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    granted = il.in_turn(flags, epoch, MAX_RANKS)
-    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
-    numbers = il.in_turn(flags + GRANTS, epoch, MAX_RANKS)
+    turn = Turn(
+        me, peers, is_peer, il.in_turn(flags, epoch, MAX_RANKS),
+        il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
+    )
     # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
-        number = own_buffer + tl.zeros_like(peers)
-        il.put(numbers + me + tl.zeros_like(peers), number, peers, group, is_peer)
-        il.signal(granted + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+        grant_buffer(turn, own_buffer, stamp, group)
     if spread_ns > 0:
         start_in_turn(spread_ns)
-    arrived = il.wait(granted + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
-    buffers = tl.where(peers == me, own_buffer, il.get(numbers + peers, me, group, is_peer, 0))
+    granted, buffers = granted_buffers(turn, own_buffer, stamp, group)
+    arrived = granted.to(tl.int32)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
+    # Slots have two halves: a peer may still read the parts of the last call.
     half = epoch & 1
     row_stride = row_groups * SENDING.align
     slot_half = slot_address + half * half_bytes
@@ -68,11 +71,10 @@ def gemm_all_reduce(
         if SENDING.tile_stores:
             il.complete_tiles()
         # 3. The last program to have sent everything tells the peers that their buffers are whole.
-        if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
-            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+        end_sending(turn, flags, stamp, group)
     # 4. Nobody reads or writes anything of this call once all peers have said so.
     if program == programs - 1:
-        complete = il.wait(done + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
+        complete = await_senders(turn, stamp, group).to(tl.int32)
         if arrived * complete == 0:
             offset = own_buffer.to(tl.int64) * buffer_bytes
             own_address = outputs + offset + me * tl.multiple_of(group[2], 16)

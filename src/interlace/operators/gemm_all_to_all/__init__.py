@@ -14,6 +14,7 @@ from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
@@ -24,6 +25,7 @@ from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, check_sum
+from interlace.operators.gemm_all_to_all import fused, reference
 from interlace.registry import operator
 
 
@@ -62,6 +64,7 @@ class GemmAllToAll(GemmOperator):
 
     def agreed(self, operands: Operands, splits: Splits, group: Group) -> dict[str, Any]:
         """Return the rows of an even split; lists are compared by :meth:`plan_rows`."""
+        # Lists are not the same on every rank, so they cannot be compared here.
         even = f"even, of {operands.rows} rows"
         return {"splits": even if splits[0] is None else "given"}
 
@@ -130,14 +133,10 @@ class GemmAllToAll(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
-        from interlace.operators.gemm_all_to_all import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_to_all_single``."""
-        from interlace.operators.gemm_all_to_all import reference
-
         sent, rank = call.rows.sent, call.group.rank
         return reference.gemm_all_to_all(
             call.operands.factors(),
@@ -155,24 +154,15 @@ class GemmAllToAll(GemmOperator):
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed, and the lists."""
-        x, w, bias, _, _, *splits, _, ctx.group_name, _, _ = inputs
-        ctx.splits, ctx.has_bias = tuple(splits), bias is not None
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(
-            x if ctx.needs_input_grad[1] else None, w if ctx.needs_input_grad[0] else None
-        )
+        x, w, bias, _, _, *ctx.splits, _, ctx.group_name, _, _ = inputs
+        save_operands(ctx, x, w, bias)
 
     def backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """Send the gradient back the way its rows came; the product's own gradient is local."""
         (grad,) = grads
         assert grad is not None
-        x, w = ctx.saved_tensors
         rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, *ctx.splits, ctx.group_name)
-        grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        rows = rows.to(ctx.dtype)
-        grad_x = rows @ w if w is not None else None
-        grad_w = rows.mT @ x if x is not None else None
-        return grad_x, grad_w, grad_bias
+        return product_gradients(ctx, rows)
 
 
 def check_even(rows: int, ranks: int) -> None:
@@ -272,17 +262,8 @@ def gemm_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
+    splits = [input_splits, output_splits]
     y: torch.Tensor = schema.call(
-        OPERATOR,
-        x,
-        w,
-        bias,
-        splits=[input_splits, output_splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        group=group,
-        impl=impl,
-        config=config,
+        OPERATOR, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config
     )
     return y

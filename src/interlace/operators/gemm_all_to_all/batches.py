@@ -13,11 +13,10 @@ import torch
 from interlace.comm import Group, process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
-from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.implementations import chunked
 from interlace.gemm.operands import Operands, contiguous_dimension
-from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even
+from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even, fused, reference
 from interlace.registry import Implementation, operator
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -33,8 +32,6 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
     """Run one kernel for all products, whose operands are views where they lie one behind the
     other.
     """
-    from interlace.operators.gemm_all_to_all import fused
-
     # The kernel sees the batch as one tall product. ``reshape`` copies operands only if the
     # products are not contiguous one after the other.
     (count, rows, inner), columns = call.x.shape, call.w.shape[2]
@@ -96,29 +93,18 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         ArgumentError: Rows do not divide evenly, dtypes differ, or there is no such implementation.
         RankMismatchError: Ranks differ in shapes, dtype or impl.
     """
-    declaration = BmmAllToAll()
-    (count, rows, inner), columns = x.shape, w.shape[2]
-    group = group_for(_BMM, group_name, x.device)
+    count, rows, _ = x.shape
 
-    def decide() -> tuple[int, str, GemmConfig]:
+    def validate(group: Group) -> None:
         require_same_dtype(_BMM, [x, w])
-        mark = group.agree(
-            _BMM,
-            the_shape_of_x=tuple(x.shape),
-            the_shape_of_w=tuple(w.shape),
-            dtype=str(x.dtype),
-            impl=impl,
-        )
-        declaration.validate_impl(impl)
         check_even(rows, group.world_size)
-        return mark, *declaration.decide(impl, count * rows, columns, inner, x, group)
 
-    # The agreement is made once for each kind of call; ranks make the same calls in the same order.
-    mark, name, config = group.once((_BMM, x.shape, w.shape, x.dtype, w.dtype, impl), decide)
+    implementation, call = BmmAllToAll().agreed_call(x, w, count * rows, group_name, impl, validate)
+    columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    call = BatchCall(x, w, group, group_name, config, mark, is_explicit=impl != "auto")
-    y = declaration.implementation(name).run(call)
+    y = implementation.run(call)
+    # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 
 
@@ -142,10 +128,9 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
         y = chunked.run_batch(x, w, group, group_name, replace=False)
         if y is not None:
             return y
-    from interlace.operators.gemm_all_to_all import reference
-
     total = x[0].new_empty([count, rows, columns])
     chunked.multiply_batch_into(total, x, w)
+    # An all-to-all sends one piece to each rank, but a rank's rows are spread over all products.
     sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1)
     sent = sent.reshape(count * rows, columns)
     return reference.send_back(sent, None, None, process_group_named(group_name))

@@ -11,18 +11,11 @@ from interlace.comm import Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
-from interlace.comm.outputs import BUFFERS
+from interlace.comm.outputs import BUFFERS, Destination
+from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
-from interlace.gemm.launch import (
-    constants,
-    has_descriptors,
-    operand_arguments,
-    padded_columns,
-    programs,
-    spread_ns,
-)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 from interlace.units import ceil_div
 
@@ -67,31 +60,21 @@ def multiply_and_send(
         batch: What the operands consist of; default: one product.
     """
     batch = batch or Batch(1, operands.rows, operands.columns)
-    columns = batch.columns
-    rows = batch.count * sum(counts[group.rank] for counts in sent)
-    stride = padded_columns(columns, operands.out_dtype)
-    if group.world_size == 1:
-        y = operands.x.new_empty([rows, stride], dtype=operands.out_dtype)
-        launch = prepare(group, operands, sent, config, mark, y.data_ptr(), 0, 0, batch=batch)
-        with group.running():
-            launch()
-        return y[:, :columns].contiguous()
-    # Every rank's buffer has room for the rank that receives most.
-    received = (sum(counts[rank] for counts in sent) for rank in range(group.world_size))
-    nbytes = batch.count * max(received) * stride * operands.out_dtype.itemsize
-    # Peers store tiles straight into the result, so it is symmetric memory.
-    output = group.outputs.take(nbytes)
-    y = output.tensor([rows, stride], operands.out_dtype, group.device)
-    buffer = output.address, output.buffer_bytes, output.index
-    with group.running():
-        key = (NAME, config, mark, tuple(map(tuple, sent)), batch, buffer, operands.memory())
-        group.replays.run(
-            key,
-            lambda: prepare(group, operands, sent, config, mark, *buffer, batch=batch)(),
-        )
-    y = y[:, :columns]
-    # Memory that is not lent is the landing, which the next call writes again.
-    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
+    received = _received(sent, batch)
+    return launch.run_into_peers(
+        group,
+        operands,
+        received[group.rank],
+        batch.columns,
+        max(received),
+        (NAME, config, mark, tuple(map(tuple, sent)), batch),
+        lambda destination: prepare(group, operands, sent, config, mark, destination, batch=batch),
+    )
+
+
+def _received(sent: Sent, batch: Batch) -> list[int]:
+    """Return the rows that each rank receives."""
+    return [batch.count * sum(counts) for counts in zip(*sent, strict=True)]
 
 
 def prepare(
@@ -100,9 +83,7 @@ def prepare(
     sent: Sent,
     config: GemmConfig,
     mark: int,
-    buffers: int,
-    buffer_bytes: int,
-    own_buffer: int,
+    destination: Destination,
     *,
     batch: Batch | None = None,
     tile_stores: bool = True,
@@ -111,9 +92,7 @@ def prepare(
 
     Args:
         mark: The number from the ranks' agreement.
-        buffers: The address of rank 0's copy of the first output buffer.
-        buffer_bytes: Bytes from one buffer to the next.
-        own_buffer: The index of the buffer that this rank's result goes to.
+        destination: The output buffer that this rank's result goes to.
         batch: What the operands consist of; default: one product.
         tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
             else by ordinary stores.
@@ -123,37 +102,43 @@ def prepare(
 
     ranks, me = group.world_size, group.rank
     batch = batch or Batch(1, operands.rows, operands.columns)
+    # Tiles go straight into results, so the workspace is there for its signals.
     workspace = group.workspace(NAME, 4096, layout.HEADER)
+    # Rows for a rank come one rank after the other in x; in that rank's result they follow those of
+    # the sources before this one.
     routes, first = [], 0
     for dest in range(ranks):
         before = batch.count * sum(sent[source][dest] for source in range(me))
         routes.append((first, sent[me][dest], before))
         first += sent[me][dest]
     dtype = operands.out_dtype
-    stride = padded_columns(batch.columns, dtype)
-    received = [batch.count * sum(counts[dest] for counts in sent) for dest in range(ranks)]
-    descriptors = has_descriptors(group) and group.stride % 16 == 0
+    stride = launch.padded_columns(batch.columns, dtype)
+    received = _received(sent, batch)
+    descriptors = launch.has_descriptors(group) and group.stride % 16 == 0
     part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
+    # A tile is stored as a whole, so a descriptor must know where the rows of its part end.
     if descriptors and tile_stores and part_rows and ranks > 1:
         sizes = [
-            (BUFFERS + 1, buffer_bytes // dtype.itemsize),
+            (BUFFERS + 1, destination.buffer_bytes // dtype.itemsize),
             (ceil_div(max(received), part_rows), part_rows * stride),
             (part_rows, stride),
             (batch.columns, 1),
         ]
-        tiles = describe_ranks(group, buffers, dtype, sizes, [config.block_m, config.block_n])
+        tiles = describe_ranks(
+            group, destination.address, dtype, sizes, [config.block_m, config.block_n]
+        )
     align = ALIGNMENT_BYTES // dtype.itemsize
-    arguments = operand_arguments(operands, config, descriptors) | {
+    arguments = launch.operand_arguments(operands, config, descriptors) | {
         "tiles": tiles,
-        "buffers": buffers,
+        "buffers": destination.address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(NAME),
         "routes": on_device(group, routes),
         "call": mark,
-        "buffer_bytes": buffer_bytes,
-        "own_buffer": own_buffer,
+        "buffer_bytes": destination.buffer_bytes,
+        "own_buffer": destination.own_index,
         "most_rows": max(max(counts) for counts in sent),
         "own_rows": received[me],
         "part_rows": part_rows or 1,
@@ -161,14 +146,14 @@ def prepare(
         "N": batch.columns,
         "K": operands.inner,
         "row_groups": stride // align,
-        "spread_ns": spread_ns(config, operands.inner),
+        "spread_ns": launch.spread_ns(config, operands.inner),
     }
-    shared = constants(
+    shared = launch.constants(
         operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
     )
     return Launch(
         kernel.gemm_all_to_all,
-        (programs(group, config),),
+        (launch.programs(group, config),),
         arguments,
         shared | {"BATCH": batch.count},
         (operands,),

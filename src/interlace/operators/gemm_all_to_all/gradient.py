@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.operators.gemm_all_to_all import reference
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -30,8 +31,6 @@ def _run(
     group_name: str,
 ) -> torch.Tensor:
     """Send every row to the rank that it came from; the forward pass has checked the lists."""
-    from interlace.operators.gemm_all_to_all import reference
-
     process_group = process_group_named(group_name)
     return reference.send_back(grad, input_splits, output_splits, process_group)
 
@@ -52,6 +51,7 @@ def _set_up_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Send rows that came back from their owners to them once more."""
+    # The transpose of the way back is the way there: the lists change places.
     rows = torch.ops.interlace.gemm_all_to_all_gradient(
         grad, ctx.output_splits, ctx.input_splits, ctx.group_name
     )

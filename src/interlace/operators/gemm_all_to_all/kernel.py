@@ -4,15 +4,12 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.places import COUNTER, DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT
+from interlace.gemm.kernels.grants import (
+    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
+)
+from interlace.gemm.kernels.places import DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    add_bias,
-    multiply_tile,
-    multiply_tile_of,
-    scale_tile,
-    start_in_turn,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, multiply_tile_of, start_in_turn,
     tile_place,
 )
 
@@ -63,10 +60,12 @@ def gemm_all_to_all(
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    grants = il.in_turn(flags, epoch, MAX_RANKS)
-    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
-    numbers = il.in_turn(flags + GRANTS, epoch, MAX_RANKS)
+    turn = Turn(
+        me, peers, is_peer, il.in_turn(flags, epoch, MAX_RANKS),
+        il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
+    )
     row_stride = row_groups * SENDING.align
+    # This rank's own buffer, to be filled with NaN if a source does not come.
     own_offset = own_buffer.to(tl.int64) * buffer_bytes
     own_address = buffers + own_offset + me * tl.multiple_of(group[2], 16)
     number = own_buffer + tl.zeros_like(peers)
@@ -74,12 +73,10 @@ def gemm_all_to_all(
     if WORLD_SIZE > 1:
         # 1. Every source learns which of this rank's buffers it may write.
         if program == 0:
-            il.put(numbers + me + tl.zeros_like(peers), number, peers, group, is_peer)
-            il.signal(grants + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+            grant_buffer(turn, own_buffer, stamp, group)
         if spread_ns > 0:
             start_in_turn(spread_ns)
-        granted = il.wait(grants + peers, stamp, peers, 0, group, is_peer)
-        number = tl.where(peers == me, own_buffer, il.get(numbers + peers, me, group, is_peer, 0))
+        granted, number = granted_buffers(turn, own_buffer, stamp, group)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -108,10 +105,7 @@ def gemm_all_to_all(
                 )
             else:
                 total = multiply_tile(matrices, first + row, column, first + rows, TILING)
-            if x_scale is not None:
-                total = scale_tile(total, scales, first + row, column, first + rows, N)
-            if bias is not None:
-                total = add_bias(total, bias, column, N)
+            total = finish_tile(total, scales, bias, first + row, column, first + rows, N)
             value = total.to(OUT)
             buffer = tl.sum(tl.where(peers == dest, number, 0))
             if SENDING.tile_stores:
@@ -120,22 +114,19 @@ def gemm_all_to_all(
                 block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
                 il.put_tile(tiles, [dest, buffer, part, line, column], block)
             else:
-                m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
                 target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)
-                cells = target + (offset + m).to(tl.int64)[:, None] * row_stride + n[None, :]
-                il.put(cells, value, dest, group, (m < rows)[:, None] & (n < N)[None, :])
+                cells, inside = cells_of(offset, row, column, rows, N, row_stride, TILING)
+                il.put(target + cells, value, dest, group, inside)
     if WORLD_SIZE > 1:
         if SENDING.tile_stores:
             il.complete_tiles()
         # 3. The last program to have sent all its tiles tells every destination.
         if granted:
-            if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
-                il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+            end_sending(turn, flags, stamp, group)
         # 4. This rank's buffer is whole once all sources have said so.
         if program == programs - 1:
-            arrived = granted
-            complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
-            arrived = arrived & complete
+            complete = await_senders(turn, stamp, group)
+            arrived = granted & complete
             if not arrived:
                 il.fill_nan(il.pointer(own_address, OUT), own_rows.to(tl.int64) * row_stride)
     il.advance_epoch(epochs, epoch)

@@ -22,18 +22,13 @@ from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
+from interlace.operators.gemm_reduce_scatter import chunked, fused, reference
 from interlace.registry import Implementation, operator
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmReduceScatterConfig(SumConfig):
     """One way to run the fused kernel of ``gemm_reduce_scatter``."""
-
-
-def _run_chunked(call: GemmCall) -> torch.Tensor:
-    from interlace.operators.gemm_reduce_scatter import chunked
-
-    return chunked.run([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
 
 
 @operator
@@ -54,7 +49,7 @@ class GemmReduceScatter(GemmOperator):
         Implementation(
             "chunked",
             "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
-            _run_chunked,
+            chunked.run,
             needs(same_dtype=True),
             schedule="by_peer",
             former_names=("split",),
@@ -79,14 +74,10 @@ class GemmReduceScatter(GemmOperator):
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_reduce_scatter.kernel`."""
-        from interlace.operators.gemm_reduce_scatter import fused
-
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""
-        from interlace.operators.gemm_reduce_scatter import reference
-
         return reference.gemm_reduce_scatter(
             call.operands.factors(), call.rows.by_rank, call.process_group
         )
@@ -211,16 +202,6 @@ def gemm_reduce_scatter(
     (arXiv:2205.05198) for sequence parallelism.
     """
     y: torch.Tensor = schema.call(
-        OPERATOR,
-        x,
-        w,
-        bias,
-        splits=[splits],
-        x_scale=x_scale,
-        w_scale=w_scale,
-        out_dtype=out_dtype,
-        group=group,
-        impl=impl,
-        config=config,
+        OPERATOR, x, w, bias, x_scale, w_scale, [splits], out_dtype, group, impl, config
     )
     return y

@@ -16,19 +16,11 @@ from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.replays import places
-from interlace.gemm import dispatch
+from interlace.gemm import dispatch, launch
+from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
-from interlace.gemm.launch import (
-    constants,
-    describe_own,
-    has_descriptors,
-    operand_arguments,
-    padded_columns,
-    programs,
-    tile_ns,
-)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 from interlace.gemm.splits import balanced
 from interlace.registry import operator_named
@@ -40,7 +32,12 @@ _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
-def run(
+def run(call: GemmCall) -> torch.Tensor:
+    """Return this rank's rows ``[rows, N]`` of the product, summed over ranks."""
+    return run_products([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
+
+
+def run_products(
     products: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
 ) -> torch.Tensor:
     """Return this rank's rows ``[splits[rank], N]`` of a product, or of a sum of products, summed
@@ -56,7 +53,8 @@ def run(
     products = [product.with_contiguous_rows() for product in products]
     operands, *other_products = products
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
-    rows, columns, stride = max(splits), operands.columns, padded_columns(operands.columns, dtype)
+    rows, columns = max(splits), operands.columns
+    stride = launch.padded_columns(columns, dtype)
     y = operands.x.new_empty([splits[rank], stride])
     weights = [product.w.T for product in products]
     if ranks == 1:
@@ -174,7 +172,7 @@ def _multiply_and_sum(
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
-    dtype, stride, tiles = y.dtype, y.shape[1], has_descriptors(group)
+    dtype, stride, tiles = y.dtype, y.shape[1], launch.has_descriptors(group)
     slots = results = None
     if tiles:
         elements = 2 * workspace.half_bytes // dtype.itemsize
@@ -187,9 +185,9 @@ def _multiply_and_sum(
         slots = describe_ranks(
             group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
         )
-        results = describe_own(y, own_product.columns, [config.block_m, config.block_n])
+        results = launch.describe_own(y, own_product.columns, [config.block_m, config.block_n])
     align = ALIGNMENT_BYTES // dtype.itemsize
-    operands = operand_arguments(own_product, config, tiles)
+    operands = launch.operand_arguments(own_product, config, tiles)
     arguments = {name: operands[name] for name in ("x", "w", "bias", "x_stride", "w_stride")} | {
         "slots": slots,
         "results": results,
@@ -206,11 +204,11 @@ def _multiply_and_sum(
         "K": own_product.inner,
         "row_groups": stride // align,
     }
-    shared = constants(own_product, config, group, descriptors=tiles, tile_stores=tiles)
+    shared = launch.constants(own_product, config, group, descriptors=tiles, tile_stores=tiles)
     flags = {"PIECES": _PIECES, "OWN_PART": own_part}
     return Launch(
         kernel.multiply_and_sum,
-        (programs(group, config),),
+        (launch.programs(group, config),),
         arguments,
         shared | flags,
     )
@@ -306,7 +304,8 @@ def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmConfig) -> in
     The last copy is hidden by the first tiles of the own product. If it takes longer, pieces make
     it shorter; else they would only make cuBLAS's products smaller.
     """
-    if rows * row_bytes < tile_ns(config.block_m, config.block_n, inner) * _LINK_BYTES_PER_NS:
+    tile_ns = launch.tile_ns(config.block_m, config.block_n, inner)
+    if rows * row_bytes < tile_ns * _LINK_BYTES_PER_NS:
         return rows
     return min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))
 
@@ -326,7 +325,7 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
     mark, rows, config = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:
         return first.x.new_empty([rows[group.rank], first.columns])
-    return run(products, rows, group, config, mark)
+    return run_products(products, rows, group, config, mark)
 
 
 def _decide_sum(

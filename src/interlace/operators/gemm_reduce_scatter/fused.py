@@ -10,18 +10,9 @@ from interlace.comm import Group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
+from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.launch import (
-    constants,
-    describe_own,
-    has_descriptors,
-    operand_arguments,
-    padded_columns,
-    programs,
-    slots_for,
-    spread_ns,
-)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 
 NAME = "gemm_reduce_scatter"
@@ -30,9 +21,12 @@ NAME = "gemm_reduce_scatter"
 def run(call: GemmCall) -> torch.Tensor:
     """Return this rank's rows of the sum, ``[rows, N]``, by one kernel."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
-    stride = padded_columns(operands.columns, operands.out_dtype)
+    # A descriptor needs rows that begin at multiples of 16 bytes. Where they do anyhow, the copy at
+    # the end is none.
+    stride = launch.padded_columns(operands.columns, operands.out_dtype)
     y = operands.x.new_empty([rows[group.rank], stride], dtype=operands.out_dtype)
     with group.running():
+        # The key of a call that comes again as a CUDA graph: all that its launch depends on.
         key = (NAME, call.config, call.mark, rows, places(y), operands.memory())
         group.replays.run(key, lambda: prepare(group, operands, rows, y, call.config, call.mark)())
     return y[:, : operands.columns].contiguous()
@@ -61,14 +55,14 @@ def prepare(
     from interlace.operators.gemm_reduce_scatter import kernel
 
     dtype = operands.out_dtype
-    descriptors = has_descriptors(group)
+    descriptors = launch.has_descriptors(group)
     tiles = descriptors and tile_stores
-    slots = slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
+    slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     block = [config.block_m, config.block_n]
     align = ALIGNMENT_BYTES // dtype.itemsize
-    arguments = operand_arguments(operands, config, descriptors) | {
+    arguments = launch.operand_arguments(operands, config, descriptors) | {
         "slots": slots.tiles,
-        "results": describe_own(y, operands.columns, block) if tiles else None,
+        "results": launch.describe_own(y, operands.columns, block) if tiles else None,
         "slot_address": slots.workspace.data.address,
         "half_bytes": slots.workspace.half_bytes,
         "y_address": y.data_ptr(),
@@ -82,12 +76,12 @@ def prepare(
         "N": operands.columns,
         "K": operands.inner,
         "row_groups": y.stride(0) // align,
-        "spread_ns": spread_ns(config, operands.inner),
+        "spread_ns": launch.spread_ns(config, operands.inner),
     }
     return Launch(
         kernel.gemm_reduce_scatter,
-        (programs(group, config),),
+        (launch.programs(group, config),),
         arguments,
-        constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
+        launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
         (operands, y),
     )

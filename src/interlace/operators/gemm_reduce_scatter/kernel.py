@@ -4,15 +4,11 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.kernels.grants import Turn, await_senders, end_sending
 from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
-    Matrices,
-    Scales,
-    add_bias,
-    multiply_tile,
-    start_in_turn,
-    tile_place,
+    Matrices, Scales, add_bias, cells_of, multiply_tile, start_in_turn, tile_place,
 )
 
 
@@ -48,9 +44,11 @@ def gemm_reduce_scatter(
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
+    # Slots need no grants: their halves take turns with the epoch.
+    turn = Turn(me, peers, is_peer, None, None, il.in_turn(flags + DONE, epoch, MAX_RANKS))
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
+    # Slots have two halves: a peer may still read the parts of the last call.
     half = epoch & 1
     row_stride = row_groups * SENDING.align
     slot_half = slot_address + half * half_bytes
@@ -64,11 +62,10 @@ def gemm_reduce_scatter(
     )
     if WORLD_SIZE > 1:
         # 2. The last program to have sent everything tells the peers that this call is over here.
-        if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
-            il.signal(done + me + tl.zeros_like(peers), stamp, peers, group, is_peer)
+        end_sending(turn, flags, stamp, group)
         # 3. No rank may be two calls ahead: it would write a half that a peer still reads.
         if program == programs - 1:
-            il.wait(done + peers, stamp, peers, 0, group, is_peer)
+            await_senders(turn, stamp, group)
         il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)
 
@@ -153,19 +150,17 @@ def multiply_and_sum(
             pieces_here = needed
             if SENDING.tile_stores:
                 il.accept_tiles()
-        total = add_parts(total, arriving, row, column, rows, N, group, SENDING, OWN_PART)
-        valid = (all_arrived + tl.arange(0, BLOCK_M) * 0 > 0)[:, None]
-        total = tl.where(valid, total, float("nan"))
+        total = add_parts(total, arriving, row, column, rows, N, group, SENDING, TILING, OWN_PART)
+        total = il.nan_unless(all_arrived, total)
         if bias is not None:
             total = add_bias(total, bias, column, N)
         if SENDING.tile_stores:
             block = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
             results.store([0, 0, 0, row, column], block)
         else:
-            m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-            cells = m.to(tl.int64)[:, None] * row_stride + n[None, :]
-            inside = (m < rows)[:, None] & (n < N)[None, :]
+            cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
             tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
+    # The admission of the next call waits for DONE with the epoch alone, whatever that call's mark.
     if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
         peers, mask = il.other_ranks(me, WORLD_SIZE)
         done = il.in_turn(flags + DONE, epoch, MAX_RANKS)

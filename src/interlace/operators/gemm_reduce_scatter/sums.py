@@ -10,7 +10,7 @@ import torch
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.gemm.operands import Operands
 from interlace.gemm.splits import balanced_rows, rank_in
-from interlace.operators.gemm_reduce_scatter import GemmReduceScatter
+from interlace.operators.gemm_reduce_scatter import GemmReduceScatter, chunked
 
 _NAME = GemmReduceScatter.sum_name
 
@@ -19,8 +19,6 @@ _library.define(f"{_NAME}(Tensor[] x, Tensor[] w, str group_name) -> Tensor", ta
 
 
 def _run(x: list[torch.Tensor], w: list[torch.Tensor], group_name: str) -> torch.Tensor:
-    from interlace.operators.gemm_reduce_scatter import chunked
-
     pairs = zip(x, w, strict=True)
     products = [Operands(*pair, None, None, None, pair[0].dtype) for pair in pairs]
     return chunked.run_sum(products, group_name)

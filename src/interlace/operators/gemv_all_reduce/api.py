@@ -7,7 +7,10 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.operator import GemvAllReduce
 from interlace.operators.gemv_all_reduce.validate import validate
+
+_DECLARATION = GemvAllReduce()
 
 
 def gemv_all_reduce(
@@ -64,7 +67,8 @@ def gemv_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
     """
-    validate(x, w, bias, impl, config)
+    validate(x, w, bias)
+    _DECLARATION.validate_options(impl, config)
     text = "" if config is None else str(config)
     y: torch.Tensor = torch.ops.interlace.gemv_all_reduce(
         x, w, bias, default_name(group), impl, text

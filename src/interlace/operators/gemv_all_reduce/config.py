@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.tuning.configuration import Configuration
+from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
 OPERATOR = "gemv_all_reduce"
@@ -37,22 +37,13 @@ class GemvAllReduceConfig(Configuration):
             0 for the compiler's choice.
     """
 
-    protocol: str = "one_shot"
-    block_n: int = 4
-    block_k: int = 1024
-    num_warps: int = 4
-    num_stages: int = 1
-    max_programs: int = 0
-    max_registers: int = 0
-
-    def __post_init__(self) -> None:
-        self.require_word("protocol", PROTOCOLS)
-        self.require_power_of_two("block_n", 1, 1024)
-        self.require_power_of_two("block_k", 16, 1 << 16)
-        self.require_power_of_two("num_warps", 1, 32)
-        self.require_between("num_stages", 1, 32)
-        self.require_between("max_programs", 0, 1 << 20)
-        self.require_between("max_registers", 0, 255)
+    protocol: str = one_of("one_shot", PROTOCOLS)
+    block_n: int = power_of_two(4, 1, 1024)
+    block_k: int = power_of_two(1024, 16, 1 << 16)
+    num_warps: int = power_of_two(4, 1, 32)
+    num_stages: int = between(1, 1, 32)
+    max_programs: int = between(0, 0, 1 << 20)
+    max_registers: int = between(0, 0, 255)
 
 
 def block_tokens(tokens: int) -> int:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import tuning
 from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.implementations.gemv import GEMV
 from interlace.operators.gemv_all_reduce import reference
@@ -24,7 +23,7 @@ from interlace.operators.gemv_all_reduce.config import (
     default_config,
 )
 from interlace.registry import operator_matching, operator_named
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, round_up
 
 MAX_RANKS = 8
@@ -64,26 +63,14 @@ def choose(
     config = default_config(
         tokens=tokens, rows=rows, world_size=world_size, itemsize=dtype.itemsize
     )
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config, block_n=max(16, min(config.block_n, 64)), block_k=256, max_programs=8
-        )
-        return on_cpu(small)
-    point = tuning.Point(
-        world_size=world_size,
-        dtype=str(dtype).removeprefix("torch."),
-        sizes={"tokens": tokens, "rows": rows, "columns": columns},
-    )
-    tabulated = by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
-    gemm = _choice_as_gemm(
-        tokens=tokens,
-        rows=rows,
-        columns=columns,
-        dtype=dtype,
-        world_size=world_size,
-        device=device,
-    )
-    if tabulated.is_exact or not gemm.times_us:
+    sizes: dict[str, Any] = {"tokens": tokens, "rows": rows, "columns": columns}
+    small = {"block_n": max(16, min(config.block_n, 64)), "block_k": 256, "max_programs": 8}
+    context: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "device": device}
+    tabulated = by_device(OPERATOR, sizes, config, small, **context)
+    if device.type == "cpu" or tabulated.is_exact:
+        return tabulated
+    gemm = _choice_as_gemm(**sizes, **context)
+    if not gemm.times_us:
         return tabulated
     impl = "fused" if gemm.impl == GEMV.name else "gemm"
     return dataclasses.replace(
@@ -137,6 +124,7 @@ def run(
     if decision.impl == "unfused":
         group.check()
         return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+    # The kernels take rows of tokens; a vector is one token.
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
     if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled(impl)):
@@ -147,6 +135,7 @@ def run(
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
     if matrix.stride(-1) != 1:
         matrix = matrix.contiguous()
+    # Shapes were agreed on, so without elements no rank launches anything.
     if y.numel():
         with group.running():
             call = (OPERATOR, decision.config, decision.mark, places(matrix, w, bias, y))
@@ -172,10 +161,7 @@ def _decide(
         raise ArgumentError(
             f"{OPERATOR}: x, w and bias must have the same dtype; got {dtypes}. Convert them."
         )
-    if group.world_size > MAX_RANKS:
-        raise GroupError(
-            f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got {group.world_size}."
-        )
+    group.require_size(OPERATOR, MAX_RANKS)
     mark = group.agree(
         OPERATOR,
         the_shape_of_x=tuple(x.shape),

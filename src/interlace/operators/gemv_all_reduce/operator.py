@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.validate import validate
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -30,8 +32,6 @@ class GemvAllReduce(Operator):
 
     def choose(self, **call: Any) -> Any:
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
-        from interlace.operators.gemv_all_reduce import launch
-
         return launch.choose(**call)
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -42,9 +42,7 @@ class GemvAllReduce(Operator):
         self, x: torch.Tensor, w: torch.Tensor, *, world_size: int, bias: torch.Tensor | None = None
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        from interlace.operators.gemv_all_reduce.validate import validate
-
-        validate(x, w, bias, "auto", None)
+        validate(x, w, bias)
         choice = self.choose(
             tokens=x.shape[0] if x.dim() == 2 else 1,
             rows=w.shape[0],

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
-from interlace.registry import operator_named
+from interlace.gemm.operands import FLOATS
+from interlace.operators.gemv_all_reduce.config import OPERATOR
 
 
-def validate(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, impl: str, config: object
-) -> None:
+def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if x.dim() not in (1, 2):
         raise ArgumentError(f"{OPERATOR}: x must be [K] or [B, K]; got shape {list(x.shape)}.")
@@ -22,7 +20,7 @@ def validate(
             f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got "
             f"{x.shape[-1]} and {w.shape[1]}."
         )
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if x.dtype not in FLOATS:
         raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
     if w.dtype != x.dtype:
         raise ArgumentError(f"{OPERATOR}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
@@ -45,8 +43,3 @@ def validate(
                 f"{OPERATOR}: bias must be {x.dtype} on {x.device}, like x; got {bias.dtype} on "
                 f"{bias.device}."
             )
-    operator_named(OPERATOR).validate_impl(impl)
-    if config is not None and not isinstance(config, GemvAllReduceConfig):
-        raise ArgumentError(
-            f"{OPERATOR}: config must be a GemvAllReduceConfig; got {type(config).__name__}."
-        )

@@ -7,7 +7,10 @@ import torch.distributed as dist
 
 from interlace.comm import default_name, rank_and_size
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
 from interlace.operators.mixture_of_experts.validate import validate
+
+_DECLARATION = MixtureOfExperts()
 
 
 def mixture_of_experts(
@@ -79,7 +82,8 @@ def mixture_of_experts(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
     _, world_size = rank_and_size(group)
-    validate(x, experts, weights, w_in, w_out, capacity, impl, config, world_size)
+    validate(x, experts, weights, w_in, w_out, capacity, world_size)
+    _DECLARATION.validate_options(impl, config)
     maximum = max(1, x.shape[0])
     limit = maximum if capacity is None else min(capacity, maximum)
     keeps = torch.is_grad_enabled() and any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from interlace.operators.mixture_of_experts.layout import ROWS
-from interlace.tuning.configuration import Configuration
+from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 
 OPERATOR = "mixture_of_experts"
 OPERANDS = ("tiles", "pointers")
@@ -33,35 +33,18 @@ class MixtureOfExpertsConfig(Configuration):
             the time that a tile takes.
     """
 
-    operands: str = "tiles"
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    programs: int = 0
-    push_programs: int = 32
-    push_rows: int = 64
-    sum_programs: int = 2112
-    stagger: int = 100
-
-    def __post_init__(self) -> None:
-        self.require_word("operands", OPERANDS)
-        self.require_power_of_two("block_m", 16, ROWS)
-        self.require_power_of_two("block_n", 32, 512)
-        self.require_power_of_two("block_k", 16, 512)
-        self.require_power_of_two("num_warps", 1, 32)
-        self.require_power_of_two("push_rows", 1, 1024)
-        for name, least, most in (
-            ("group_m", 1, 64),
-            ("num_stages", 1, 8),
-            ("programs", 0, 2048),
-            ("push_programs", 1, 2048),
-            ("sum_programs", 1, 4096),
-            ("stagger", 0, 1000),
-        ):
-            self.require_between(name, least, most)
+    operands: str = one_of("tiles", OPERANDS)
+    block_m: int = power_of_two(128, 16, ROWS)
+    block_n: int = power_of_two(256, 32, 512)
+    block_k: int = power_of_two(64, 16, 512)
+    group_m: int = between(8, 1, 64)
+    num_warps: int = power_of_two(8, 1, 32)
+    num_stages: int = between(3, 1, 8)
+    programs: int = between(0, 0, 2048)
+    push_programs: int = between(32, 1, 2048)
+    push_rows: int = power_of_two(64, 1, 1024)
+    sum_programs: int = between(2112, 1, 4096)
+    stagger: int = between(100, 0, 1000)
 
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace import tuning
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.errors import ArgumentError, GroupError
+from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import layout, reference
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -21,9 +20,18 @@ from interlace.operators.mixture_of_experts.config import (
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
-from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.choice import Choice, by_device
 
 _BLOCK_SLOTS = 128
+
+# Triton's interpreter runs one program after another, so few programs are enough.
+_ON_INTERPRETER = {
+    "block_m": 32,
+    "programs": 2,
+    "push_programs": 2,
+    "sum_programs": 2,
+    "stagger": 0,
+}
 _BACKWARD = f"{OPERATOR}.backward"
 
 
@@ -43,17 +51,15 @@ def choose(
 
     On the CPU backend it is the fused one, in few programs.
     """
-    config = default_config(ffn=ffn, itemsize=dtype.itemsize)
-    if device.type == "cpu":
-        small = dataclasses.replace(
-            config, block_m=32, programs=2, push_programs=2, sum_programs=2, stagger=0
-        )
-        return on_cpu(small)
-    sizes = {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
-    point = tuning.Point(
-        world_size=world_size, dtype=str(dtype).removeprefix("torch."), sizes=sizes
+    return by_device(
+        OPERATOR,
+        {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k},
+        default_config(ffn=ffn, itemsize=dtype.itemsize),
+        _ON_INTERPRETER,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
     )
-    return by_table(OPERATOR, torch.cuda.get_device_name(device), point, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +109,7 @@ class Call:
 
     def agree(self, operator: str) -> int:
         """Agree on this call with all ranks; return its mark (``Group.agree``)."""
-        if self.group.world_size > MAX_RANKS:
-            raise GroupError(
-                f"{OPERATOR}: a group must have at most {MAX_RANKS} ranks; got "
-                f"{self.group.world_size}."
-            )
+        self.group.require_size(OPERATOR, MAX_RANKS)
         return self.group.agree(
             operator,
             the_shape_of_x=tuple(self.x.shape),
@@ -342,6 +344,7 @@ def prepare_backward(
 
 def _unfused(call: Call) -> torch.Tensor:
     process_group = process_group_named(call.group_name)
+    # The operator has a backward pass of its own, so nothing is recorded here.
     with torch.no_grad():
         return reference.mixture_of_experts(
             call.x, call.experts, call.weights, call.w_in, call.w_out, call.capacity, process_group

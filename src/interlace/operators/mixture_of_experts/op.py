@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.operators.mixture_of_experts.launch import Call, Saved, run, run_backward
 from interlace.operators.mixture_of_experts.layout import Sizes
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -56,16 +57,12 @@ class _Options(NamedTuple):
 _TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
 
 
-def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Any:
-    from interlace.operators.mixture_of_experts.launch import Call
-
+def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Call:
     _, capacity, group_name, impl, config = options
     return Call(*inputs, capacity, group_name, impl, config, keeps)
 
 
 def _run(*arguments: Any) -> Tensors:
-    from interlace.operators.mixture_of_experts.launch import run
-
     *inputs, keeps = arguments
     y, saved = run(_call(_Inputs(*inputs[:_TENSORS]), _Options(*inputs[_TENSORS:]), keeps))
     return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
@@ -104,8 +101,6 @@ def _fake(*arguments: Any) -> Tensors:
 
 
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
-    from interlace.operators.mixture_of_experts.launch import Saved, run_backward
-
     tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
     call = _call(_Inputs(*tensors[:_TENSORS]), _Options(*options), True)
     return run_backward(call, grad, Saved(*tensors[_TENSORS:]), needed)
@@ -133,6 +128,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     *tensors, world_size, capacity, group_name, impl, config, _ = inputs
     ctx.options = world_size, capacity, group_name, impl, config
     _, *saved = output
+    # They are results only so that a graph may keep them until the backward pass.
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -27,8 +29,6 @@ class MixtureOfExperts(Operator):
 
     def choose(self, **call: Any) -> Any:
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
-        from interlace.operators.mixture_of_experts import launch
-
         return launch.choose(**call)
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -46,9 +46,7 @@ class MixtureOfExperts(Operator):
         world_size: int,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        from interlace.operators.mixture_of_experts.validate import validate
-
-        validate(x, experts, weights, w_in, w_out, None, "auto", None, world_size)
+        validate(x, experts, weights, w_in, w_out, None, world_size)
         tokens, hidden = x.shape
         count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
         choice = self.choose(

@@ -26,6 +26,7 @@ def mixture_of_experts(
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if ranks > 1 else 0
     chosen = experts.reshape(-1)
+    # Slots beyond the capacity are dropped by token and then by j, as the kernels drop them.
     slots = [(chosen == expert).nonzero()[:capacity, 0] for expert in range(ranks * local)]
     order = torch.cat(slots)
     counts = torch.tensor([len(part) for part in slots], device=x.device)
@@ -37,10 +38,12 @@ def mixture_of_experts(
     own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
     sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
     received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
+    # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
         [torch.full((count,), expert) for part in own_counts for expert, count in enumerate(part)]
     ).to(x.device)
     results = torch.zeros_like(received)
+    # Experts one by one, obviously right; index_copy lets gradients through.
     for expert in range(local):
         rows_of_expert = (owner == expert).nonzero()[:, 0]
         gate = F.linear(received[rows_of_expert], w_in[expert, :, 0])

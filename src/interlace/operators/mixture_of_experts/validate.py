@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.gemm.operands import FLOATS
+from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def validate(
@@ -18,8 +17,6 @@ def validate(
     w_in: torch.Tensor,
     w_out: torch.Tensor,
     capacity: int | None,
-    impl: str,
-    config: object,
     world_size: int,
 ) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
@@ -66,12 +63,6 @@ def validate(
     if capacity is not None and capacity < 1:
         raise ArgumentError(
             f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."
-        )
-    if impl not in ("auto", "fused", "unfused"):
-        raise ArgumentError(f"{OPERATOR}: impl must be auto, fused or unfused; got {impl!r}.")
-    if config is not None and not isinstance(config, MixtureOfExpertsConfig):
-        raise ArgumentError(
-            f"{OPERATOR}: config must be a MixtureOfExpertsConfig; got {type(config).__name__}."
         )
 
 

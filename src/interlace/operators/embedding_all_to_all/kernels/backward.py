@@ -8,22 +8,13 @@ import triton.language as tl
 import interlace.language as il
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.kernels.rows import (
-    Rates,
-    load_rows,
-    sum_runs,
-    update_rows,
+    Rates, load_rows, sum_runs, update_rows,
 )
 from interlace.operators.embedding_all_to_all.kernels.transfer import (
-    Gradients,
-    await_tables,
-    push_gradients,
+    Gradients, await_tables, push_gradients,
 )
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    FIELDS,
-    FIRST_KEY,
-    HEADER,
-    MAX_RANKS,
-    MAX_TABLES,
+    FIELDS, FIRST_KEY, HEADER, MAX_RANKS, MAX_TABLES,
 )
 
 _ARRIVALS = tl.constexpr(record.ARRIVALS)

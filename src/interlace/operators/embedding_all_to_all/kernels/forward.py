@@ -7,18 +7,8 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    ADDRESS,
-    COLUMN,
-    COUNTER,
-    DONE,
-    FIELDS,
-    HEADER,
-    MAX_RANKS,
-    OWN_COLUMN,
-    STRIDE,
-    TABLE_WIDTH,
-    samples_of,
-    vectors_at,
+    ADDRESS, COLUMN, COUNTER, DONE, FIELDS, HEADER, MAX_RANKS, OWN_COLUMN, STRIDE, TABLE_WIDTH,
+    samples_of, vectors_at,
 )
 
 

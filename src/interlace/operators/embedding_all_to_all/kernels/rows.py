@@ -6,13 +6,7 @@ import triton
 import triton.language as tl
 
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    COLUMN,
-    OWN_COLUMN,
-    STATE,
-    TABLE_WIDTH,
-    TARGET,
-    TARGET_STRIDE,
-    vectors_at,
+    COLUMN, OWN_COLUMN, STATE, TABLE_WIDTH, TARGET, TARGET_STRIDE, vectors_at,
 )
 
 

@@ -8,11 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.comm import MAX_PROGRAMS
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    HEADER,
-    MAX_RANKS,
-    MAX_TABLES,
-    samples_of,
-    vectors_at,
+    HEADER, MAX_RANKS, MAX_TABLES, samples_of, vectors_at,
 )
 
 # A table is cut into pieces for each owner; the pieces of all owners are counted together.
@@ -132,6 +128,7 @@ def await_tables(flags, stamp, group, first, last, WORLD_SIZE: tl.constexpr):
     lane = tl.arange(0, 8 * MAX_RANKS)
     source = lane % MAX_RANKS
     arrived = 1
+    # Eight tables at a time, a lane for each source, so that one wait covers many signals.
     for start in range(first, last + 1, 8):
         table = start + lane // MAX_RANKS
         awaited = (table <= last) & (source < WORLD_SIZE) & (source != rank)

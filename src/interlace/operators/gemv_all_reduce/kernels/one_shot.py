@@ -5,20 +5,10 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.gemv_all_reduce.kernels.product import (
-    Matrices,
-    Result,
-    multiply_tile,
-    point_to_operands,
-    store_output,
-    tile_at,
+    Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
 from interlace.operators.gemv_all_reduce.kernels.words import (
-    agree,
-    announce,
-    end_call,
-    in_words,
-    out_of_words,
-    words_of,
+    agree, announce, end_call, in_words, out_of_words, words_of,
 )
 
 

@@ -7,20 +7,10 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.gemv_all_reduce.kernels.product import (
-    Matrices,
-    Result,
-    multiply_tile,
-    point_to_operands,
-    store_output,
-    tile_at,
+    Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
 from interlace.operators.gemv_all_reduce.kernels.words import (
-    agree,
-    announce,
-    end_call,
-    in_words,
-    out_of_words,
-    words_of,
+    agree, announce, end_call, in_words, out_of_words, words_of,
 )
 
 
@@ -118,6 +108,7 @@ def _send_part(tile, part, slots, group, N, B, OWNED: tl.constexpr, TILING: tl.c
     slot = slots.first + il.rank(group) * slots.size
     target = slot + _owned_words(tile, line % OWNED, OWNED, TILING)
     words = in_words(part, VALUES)
+    # One store sends every row to its owner: the peer is a tile, as the pointers are.
     owner = (line // OWNED)[:, None]
     il.put_packed(target, words, slots.stamp, owner, group, inside, VALUES)
 
@@ -134,6 +125,7 @@ def _send_sum(
     rows, tokens, mask = tile_at(tile, result.N, result.B, TILING)
     rows = tl.min(rows) + rank * OWNED + line
     offsets, inside = words_of(tile, rows, result.N, result.B, TILING)
+    # The last owner may have fewer rows than the others, and lanes are a power of two.
     inside = inside & ((line < OWNED) & (rank * OWNED + line < TILING.block_n))[:, None]
     parts = slots.first + _owned_words(tile, line, OWNED, TILING)
     # Every rank's part is waited for; they are added in rank order, so that all get the same bits.

@@ -6,17 +6,8 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import start_in_turn
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS,
-    COUNTERS,
-    DONE,
-    FINISHED,
-    HEADER,
-    MAX_RANKS,
-    RETURNS,
-    Plan,
-    completeness,
-    local_experts,
-    pick,
+    ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, RETURNS, Plan, completeness,
+    local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_of
 

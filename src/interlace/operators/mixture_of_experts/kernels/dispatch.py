@@ -7,15 +7,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS,
-    COUNTERS,
-    HEADER,
-    MAX_RANKS,
-    RETURNS,
-    Plan,
-    completeness,
-    local_experts,
-    pick,
+    ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import multiply, store_rows, tile_of
 
@@ -82,6 +74,7 @@ def _push(
     E, L, hidden = plan.E, plan.L, rows.hidden
     rank = il.rank(group)
     lanes = tl.arange(0, E_LANES)
+    # The neighbour's first expert first, then the next rank's: ranks do not crowd one of them.
     experts = (rank + 1 + lanes) % WORLD_SIZE * L + lanes // WORLD_SIZE
     counts = tl.load(plan.table + rank * E + experts, mask=lanes < E, other=0)
     pieces = (counts + PUSH_ROWS - 1) // PUSH_ROWS

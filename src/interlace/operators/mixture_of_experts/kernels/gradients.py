@@ -6,12 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import tile_place
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS,
-    RETURNS,
-    Plan,
-    completeness,
-    local_experts,
-    pick,
+    ARRIVALS, RETURNS, Plan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 

@@ -1,0 +1,69 @@
+"""Grants of output buffers, and the end of sending: what kernels share that store rows straight into
+their peers' memory.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels.places import COUNTER
+
+
+class Turn(NamedTuple):
+    """The signals of one call, of which a rank has two sets: it may be a call ahead of its peers.
+
+    Attributes:
+        me: This rank.
+        peers, is_peer: All ranks, and which of them are others, as blocks.
+        granted: This rank's signals ``[source]``: the source has granted a buffer.
+        numbers: The buffers that they have granted, ``[source]``.
+        done: This rank's signals ``[source]``: the source has sent everything.
+    """
+
+    me: Any
+    peers: Any
+    is_peer: Any
+    granted: Any
+    numbers: Any
+    done: Any
+
+
+@triton.jit
+def grant_buffer(turn, own_buffer, stamp, group):
+    """Tell every source which of this rank's buffers it may write in this call. By one program.
+
+    A rank that is not in this call yet has granted nothing, so nobody writes to it.
+    """
+    mine = turn.me + tl.zeros_like(turn.peers)
+    # The number comes first: the signal behind it releases it.
+    number = own_buffer + tl.zeros_like(turn.peers)
+    il.put(turn.numbers + mine, number, turn.peers, group, turn.is_peer)
+    il.signal(turn.granted + mine, stamp, turn.peers, group, turn.is_peer)
+
+
+@triton.jit
+def granted_buffers(turn, own_buffer, stamp, group):
+    """Wait for the grants of all peers. Return whether all came, and each rank's buffer."""
+    arrived = il.wait(turn.granted + turn.peers, stamp, turn.peers, 0, group, turn.is_peer)
+    theirs = il.get(turn.numbers + turn.peers, turn.me, group, turn.is_peer, 0)
+    return arrived, tl.where(turn.peers == turn.me, own_buffer, theirs)
+
+
+@triton.jit
+def end_sending(turn, flags, stamp, group):
+    """Tell every peer that this rank has sent everything, once its last program has.
+
+    Programs count themselves, so that a peer waits for one signal rather than for every program's.
+    """
+    counter = il.peer_pointer(flags + COUNTER, turn.me, group)
+    if il.arrive_last(counter, tl.program_id(0), tl.num_programs(0)):
+        mine = turn.me + tl.zeros_like(turn.peers)
+        il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
+
+
+@triton.jit
+def await_senders(turn, stamp, group):
+    """Wait until all peers have sent everything, and return whether they have."""
+    return il.wait(turn.done + turn.peers, stamp, turn.peers, 0, group, turn.is_peer)

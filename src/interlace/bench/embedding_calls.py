@@ -17,6 +17,7 @@ from interlace.operators.embedding_all_to_all import backward, launch
 from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.registry import operator_named
 from interlace.units import next_power_of_2
 
@@ -138,7 +139,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
             world_size=ranks,
             device=device,
         ).config
-        self._sorted: dict[int, list[backward.Sorted]] = {}
+        self._sorted: dict[int, list[Sorted]] = {}
 
     def _lookups(self, generator: torch.Generator) -> Lookups:
         """Draw the lookups of one call."""
@@ -264,12 +265,12 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
             epsilon=EPSILON,
         )
 
-    def sort_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> backward.Sorted:
+    def sort_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> Sorted:
         """Sort the lookups of a call by row."""
         rows = [self.shape.rows] * self.shape.tables
-        return backward.sort_lookups(self.call(i, config), rows, config.run_lookups)
+        return sort_lookups(self.call(i, config), rows, config.run_lookups)
 
-    def sorted_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> backward.Sorted:
+    def sorted_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> Sorted:
         """Return lookups sorted beforehand: that depends on no gradient, and is timed by itself."""
         # Configurations with runs of the same length share the sorted lookups.
         if config.run_lookups not in self._sorted:

@@ -12,7 +12,8 @@ from interlace.sim.sweeps import map_processes
 from interlace.sim.t3 import endtoend
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, SubLayerName, load_t3_model
-from interlace.sim.t3.run import CONFIGURATIONS, SubLayer, simulate
+from interlace.sim.t3.product import Product
+from interlace.sim.t3.run import CONFIGURATIONS, simulate
 
 SMALL, LARGE = ("mega-gpt-2", "t-nlg"), ("palm", "mt-nlg")
 """The models of the paper's main figures, and those of its 29 %."""
@@ -110,7 +111,7 @@ def study(
 ) -> Study:
     """Run all sub-layers of some models at their degrees, and compare them with the paper.
 
-    It takes one to two minutes of a processor's time.
+    It takes about a minute of a processor's time.
 
     Args:
         machine: the machine; the paper's by default.
@@ -119,29 +120,25 @@ def study(
         workers: number of processes; None is all processors, 1 runs in this process.
     """
     machine = machine or load_t3_machine()
-    degrees = [
-        (name, int(ranks)) for name in models for ranks in load_t3_model(name).tensor_parallel.value
+    wanted = [
+        (name, int(ranks), sublayer, model.product(sublayer, int(ranks), tokens))
+        for name, model in ((name, load_t3_model(name)) for name in models)
+        for ranks in model.tensor_parallel.value
+        for sublayer in SUBLAYERS
     ]
-    simulated = map_processes(functools.partial(_cases, machine, tokens), degrees, workers)
-    cases = [case for group in simulated for case in group]
-    return Study(cases, figures(cases) + _end_to_end(machine, cases), assumptions(machine))
-
-
-def _cases(machine: T3Machine, tokens: int | None, degree: tuple[str, int]) -> list[Case]:
-    name, ranks = degree
-    model = load_t3_model(name)
-    done: dict[int, dict[str, SubLayer]] = {}
-    cases = []
     # FC-1 backward has the sizes of FC-2 forward, so it is simulated once for both.
-    for sublayer in SUBLAYERS:
-        product = model.product(sublayer, ranks, tokens)
-        if product.depth not in done:
-            done[product.depth] = {
-                configuration: simulate(machine, product, ranks, configuration)
-                for configuration in CONFIGURATIONS
-            }
-        cases.append(_case(name, ranks, sublayer, done[product.depth]))
-    return cases
+    different = {(name, ranks, product.depth): product for name, ranks, _, product in wanted}
+    # The largest come first, so that no process is left alone with one of them in the end; those of
+    # one degree stay together, since they share the simulated collectives.
+    keys = sorted(different, key=lambda key: (-different[key].output_bytes, *key))
+    runs = [(key[1], different[key]) for key in keys]
+    simulated = map_processes(functools.partial(_case, machine), runs, workers)
+    cases = dict(zip(keys, simulated, strict=True))
+    named = [
+        dataclasses.replace(cases[name, ranks, product.depth], model=name, sublayer=sublayer)
+        for name, ranks, sublayer, product in wanted
+    ]
+    return Study(named, figures(named) + _end_to_end(machine, named), assumptions(machine))
 
 
 _PUBLISHED_LAYERS: tuple[tuple[endtoend.Phase, str, float, float], ...] = (
@@ -179,13 +176,16 @@ def _end_to_end(machine: T3Machine, cases: Sequence[Case]) -> list[Figure]:
     return compared
 
 
-def _case(model: str, ranks: int, sublayer: SubLayerName, results: dict[str, SubLayer]) -> Case:
+def _case(machine: T3Machine, run: tuple[int, Product]) -> Case:
+    """Simulate a product in all configurations; model and sub-layer are filled in by the caller."""
+    ranks, product = run
+    results = {name: simulate(machine, product, ranks, name) for name in CONFIGURATIONS}
     both = ("product", "reduce-scatter")
     return Case(
-        model,
+        "",
         ranks,
-        sublayer,
-        depth=results["sequential"].product.depth,
+        "op",
+        depth=product.depth,
         total_ns={name: result.total_ns for name, result in results.items()},
         part_ns={name: [part.time_ns for part in result.parts] for name, result in results.items()},
         reduce_scatter_ns={

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
+from interlace.cli.sim_progress import show_progress
 from interlace.cli.tables import make_table
 from interlace.errors import ArgumentError, ConfigError
 from interlace.sim import plot, sweeps
@@ -21,7 +22,6 @@ from interlace.sim.results import Result
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.trace import to_perfetto
 from interlace.sim.workloads import dlrm
-from interlace.sim.workloads.common import load_workload
 from interlace.units import GIB, KIB, MIB, format_bytes, format_ns
 
 Changes = list[str] | None
@@ -61,11 +61,7 @@ def parse_changes(changes: Changes, example: str) -> dict[str, Any]:
 
 
 def run_workload(
-    kind: str,
-    options: Mapping[str, Any],
-    changes: Changes,
-    outputs: Outputs,
-    chakra_prefix: str | None = None,
+    kind: str, *, changes: Changes, outputs: Outputs, chakra: str | None = None, **options: Any
 ) -> None:
     """Run a workload three times: nothing fused, the forward pass fused, and both passes fused.
 
@@ -74,9 +70,11 @@ def run_workload(
     """
     requested = scenario(kind, options, changes).complete()
     started = time.perf_counter()
-    results: dict[str, Result] = {
-        fused: dataclasses.replace(requested, fused=fused).simulate() for fused in FUSING
-    }
+    with show_progress(kind) as runs:
+        results: dict[str, Result] = {
+            fused: dataclasses.replace(requested, fused=fused).simulate()
+            for fused in runs.over(FUSING)
+        }
     seconds = time.perf_counter() - started
     result = results[requested.fused]
     console = make_console()
@@ -86,6 +84,9 @@ def run_workload(
     )
     console.print(_comparison(results, requested.fused))
     console.print(_resources(results["none"], result))
+    console.print(_layers(results["none"], result))
+    if requested.kind == "transformer":
+        console.print(_pipeline(requested, results["none"], result))
     console.print(_critical(result))
     events = sum(run.events for run in results.values())
     console.print(
@@ -98,6 +99,13 @@ def run_workload(
         lambda: {
             "scenario": dataclasses.asdict(requested),
             "result": result.to_json(),
+            "layers": {
+                fused: {
+                    name: {"compute_ns": computed, "exposed_ns": exposed}
+                    for name, (computed, exposed) in run.layers().items()
+                }
+                for fused, run in results.items()
+            },
             "comparison": {fused: _summary(run, results["none"]) for fused, run in results.items()},
         }
     )
@@ -108,8 +116,8 @@ def run_workload(
     ]
     outputs.write_plot(lambda file: plot.bars(titled, file), "-bars")
     outputs.write_trace(lambda: to_perfetto(shown))
-    if chakra_prefix is not None:
-        _write_chakra(requested, result.ranks, chakra_prefix)
+    if chakra is not None:
+        _write_chakra(requested, result.ranks, chakra)
     outputs.say_written(console)
 
 
@@ -163,6 +171,40 @@ def _resources(unfused: Result, result: Result) -> Table:
     return table
 
 
+def _layers(unfused: Result, result: Result) -> Table:
+    """Make the table of layers; neighbours with equal figures share a line."""
+    table = make_table(
+        "layer", "compute, unfused", "exposed, unfused", "compute, fused", "exposed, fused"
+    )
+    lines: list[tuple[list[str], list[str]]] = []
+    before, after = unfused.layers(), result.layers()
+    for name in dict.fromkeys([*before, *after]):
+        times = (*before.get(name, (0, 0)), *after.get(name, (0, 0)))
+        cells = [format_ns(time_ns) for time_ns in times]
+        if lines and lines[-1][1] == cells:
+            lines[-1][0].append(name)
+        else:
+            lines.append(([name], cells))
+    for names, cells in lines:
+        # Of 40 equal layers the first and the last say it, and how many they are.
+        each = f" ({len(names)}, each)" if len(names) > 1 else ""
+        table.add_row(" to ".join(dict.fromkeys([names[0], names[-1]])) + each, *cells)
+    return table
+
+
+def _pipeline(requested: Scenario, unfused: Result, result: Result) -> str:
+    """Say the depth and the microbatches, which no option need have named, and what they cost."""
+    microbatches = int(requested.load_model().microbatches.value)
+    shares = [
+        f"{format_ns(run.added_ns)} ({100 * run.added_ns / run.total_ns:.0f} % of the step)"
+        for run in (unfused, result)
+    ]
+    return (
+        f"Pipeline of {requested.pipeline} stages (--pipeline), {microbatches} microbatches a "
+        f"step (--set model.microbatches=N): bubble {shares[0]} unfused, {shares[1]} fused."
+    )
+
+
 def _critical(result: Result) -> str:
     """Describe the critical path in one line; short neighbours of a row are merged."""
     parts: list[tuple[str, str, str, int]] = []  # row, first, last, time
@@ -190,7 +232,7 @@ def _critical(result: Result) -> str:
 
 
 def _write_chakra(requested: Scenario, ranks: int, prefix: str) -> None:
-    model = load_workload(dlrm.Dlrm, "dlrm", requested.model, dict(requested.model_changes))
+    model = requested.load_model()
     # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
     tasks = dlrm.tasks(
         model, ranks, all_to_all=requested.all_to_all, all_reduce=requested.all_reduce
@@ -203,9 +245,10 @@ def run_collective(
     kind: str,
     size: str,
     algorithm: str | None,
-    options: Mapping[str, Any],
+    *,
     changes: Changes,
     outputs: Outputs,
+    **options: Any,
 ) -> None:
     """Run one collective by one algorithm, or by every algorithm that fits the network."""
     if kind not in ALGORITHMS:
@@ -214,14 +257,15 @@ def run_collective(
     base = scenario("collective", {**options, "collective": kind, "size": count}, changes)
     results: dict[str, Result] = {}
     skipped: dict[str, str] = {}
-    for name in [algorithm] if algorithm else ALGORITHMS[kind]:
-        try:
-            results[name] = base.change({"algorithm": name}).simulate()
-        # Without --algorithm, algorithms that do not fit the network are listed as skipped.
-        except ConfigError as error:
-            if algorithm:
-                raise
-            skipped[name] = str(error)
+    with show_progress(kind) as runs:
+        for name in runs.over([algorithm] if algorithm else ALGORITHMS[kind]):
+            try:
+                results[name] = base.change({"algorithm": name}).simulate()
+            # Without --algorithm, algorithms that do not fit the network are listed as skipped.
+            except ConfigError as error:
+                if algorithm:
+                    raise
+                skipped[name] = str(error)
     console = make_console()
     # A network that no algorithm fits is an error, and the first reason is shown.
     first = next(iter(results.values()), None)

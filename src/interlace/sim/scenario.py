@@ -11,6 +11,7 @@ from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.collectives import ALGORITHMS
+from interlace.sim.defaults import DEFAULTS
 from interlace.sim.machine import Machine, load_machine
 from interlace.sim.results import Result
 from interlace.sim.step import run
@@ -18,20 +19,14 @@ from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Fusing, load_workload
 
-KINDS = ("dlrm", "transformer", "moe", "collective")
-DEFAULT_MODEL = {
-    "dlrm": "model-i",
-    "transformer": "gpt3-175b",
-    "moe": "deepseek-v3",
-    "collective": "",
+KINDS = tuple(DEFAULTS)
+# Each module simulates its model; they differ in the arguments that they have.
+WORKLOADS: dict[str, Any] = {"dlrm": dlrm, "transformer": transformer, "moe": moe}
+MODELS: dict[str, Any] = {
+    "dlrm": dlrm.Dlrm,
+    "transformer": transformer.Transformer,
+    "moe": moe.Moe,
 }
-DEFAULT_MACHINE = {
-    "dlrm": "sc24-torus",
-    "transformer": "h200-cluster",
-    "moe": "h200-cluster",
-    "collective": "sc24-torus",
-}
-DEFAULT_NODES = {"dlrm": 128, "transformer": 64, "moe": 8, "collective": 128}
 FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
 
 
@@ -93,11 +88,14 @@ class Scenario:
                 f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, "
                 f"{self.size}."
             )
+        if self.kind == "collective" and (self.model or self.model_changes):
+            raise ConfigError("a collective has no model; got one. Leave it out.")
+        default = DEFAULTS[self.kind]
         return dataclasses.replace(
             self,
-            model=self.model or DEFAULT_MODEL[self.kind],
-            machine=self.machine or DEFAULT_MACHINE[self.kind],
-            nodes=self.nodes or DEFAULT_NODES[self.kind],
+            model=self.model or default.model,
+            machine=self.machine or default.machine,
+            nodes=self.nodes or default.nodes,
         )
 
     def change(self, changes: Mapping[str, Any]) -> Scenario:
@@ -138,6 +136,11 @@ class Scenario:
         """Load the scenario's machine with its changes."""
         return load_machine(self.complete().machine, dict(self.machine_changes))
 
+    def load_model(self) -> Any:
+        """Load the scenario's model with its changes; its class is that of the kind."""
+        full = self.complete()
+        return load_workload(MODELS[full.kind], full.kind, full.model, dict(full.model_changes))
+
     def simulate(self) -> Result:
         """Simulate the scenario.
 
@@ -149,7 +152,6 @@ class Scenario:
         # A machine without nodes counts every GPU as a node.
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
-        changes = dict(full.model_changes)
         common: dict[str, Any] = {
             "fused": full.fused,
             "all_reduce": full.all_reduce,
@@ -158,17 +160,16 @@ class Scenario:
         # Workloads have different defaults, so 0 must not reach them.
         if full.slices:
             common["slices"] = full.slices
-        if full.kind == "dlrm":
-            model = load_workload(dlrm.Dlrm, "dlrm", full.model, changes)
-            return dlrm.simulate(model, machine, topology, all_to_all=full.all_to_all, **common)
-        if full.kind == "moe":
-            mixture = load_workload(moe.Moe, "moe", full.model, changes)
-            return moe.simulate(mixture, machine, topology, all_to_all=full.all_to_all, **common)
-        if full.kind == "transformer":
-            dense = load_workload(transformer.Transformer, "transformer", full.model, changes)
-            return transformer.simulate(
-                dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common
+        if full.kind != "collective":
+            own = (
+                {"tensor": full.tensor, "pipeline": full.pipeline}
+                if full.kind == "transformer"
+                else {"all_to_all": full.all_to_all}
             )
+            result: Result = WORKLOADS[full.kind].simulate(
+                full.load_model(), machine, topology, **own, **common
+            )
+            return result
         work = Collective(full.collective, full.algorithm, full.size)
         return run(
             machine,

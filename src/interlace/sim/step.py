@@ -5,6 +5,7 @@ The program is a list of tasks in rows, see :mod:`interlace.sim.work`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -106,6 +107,8 @@ class _Rank:
         self.done: dict[str, int] = {}
         self.times: list[TaskTime] = []
         self.compute_ns = 0
+        # Computation of each task so far, by its index.
+        self.computed: collections.Counter[int] = collections.Counter()
         self.memory_bytes = 0.0
         self.copy_ns = 0
 
@@ -226,7 +229,8 @@ class _Simulation:
         cause = max(self.before[index], key=lambda name: rank.done[name], default=None)
         rank.done[task.name] = now
         rank.running.discard(task.row)
-        rank.times.append(TaskTime(task.name, task.row, start, now, cause))
+        rank.compute_ns += rank.computed[index]
+        rank.times.append(TaskTime(task.name, task.row, start, now, cause, rank.computed[index]))
         self._advance(rank)
 
     def _begin(self, rank: _Rank, index: int, start: int) -> None:
@@ -240,8 +244,7 @@ class _Simulation:
             self._end(rank, index, start)
 
         if isinstance(work, Kernel):
-            duration = self._compute_ns(rank, work)
-            rank.compute_ns += duration
+            rank.computed[index] = duration = self._compute_ns(rank, work)
             self.engine.after(duration, end)
         elif isinstance(work, Collective):
             # A library launches a kernel before anything moves; the launch is not computation.
@@ -328,7 +331,7 @@ class _Simulation:
         The kernel ends when its own work is done and the peers' slices have arrived.
         """
         library, group = self.machine.collectives, self.group(work.axes)
-        launch, body = self._launch_and_body(rank, work.kernel)
+        launch, body = self._launch_and_body(rank, index, work.kernel)
         slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
         # The last rank's slices arrive later than this rank's by the spread of the kernels' ends.
         skew = round(body * library.skew.value)
@@ -344,7 +347,7 @@ class _Simulation:
         )
 
         def last() -> None:
-            rank.compute_ns += receive
+            rank.computed[index] += receive
             self.engine.after(receive, end)
 
         def complete() -> None:
@@ -362,7 +365,7 @@ class _Simulation:
 
         slices.produce(launch, body, complete)
 
-    def _launch_and_body(self, rank: _Rank, kernel: Kernel) -> tuple[int, int]:
+    def _launch_and_body(self, rank: _Rank, index: int, kernel: Kernel) -> tuple[int, int]:
         """Split a fused kernel's time into its launch, in which nothing leaves, and its body.
 
         Only the body suffers from fusing: registers, occupancy, address arithmetic.
@@ -370,7 +373,7 @@ class _Simulation:
         alone = self._compute_ns(rank, kernel)
         launch = min(alone, round(self.machine.gpu.kernel_ns.value))
         body = round((alone - launch) * self.machine.collectives.fused_slowdown.value)
-        rank.compute_ns += launch + body
+        rank.computed[index] = launch + body
         return launch, body
 
     def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
@@ -379,7 +382,7 @@ class _Simulation:
         A slice is computed when it has arrived and the slice before it is done.
         """
         group = self.group(work.axes)
-        launch, body = self._launch_and_body(rank, work.kernel)
+        launch, body = self._launch_and_body(rank, index, work.kernel)
         # The slices arrive under the task that sent them, so that is where their arrivals count.
         if work.sent_by is not None:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)

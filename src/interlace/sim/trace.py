@@ -139,7 +139,7 @@ def _traffics(name: str, row: str) -> tuple[str, ...]:
     """Return the kinds of traffic that a task may have caused."""
     by_row = (
         [row]
-        if row.startswith("all_")
+        if row in TITLES
         else ["message"]
         if row == "copy engine"
         else ["all_reduce"]

@@ -295,7 +295,8 @@ class Memory:
         next_open = self._last_open + self._row_gap_ns
         # The bus needs time to turn around between reading and writing.
         turned = self._bus_free + (self._to_write_ns if reading else self._to_read_ns)
-        best, found = (True, math.inf, 0), (0, 0, 0.0, None)
+        best = (True, math.inf, 0)
+        found: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
         for bank, queue in enumerate(self._queues):
             if not queue:
                 continue

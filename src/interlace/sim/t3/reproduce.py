@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from interlace.sim.sweeps import map_processes
+from interlace.sim.sweeps import Progress, map_processes
 from interlace.sim.t3 import endtoend
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, SubLayerName, load_t3_model
@@ -108,6 +108,7 @@ def study(
     *,
     tokens: int | None = None,
     workers: int | None = None,
+    progress: Progress | None = None,
 ) -> Study:
     """Run all sub-layers of some models at their degrees, and compare them with the paper.
 
@@ -118,6 +119,7 @@ def study(
         models: presets of models.
         tokens: tokens of every model instead of its own; quicker, but not the paper's comparison.
         workers: number of processes; None is all processors, 1 runs in this process.
+        progress: called after every product.
     """
     machine = machine or load_t3_machine()
     wanted = [
@@ -132,7 +134,7 @@ def study(
     # one degree stay together, since they share the simulated collectives.
     keys = sorted(different, key=lambda key: (-different[key].output_bytes, *key))
     runs = [(key[1], different[key]) for key in keys]
-    simulated = map_processes(functools.partial(_case, machine), runs, workers)
+    simulated = map_processes(functools.partial(_case, machine), runs, workers, progress)
     cases = dict(zip(keys, simulated, strict=True))
     named = [
         dataclasses.replace(cases[name, ranks, product.depth], model=name, sublayer=sublayer)
@@ -180,7 +182,7 @@ def _case(machine: T3Machine, run: tuple[int, Product]) -> Case:
     """Simulate a product in all configurations; model and sub-layer are filled in by the caller."""
     ranks, product = run
     results = {name: simulate(machine, product, ranks, name) for name in CONFIGURATIONS}
-    both = ("product", "reduce-scatter")
+    both = ("product", "reduce_scatter")
     return Case(
         "",
         ranks,
@@ -191,7 +193,7 @@ def _case(machine: T3Machine, run: tuple[int, Product]) -> Case:
         reduce_scatter_ns={
             name: results[name].parts[1].time_ns for name in ("sequential", "ideal-nmc")
         },
-        reads={name: result.moved("reduce-scatter", "read") for name, result in results.items()},
+        reads={name: result.moved("reduce_scatter", "read") for name, result in results.items()},
         writes={
             name: sum(result.moved(cause, "write", "update") for cause in both)
             for name, result in results.items()

@@ -61,7 +61,7 @@ def dlrm(
     **shared: Any,
 ) -> None:
     """Simulate a training step of a recommendation model: embedding + All-to-All, fused and not."""
-    _run_workload("dlrm", chakra=chakra, **shared)
+    _run_workload("dlrm", chakra_prefix=chakra, **shared)
 
 
 @sim_app.command()

@@ -21,7 +21,7 @@ from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.results import Result
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.trace import to_perfetto
-from interlace.sim.workloads import dlrm
+from interlace.sim.workloads.transformer import Transformer
 from interlace.units import GIB, KIB, MIB, format_bytes, format_ns
 
 Changes = list[str] | None
@@ -61,7 +61,12 @@ def parse_changes(changes: Changes, example: str) -> dict[str, Any]:
 
 
 def run_workload(
-    kind: str, *, changes: Changes, outputs: Outputs, chakra: str | None = None, **options: Any
+    kind: str,
+    *,
+    changes: Changes,
+    outputs: Outputs,
+    chakra_prefix: str | None = None,
+    **options: Any,
 ) -> None:
     """Run a workload three times: nothing fused, the forward pass fused, and both passes fused.
 
@@ -85,8 +90,9 @@ def run_workload(
     console.print(_comparison(results, requested.fused))
     console.print(_resources(results["none"], result))
     console.print(_layers(results["none"], result))
-    if requested.kind == "transformer":
-        console.print(_pipeline(requested, results["none"], result))
+    model = requested.load_model()
+    if isinstance(model, Transformer):
+        console.print(_pipeline(model, requested.pipeline, results["none"], result))
     console.print(_critical(result))
     events = sum(run.events for run in results.values())
     console.print(
@@ -116,8 +122,8 @@ def run_workload(
     ]
     outputs.write_plot(lambda file: plot.bars(titled, file), "-bars")
     outputs.write_trace(lambda: to_perfetto(shown))
-    if chakra is not None:
-        _write_chakra(requested, result.ranks, chakra)
+    if chakra_prefix is not None:
+        _write_chakra(requested, chakra_prefix)
     outputs.say_written(console)
 
 
@@ -192,15 +198,14 @@ def _layers(unfused: Result, result: Result) -> Table:
     return table
 
 
-def _pipeline(requested: Scenario, unfused: Result, result: Result) -> str:
+def _pipeline(model: Transformer, stages: int, unfused: Result, result: Result) -> str:
     """Say the depth and the microbatches, which no option need have named, and what they cost."""
-    microbatches = int(requested.load_model().microbatches.value)
     shares = [
         f"{format_ns(run.added_ns)} ({100 * run.added_ns / run.total_ns:.0f} % of the step)"
         for run in (unfused, result)
     ]
     return (
-        f"Pipeline of {requested.pipeline} stages (--pipeline), {microbatches} microbatches a "
+        f"Pipeline of {stages} stages (--pipeline), {model.microbatches.value:g} microbatches a "
         f"step (--set model.microbatches=N): bubble {shares[0]} unfused, {shares[1]} fused."
     )
 
@@ -231,14 +236,11 @@ def _critical(result: Result) -> str:
     return "Critical path: " + " -> ".join(shown)
 
 
-def _write_chakra(requested: Scenario, ranks: int, prefix: str) -> None:
-    model = requested.load_model()
+def _write_chakra(requested: Scenario, prefix: str) -> None:
     # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
-    tasks = dlrm.tasks(
-        model, ranks, all_to_all=requested.all_to_all, all_reduce=requested.all_reduce
-    ).tasks
-    graph = export.to_graph(tasks, requested.load_machine())
-    chakra.write_traces([graph] * ranks, prefix)
+    step = dataclasses.replace(requested, fused="none").step()
+    graph = export.to_graph(step.tasks, requested.load_machine())
+    chakra.write_traces([graph] * step.topology.ranks, prefix)
 
 
 def run_collective(

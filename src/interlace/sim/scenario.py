@@ -14,15 +14,12 @@ from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.defaults import DEFAULTS
 from interlace.sim.machine import Machine, load_machine
 from interlace.sim.results import Result
-from interlace.sim.step import run
 from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
-from interlace.sim.workloads.common import Fusing, load_workload
+from interlace.sim.workloads.common import Choices, Fusing, Step, Workload, load_workload
 
 KINDS = tuple(DEFAULTS)
-# Each module simulates its model; they differ in the arguments that they have.
-WORKLOADS: dict[str, Any] = {"dlrm": dlrm, "transformer": transformer, "moe": moe}
-MODELS: dict[str, Any] = {
+MODELS: dict[str, type[Workload]] = {
     "dlrm": dlrm.Dlrm,
     "transformer": transformer.Transformer,
     "moe": moe.Moe,
@@ -136,13 +133,13 @@ class Scenario:
         """Load the scenario's machine with its changes."""
         return load_machine(self.complete().machine, dict(self.machine_changes))
 
-    def load_model(self) -> Any:
+    def load_model(self) -> Workload:
         """Load the scenario's model with its changes; its class is that of the kind."""
         full = self.complete()
         return load_workload(MODELS[full.kind], full.kind, full.model, dict(full.model_changes))
 
-    def simulate(self) -> Result:
-        """Simulate the scenario.
+    def step(self) -> Step:
+        """List the scenario's tasks, on its network.
 
         Raises:
             ConfigError: a file, a key or a combination is wrong.
@@ -152,29 +149,13 @@ class Scenario:
         # A machine without nodes counts every GPU as a node.
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
-        common: dict[str, Any] = {
-            "fused": full.fused,
-            "all_reduce": full.all_reduce,
-            "all_ranks": full.all_ranks,
-        }
-        # Workloads have different defaults, so 0 must not reach them.
-        if full.slices:
-            common["slices"] = full.slices
         if full.kind != "collective":
-            own = (
-                {"tensor": full.tensor, "pipeline": full.pipeline}
-                if full.kind == "transformer"
-                else {"all_to_all": full.all_to_all}
-            )
-            result: Result = WORKLOADS[full.kind].simulate(
-                full.load_model(), machine, topology, **own, **common
-            )
-            return result
+            choices = Choices(*(getattr(full, name) for name in Choices._fields))
+            return full.load_model().step(topology, choices)
         work = Collective(full.collective, full.algorithm, full.size)
-        return run(
-            machine,
-            topology,
-            [Task(full.collective, full.collective, work)],
-            name=f"{full.collective}, {full.algorithm}",
-            all_ranks=full.all_ranks,
-        )
+        tasks = [Task(full.collective, full.collective, work)]
+        return Step(f"{full.collective}, {full.algorithm}", topology, tasks)
+
+    def simulate(self) -> Result:
+        """Simulate the scenario; errors are those of :meth:`step`."""
+        return self.step().run(self.load_machine(), all_ranks=self.all_ranks)

@@ -24,6 +24,7 @@ from interlace.sim.work import (
     COPY,
     Collective,
     Consuming,
+    Exchanging,
     Fused,
     HostCopy,
     Kernel,
@@ -313,17 +314,13 @@ class _Simulation:
         )
         self.fabric.send(rank.number, destination, work.size, end, traffic="message")
 
-    def _slices(
-        self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int
-    ) -> Slices:
-        shared = self.shared.get(index)
-        if shared is None:
-            shared = Rounds(self.setting, [], group, kind)
-            self.shared[index] = shared
+    def _slices(self, rank: _Rank, index: int, work: Exchanging) -> Slices:
+        group = self.group(work.axes)
+        shared = self.shared.setdefault(index, Rounds(self.setting, [], group, work.kind))
         assert isinstance(shared, Rounds)
         # No more slices than bytes, so that no slice is empty.
-        block = -(-size // group.size)
-        return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
+        block = -(-work.size // group.size)
+        return Slices(self.setting, rank.number, shared, block, min(work.slices, max(1, block)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Run a fused kernel: slices leave as they are computed.
@@ -332,7 +329,7 @@ class _Simulation:
         """
         library, group = self.machine.collectives, self.group(work.axes)
         launch, body = self._launch_and_body(rank, index, work.kernel)
-        slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
+        slices = self._slices(rank, index, work)
         # The last rank's slices arrive later than this rank's by the spread of the kernels' ends.
         skew = round(body * library.skew.value)
         # A consuming task waits for the peers' slices, so this kernel ends with its computation.
@@ -381,14 +378,11 @@ class _Simulation:
 
         A slice is computed when it has arrived and the slice before it is done.
         """
-        group = self.group(work.axes)
         launch, body = self._launch_and_body(rank, index, work.kernel)
         # The slices arrive under the task that sent them, so that is where their arrivals count.
         if work.sent_by is not None:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
-        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(
-            launch, body, end, work.sent_by is None
-        )
+        self._slices(rank, index, work).consume(launch, body, end, work.sent_by is None)
 
     # Only rank 0 and its links are recorded: with mirrored traffic there are no others.
 

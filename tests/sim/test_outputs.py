@@ -155,7 +155,7 @@ def test_a_changed_model_file_is_run_again(tmp_path: Path) -> None:
 
 
 def test_sweep_rejections() -> None:
-    with pytest.raises(ConfigError, match=r"a parameter must be one of model, .*; got 'speed'"):
+    with pytest.raises(ConfigError, match=r"a parameter must be one of fused, .*; got 'speed'"):
         sweep(Scenario("dlrm"), {"speed": [1]})
     with pytest.raises(ConfigError, match="parameter nodes must have values"):
         sweep(Scenario("dlrm"), {"nodes": []})

@@ -28,19 +28,14 @@ FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
-    """Everything that determines a result.
+class Scenario(Choices):
+    """Everything that determines a result, the choices of :class:`Choices` among it.
 
     Attributes:
         kind: one of :data:`KINDS`.
         model, machine: a preset's name or a YAML file.
         nodes: number of nodes; a node has one or several of the machine's GPUs.
         topology: network between nodes; None is the machine's.
-        fused: passes that use the fused operators.
-        all_to_all, all_reduce: the library's algorithms.
-        slices: slices in which a fused kernel's output for one rank leaves; 0 is the workload's
-            default.
-        tensor, pipeline: sizes of a ``transformer``'s parallel groups.
         collective, algorithm, size: kind, algorithm and bytes of a ``collective``.
         all_ranks: simulate every rank instead of one that stands for all.
         model_changes, machine_changes: pairs of a dotted key and its value.
@@ -51,12 +46,6 @@ class Scenario:
     machine: str = ""
     nodes: int = 0
     topology: str | None = None
-    fused: Fusing = "none"
-    all_to_all: str = "one_shot"
-    all_reduce: str = "ring"
-    slices: int = 0
-    tensor: int = 8
-    pipeline: int = 8
     collective: str = "all_to_all"
     algorithm: str = "one_shot"
     size: int = 16 << 20
@@ -150,8 +139,7 @@ class Scenario:
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
         if full.kind != "collective":
-            choices = Choices(*(getattr(full, name) for name in Choices._fields))
-            return full.load_model().step(topology, choices)
+            return full.load_model().step(topology, full)
         work = Collective(full.collective, full.algorithm, full.size)
         tasks = [Task(full.collective, full.collective, work)]
         return Step(f"{full.collective}, {full.algorithm}", topology, tasks)

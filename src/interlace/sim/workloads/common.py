@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
@@ -19,7 +19,8 @@ Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
 
 
-class Choices(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
     """What a run of a workload chooses besides the model, the machine and the network.
 
     Attributes:

@@ -23,6 +23,7 @@ import numpy as np
 import yaml
 
 from interlace.errors import ConfigError
+from interlace.sim.collectives import least_sent_bytes
 from interlace.sim.configfile import read
 from interlace.sim.machine import Machine
 
@@ -185,11 +186,6 @@ def steps(kind: str, gpus: int) -> int:
     return {"all_to_all": 1, "all_reduce": 2 * (gpus - 1)}.get(kind, gpus - 1)
 
 
-def link_bytes(kind: str, gpus: int, size: float) -> float:
-    """Return the bytes that leave each GPU for a buffer of ``size`` bytes."""
-    return (2 if kind == "all_reduce" else 1) * size * (gpus - 1) / gpus
-
-
 def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
     """Fit a launch and a step time for all collectives, and a share of the bandwidth per kind.
 
@@ -212,7 +208,9 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
             [
                 launch
                 + step * steps(t.kind, t.gpus)
-                + 1e9 * link_bytes(t.kind, t.gpus, t.size) / (link_bytes_per_s * share[t.kind])
+                + 1e9
+                * least_sent_bytes(t.kind, t.size, t.gpus)
+                / (link_bytes_per_s * share[t.kind])
                 for t in points
             ]
         )

@@ -110,6 +110,10 @@ class Result:
             at = tasks[at].after
         return path[::-1]
 
+    def streams(self) -> list[str]:
+        """List the rows in which rank 0 worked: computation first, the others by name."""
+        return sorted({span.row for span in self.spans}, key=lambda row: (row != "compute", row))
+
     def layers(self) -> dict[str, tuple[int, int]]:
         """Return the nanoseconds of computation and of exposed communication of each layer.
 

@@ -29,7 +29,7 @@ class _Fused:
         self._gpu, self._kind, self._plan, self._slowness = gpu, kind, plan, slowness
         self._units = int(machine.gpu.compute_units.value)
         self._engines = [
-            Server(f"DMA {number}", "dma") for number in range(int(machine.dma.engines.value))
+            Server(f"DMA {number}") for number in range(int(machine.dma.engines.value))
         ]
         self._start_ns = round(machine.dma.start_ns.value)
         self.tracker = Tracker(

@@ -326,11 +326,11 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
     return table
 
 
-def run_reproduce(*, outputs: Outputs, workers: int | None) -> None:
+def run_reproduce(*, every_case: bool, outputs: Outputs, workers: int | None) -> None:
     """Compare every published figure with ours, and list the assumptions with their sources."""
     started = time.perf_counter()
     with show_progress("reproduce t3") as runs:
-        done = study(workers=workers, progress=runs)
+        done = study(every_case=every_case, workers=workers, progress=runs)
     console = make_console()
     headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")
     table = make_table(*headings, left=("figure", "note"))

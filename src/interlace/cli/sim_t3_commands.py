@@ -96,10 +96,19 @@ def t3_measured(
 
 
 @options("workers", files=("folder",), folder=Path("interlace-sim-t3"))
-def reproduce_t3(**shared: Any) -> None:
+def reproduce_t3(
+    every_case: Annotated[
+        bool,
+        typer.Option(
+            "--every-case",
+            help="Simulate and write cases that no figure needs, too; twice as long.",
+        ),
+    ] = False,
+    **shared: Any,
+) -> None:
     """Compare the figures of tracked and triggered communication (Pati et al., ASPLOS'24) with
     ours, and list every assumption.
     """
     from interlace.cli.sim_t3 import run_reproduce
 
-    run_reproduce(**shared)
+    run_reproduce(every_case=every_case, **shared)

@@ -403,6 +403,16 @@ def test_study_compares_every_figure_that_it_can() -> None:
     assert len(figures(_named(done.cases, "t-nlg"))) > 15
 
 
+def test_figures_need_few_cases() -> None:
+    every, few = (
+        study(models=("palm", "gpt-3"), workers=1, tokens=128, every_case=every_case)
+        for every_case in (True, False)
+    )
+    assert few.figures == every.figures
+    assert [case.model for case in few.cases] == ["palm"] * 4
+    assert few.cases[0].total_ns.keys() == {"sequential", "t3-mca"}
+
+
 def _named(cases: list[Case], model: str) -> list[Case]:
     """The same outcomes under another model's name, on 8 GPUs."""
     return [dataclasses.replace(case, model=model, ranks=8) for case in cases]

@@ -17,12 +17,14 @@ from interlace.sim.t3.run import CONFIGURATIONS, simulate
 
 SMALL, LARGE = ("mega-gpt-2", "t-nlg"), ("palm", "mt-nlg")
 """The models of the paper's main figures, and those of its 29 %."""
+LARGE_CONFIGURATIONS = ("sequential", "t3-mca")
+"""Configurations that the figures of the large models come from."""
 MODELS = (*SMALL, "gpt-3", *LARGE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A sub-layer in all configurations, without the single events."""
+    """A sub-layer in the configurations that were simulated, without the single events."""
 
     model: str
     ranks: int
@@ -107,6 +109,7 @@ def study(
     models: Sequence[str] = MODELS,
     *,
     tokens: int | None = None,
+    every_case: bool = True,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Study:
@@ -118,6 +121,7 @@ def study(
         machine: the machine; the paper's by default.
         models: presets of models.
         tokens: tokens of every model instead of its own; quicker, but not the paper's comparison.
+        every_case: whether to simulate models and configurations that no figure needs as well.
         workers: number of processes; None is all processors, 1 runs in this process.
         progress: called after every product.
     """
@@ -125,6 +129,7 @@ def study(
     wanted = [
         (name, int(ranks), sublayer, model.product(sublayer, int(ranks), tokens))
         for name, model in ((name, load_t3_model(name)) for name in models)
+        if every_case or name in (*SMALL, *LARGE)
         for ranks in model.tensor_parallel.value
         for sublayer in SUBLAYERS
     ]
@@ -133,7 +138,11 @@ def study(
     # The largest come first, so that no process is left alone with one of them in the end; those of
     # one degree stay together, since they share the simulated collectives.
     keys = sorted(different, key=lambda key: (-different[key].output_bytes, *key))
-    runs = [(key[1], different[key]) for key in keys]
+    few = () if every_case else LARGE
+    runs = [
+        (key[1], different[key], LARGE_CONFIGURATIONS if key[0] in few else CONFIGURATIONS)
+        for key in keys
+    ]
     simulated = map_processes(functools.partial(_case, machine), runs, workers, progress)
     cases = dict(zip(keys, simulated, strict=True))
     named = [
@@ -178,10 +187,10 @@ def _end_to_end(machine: T3Machine, cases: Sequence[Case]) -> list[Figure]:
     return compared
 
 
-def _case(machine: T3Machine, run: tuple[int, Product]) -> Case:
-    """Simulate a product in all configurations; model and sub-layer are filled in by the caller."""
-    ranks, product = run
-    results = {name: simulate(machine, product, ranks, name) for name in CONFIGURATIONS}
+def _case(machine: T3Machine, run: tuple[int, Product, Sequence[str]]) -> Case:
+    """Simulate a product in some configurations; the caller fills in model and sub-layer."""
+    ranks, product, configurations = run
+    results = {name: simulate(machine, product, ranks, name) for name in configurations}
     both = ("product", "reduce_scatter")
     return Case(
         "",
@@ -191,7 +200,9 @@ def _case(machine: T3Machine, run: tuple[int, Product]) -> Case:
         total_ns={name: result.total_ns for name, result in results.items()},
         part_ns={name: [part.time_ns for part in result.parts] for name, result in results.items()},
         reduce_scatter_ns={
-            name: results[name].parts[1].time_ns for name in ("sequential", "ideal-nmc")
+            name: results[name].parts[1].time_ns
+            for name in ("sequential", "ideal-nmc")
+            if name in results
         },
         reads={name: result.moved("reduce_scatter", "read") for name, result in results.items()},
         writes={
